@@ -160,24 +160,25 @@ def get_suffix(path: Path) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file without their line endings, with the same errors as `iterate_lines_with_ends`."""
-    for line in iterate_lines_with_ends(path):
+    """Yield the lines of a file without their line endings, with the same errors as `iterate_lines_with_endings`."""
+    for line in iterate_lines_with_endings(path):
         yield line.rstrip("\r\n")
 
 
-def iterate_lines_with_ends(path: Path) -> Iterator[str]:
+def iterate_lines_with_endings(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their line endings.
 
-    Lines end with a line feed, or with a carriage return if `has_carriage_return_ends` is true for the file. No other
-    character ends a line. In a file with line feeds, carriage returns are treated as text, because crawled texts may
-    contain carriage returns that are missing from their translations. A warning is logged for the first of them.
+    Lines end with a line feed, or with a carriage return if `has_carriage_return_line_endings` is true for the file.
+    No other character ends a line. In a file with line feeds, carriage returns are treated as text, because crawled
+    texts may contain carriage returns that are missing from their translations. A warning is logged for the first of
+    them.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: if the file is not text. The message contains the line number.
     """
     with _open_existing_file(path) as binary:
-        by_returns = has_carriage_return_ends(binary)
+        by_returns = has_carriage_return_line_endings(binary)
         file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
         number, is_warned = 0, by_returns or get_suffix(path) in (".csv", ".tsv", ".json", ".jsonl")
         try:
@@ -201,7 +202,7 @@ def iterate_lines_with_ends(path: Path) -> Iterator[str]:
             raise OSError(f"{path} is not a complete gzip file ({error}). Copy or compress it again.") from error
 
 
-def has_carriage_return_ends(file: BinaryIO) -> bool:
+def has_carriage_return_line_endings(file: BinaryIO) -> bool:
     """Return whether the lines of a file end with carriage returns, as written by old Mac programs.
 
     This is the case if the beginning of the file contains more lone carriage returns than line feeds. The function
@@ -425,7 +426,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
         with _unwind_on_sigterm():
             yield stage
             if exists:
-                _move_up(stage, output_dir)
+                _move_files_to_parent(stage, output_dir)
             else:
                 _rename_to(stage, output_dir)
     except BaseException:
@@ -466,7 +467,7 @@ def _rename_to(stage: Path, folder: Path) -> None:
         raise
 
 
-def _move_up(stage: Path, folder: Path) -> None:
+def _move_files_to_parent(stage: Path, folder: Path) -> None:
     """Move all files from `stage` to its otherwise empty parent `folder`, or move none of them if one move fails."""
     if any(path != stage for path in folder.iterdir()):
         raise FileExistsError(

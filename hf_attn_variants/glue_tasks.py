@@ -19,9 +19,9 @@ class GlueTask:
         main_metric: the metric that is used to select the best model.
         eval_splits: the TSV file for each dev split on the Hub. The first split is used to select the best model.
         test_splits: the TSV file for each test split on the Hub.
-        submits_names: whether a submission contains class names instead of ids.
-        headerless: the column names for files without a header, for each possible number of columns.
-        headerless_test: the column names for test files without a header, for each possible number of columns.
+        submits_class_names: whether a submission contains class names instead of ids.
+        headerless_columns: the column names for files without a header, for each possible number of columns.
+        headerless_test_columns: the column names for test files without a header, for each possible number of columns.
         may_have_broken_rows: whether the official file contains rows that are split by a line break. These rows are
             counted and skipped.
     """
@@ -35,9 +35,9 @@ class GlueTask:
     main_metric: str = "accuracy"
     eval_splits: dict[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
     test_splits: dict[str, str] = field(default_factory=lambda: {"test": "test.tsv"})
-    submits_names: bool = False
-    headerless: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    headerless_test: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    submits_class_names: bool = False
+    headerless_columns: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    headerless_test_columns: dict[int, tuple[str, ...]] = field(default_factory=dict)
     may_have_broken_rows: bool = False
 
     @property
@@ -67,16 +67,16 @@ _TASKS = [
         labels=("unacceptable", "acceptable"),
         metrics=("matthews_correlation",),
         main_metric="matthews_correlation",
-        headerless={4: ("source", "label", "star", "sentence")},
-        headerless_test={2: ("index", "sentence")},
+        headerless_columns={4: ("source", "label", "star", "sentence")},
+        headerless_test_columns={2: ("index", "sentence")},
     ),
     GlueTask(
         name="sst2",
         folder="SST-2",
         text_columns=(("sentence",),),
         labels=("negative", "positive"),
-        headerless={2: ("sentence", "label")},
-        headerless_test={2: ("index", "sentence")},
+        headerless_columns={2: ("sentence", "label")},
+        headerless_test_columns={2: ("index", "sentence")},
     ),
     GlueTask(
         name="mrpc",
@@ -86,8 +86,8 @@ _TASKS = [
         labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
         main_metric="combined_score",
-        headerless={5: ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")},
-        headerless_test={5: ("index", "#1 ID", "#2 ID", "#1 String", "#2 String")},
+        headerless_columns={5: ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")},
+        headerless_test_columns={5: ("index", "#1 ID", "#2 ID", "#1 String", "#2 String")},
     ),
     GlueTask(
         name="stsb",
@@ -97,8 +97,8 @@ _TASKS = [
         labels=None,
         metrics=("pearson", "spearmanr"),
         main_metric="combined_score",
-        headerless={10: _STSB_LAYOUT},
-        headerless_test={9: _STSB_LAYOUT[:-1]},
+        headerless_columns={10: _STSB_LAYOUT},
+        headerless_test_columns={9: _STSB_LAYOUT[:-1]},
     ),
     GlueTask(
         name="qqp",
@@ -108,8 +108,8 @@ _TASKS = [
         labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
         main_metric="combined_score",
-        headerless={6: ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")},
-        headerless_test={3: ("id", "question1", "question2")},
+        headerless_columns={6: ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")},
+        headerless_test_columns={3: ("id", "question1", "question2")},
         may_have_broken_rows=True,
     ),
     GlueTask(
@@ -120,39 +120,39 @@ _TASKS = [
         labels=_NLI_LABELS,
         eval_splits={"validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
         test_splits={"test_matched": "test_matched.tsv", "test_mismatched": "test_mismatched.tsv"},
-        submits_names=True,
-        headerless={
+        submits_class_names=True,
+        headerless_columns={
             4: ("index", "sentence1", "sentence2", "gold_label"),
             12: (*_MNLI_START, "label1", "gold_label"),
             16: (*_MNLI_START, "label1", "label2", "label3", "label4", "label5", "gold_label"),
         },
-        headerless_test={3: ("index", "sentence1", "sentence2"), 10: _MNLI_START},
+        headerless_test_columns={3: ("index", "sentence1", "sentence2"), 10: _MNLI_START},
     ),
     GlueTask(
         name="qnli",
         folder="QNLI",
         text_columns=(("question",), ("sentence",)),
         labels=("entailment", "not_entailment"),
-        submits_names=True,
-        headerless={4: ("index", "question", "sentence", "label")},
-        headerless_test={3: ("index", "question", "sentence")},
+        submits_class_names=True,
+        headerless_columns={4: ("index", "question", "sentence", "label")},
+        headerless_test_columns={3: ("index", "question", "sentence")},
     ),
     GlueTask(
         name="rte",
         folder="RTE",
         text_columns=_PAIR,
         labels=("entailment", "not_entailment"),
-        submits_names=True,
-        headerless=_PAIR_LAYOUT,
-        headerless_test=_PAIR_TEST_LAYOUT,
+        submits_class_names=True,
+        headerless_columns=_PAIR_LAYOUT,
+        headerless_test_columns=_PAIR_TEST_LAYOUT,
     ),
     GlueTask(
         name="wnli",
         folder="WNLI",
         text_columns=_PAIR,
         labels=("not_entailment", "entailment"),
-        headerless=_PAIR_LAYOUT,
-        headerless_test=_PAIR_TEST_LAYOUT,
+        headerless_columns=_PAIR_LAYOUT,
+        headerless_test_columns=_PAIR_TEST_LAYOUT,
     ),
     # The diagnostic set has no training data. A model that was trained on MNLI predicts its labels.
     GlueTask(
@@ -164,8 +164,8 @@ _TASKS = [
         main_metric="matthews_correlation",
         eval_splits={},
         test_splits={"test": "AX.tsv"},
-        submits_names=True,
-        headerless_test=_PAIR_TEST_LAYOUT,
+        submits_class_names=True,
+        headerless_test_columns=_PAIR_TEST_LAYOUT,
     ),
 ]
 TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
@@ -217,4 +217,4 @@ def format_prediction(task: GlueTask, value: float) -> str:
     """Format a prediction for a GLUE submission as a score with three decimals, a class name or a class id."""
     if task.labels is None:
         return f"{min(5.0, max(0.0, float(value))):.3f}"
-    return task.labels[int(value)] if task.submits_names else str(int(value))
+    return task.labels[int(value)] if task.submits_class_names else str(int(value))

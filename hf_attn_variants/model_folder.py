@@ -89,10 +89,10 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
         if config.exists() and not is_placeholder_config(config):
             atomic_write(old / CONFIG_NAME, config.read_bytes())
             atomic_write(config, REPLACEMENT_NOTICE)
-        for name in reversed(_sort_names(replaced)):
+        for name in reversed(_sort_by_move_order(replaced)):
             _move(folder / name, old / name)
         os.replace(old, _remove_folder(folder / DISCARDED_FOLDER))  # from here on, the old model cannot be restored
-        for name in _sort_names(names):
+        for name in _sort_by_move_order(names):
             _move(new / name, folder / name)
         os.replace(new / CONFIG_NAME, config)
         new.rmdir()
@@ -133,7 +133,7 @@ def describe_unfinished_model(folder: Path) -> str | None:
     return None
 
 
-def _sort_names(names: Iterable[str]) -> list[str]:
+def _sort_by_move_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (MOVED_LAST.index(name) + 1 if name in MOVED_LAST else 0, name))
 
 
@@ -202,7 +202,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
         ['conversion', 'training']
     """
     history = ModelHistory()
-    stored = _read_or_record_problem(folder / HISTORY_NAME, history.problems)
+    stored = _read_json_or_record_problem(folder / HISTORY_NAME, history.problems)
     earlier = stored.get("steps", [])
     for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
@@ -213,7 +213,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     for kind, name in STEP_FILES.items():
         if kind == "training" and not with_training:
             continue
-        report = _read_or_record_problem(folder / name, history.problems)
+        report = _read_json_or_record_problem(folder / name, history.problems)
         if report and (step := _select_fields(kind, report)) not in history.steps:
             history.steps.append(step)
     history.metadata = _select_metadata(stored.get("metadata"))
@@ -302,7 +302,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
         raise ValueError(f"Cannot read the metadata of {path}: {' '.join(str(error).split())}.") from error
 
 
-def _read_or_record_problem(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_json_or_record_problem(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return read_json(path) or {}
     except (ValueError, OSError) as error:
@@ -327,11 +327,11 @@ def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
 def _select_metadata(front_matter: Any) -> dict[str, Any]:
     """Return the metadata that also applies to models created from this model, without values of invalid types."""
     front_matter = front_matter if isinstance(front_matter, dict) else {}
-    metadata = {name: _to_names(front_matter[name]) for name in METADATA if name in front_matter}
+    metadata = {name: _clean_metadata_value(front_matter[name]) for name in METADATA if name in front_matter}
     return {name: value for name, value in metadata.items() if value is not None}
 
 
-def _to_names(value: Any) -> str | list[str] | None:
+def _clean_metadata_value(value: Any) -> str | list[str] | None:
     """Return a string or a list of strings, or None for other values. YAML parses the language "no" as False."""
     if isinstance(value, list):
         names = ["no" if item is False else _join_lines(item) for item in value]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .command_line import closest_name
-from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_ends, parse_json
+from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_endings, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class TableRow(NamedTuple):
     Attributes:
         place: the location of the row, such as "table.csv, line 4, row 3", or "table.json, row 3" in a JSON list.
         values: the values by column.
-        names_place: the location of the column names, such as "table.csv, line 1, the header". For a JSON object, it
-            is the same as `place`.
+        header_location: the location of the column names, such as "table.csv, line 1, the header". For a JSON object,
+            it is the same as `place`.
         line: the number of the first line of the row. None in a JSON list.
         file: the file, or the name of another source.
         number: the number of the row in the file, counted from 1.
@@ -48,7 +48,7 @@ class TableRow(NamedTuple):
 
     place: str
     values: dict[str, Any]
-    names_place: str
+    header_location: str
     line: int | None = None
     file: str = ""
     number: int = 1
@@ -64,7 +64,7 @@ def describe_row_location(file: Any, line: int | None, row: int) -> str:
     return f"{file}, {'' if line is None else f'line {line}, '}row {row}"
 
 
-def read_records(path: Path) -> Iterator[TableRow]:
+def read_table_rows(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table.
 
     If the header of a .csv file does not contain a comma, the separator is detected from the header and logged.
@@ -77,20 +77,20 @@ def read_records(path: Path) -> Iterator[TableRow]:
     suffix = get_suffix(path)
     if suffix not in TABLE_SUFFIXES:
         raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, optionally with .gz.")
-    yield from _read_delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
+    yield from _read_csv_rows(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
 
 
-def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
+def _read_csv_rows(path: Path, tabs: bool) -> Iterator[TableRow]:
     csv.field_size_limit(MAX_CELL_LENGTH)
-    lines = iterate_lines_with_ends(path)
-    begin = _read_to_first_text(lines)
+    lines = iterate_lines_with_endings(path)
+    begin = _read_until_first_text_line(lines)
     if begin and JSON_START.match(begin[-1]):
         raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
     separator = "\t" if tabs else _detect_separator(path, begin)
     options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
     reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **options)
     header: list[str] = []
-    names_place = ""
+    header_location = ""
     number, has_warned = 0, False
     while True:
         line = reader.line_num + 1
@@ -105,8 +105,8 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
         if not cells or (len(cells) == 1 != len(header) and is_blank(cells[0])):
             continue  # an empty line
         if not header:
-            header, names_place = cells, place
-            if repeated := _find_repeated(name for name in header if name):
+            header, header_location = cells, place
+            if repeated := _find_duplicate(name for name in header if name):
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
@@ -123,10 +123,10 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "
                 f"last cell is {cells[-1][:60]!r}. {rule}"
             )
-        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line, str(path), number)
+        yield TableRow(place, dict(zip(header, cells, strict=True)), header_location, line, str(path), number)
 
 
-def _read_to_first_text(lines: Iterator[str]) -> list[str]:
+def _read_until_first_text_line(lines: Iterator[str]) -> list[str]:
     """Return the lines up to and including the first line that is not blank."""
     read = []
     for line in lines:
@@ -189,12 +189,12 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
             raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-def _find_repeated(names: Iterable[str]) -> str | None:
+def _find_duplicate(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 @dataclass(frozen=True)
-class PlacedRows:
+class LocatedRows:
     """Rows of texts and their locations. If rows were skipped, there are gaps in the row numbers.
 
     Attributes:
@@ -231,7 +231,7 @@ def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> 
     return texts
 
 
-def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
+def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> LocatedRows:
     """Return the line pairs from two parallel files, without pairs that contain a blank line.
 
     Line i in one file corresponds to line i in the other file.
@@ -250,7 +250,7 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
     indices = find_complete_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
     if not indices:
         raise ValueError(f"{source_file} and {target_file} are empty. They must contain at least one pair of lines.")
-    return PlacedRows([pairs[i] for i in indices], [str(source_file)] * len(indices), [i + 1 for i in indices])
+    return LocatedRows([pairs[i] for i in indices], [str(source_file)] * len(indices), [i + 1 for i in indices])
 
 
 def read_columns(
@@ -259,7 +259,7 @@ def read_columns(
     flag: str | None = None,
     keep_blank: bool = False,
     unused: str | None = None,
-) -> PlacedRows:
+) -> LocatedRows:
     """Return the text columns of tables, without rows that contain a blank text.
 
     Args:
@@ -276,16 +276,16 @@ def read_columns(
         ValueError: if a file is not a table or does not contain any rows, a column is missing, or a value is not text.
             The message contains the location.
     """
-    rows = PlacedRows([], [], [])
+    rows = LocatedRows([], [], [])
     for path in map(Path, paths):
         all_texts, lines = [], []
-        for record in read_records(path):
+        for record in read_table_rows(path):
             values = record.values
             check_unused_column(values, unused, record.place)
             texts = tuple(get_column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if text is None and name not in column_names(values):
-                    raise make_missing_column_error(record.names_place, values, name, flag)
+                    raise make_missing_column_error(record.header_location, values, name, flag)
                 if not isinstance(text, str):
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):

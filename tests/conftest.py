@@ -67,7 +67,7 @@ def form(request, monkeypatch):
 
     if forced != "chosen":
         monkeypatch.setattr(latent_attention, "should_absorb_projections", absorbs)
-        monkeypatch.setattr(latent_attention, "is_short_latent", lambda latent: forced == "kept")
+        monkeypatch.setattr(latent_attention, "should_store_expanded_latent", lambda latent: forced == "kept")
     return forced
 
 

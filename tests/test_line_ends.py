@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.text_files import read_lines, read_pairs, read_records
+from hf_attn_variants.text_files import read_lines, read_pairs, read_table_rows
 from hf_attn_variants.training.glue.task import read_tsv
 from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.pretraining import text_stream
@@ -33,7 +33,9 @@ def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
     assert read_lines([source]) == texts
     assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n")).texts[2] == ("a\x0cb", "z")
     rows = ['{"text": "x"}', '{"text": "y"}']
-    result = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
+    result = [
+        record.values["text"] for record in read_table_rows(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))
+    ]
     assert result == ["x", "y"]
 
 
@@ -41,7 +43,7 @@ def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
 def test_tables_are_read_with_every_line_end(tmp_path, end):
     for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
         path = Path(write(tmp_path / name, [separator.join(row) for row in ("ab", "cd", "ef")], end))
-        assert [tuple(record.values.values()) for record in read_records(path)] == [("c", "d"), ("e", "f")]
+        assert [tuple(record.values.values()) for record in read_table_rows(path)] == [("c", "d"), ("e", "f")]
     task = get_task("sst2")
     path = Path(write(tmp_path / "dev.tsv", ["sentence\tlabel", "good\t1", "bad\t0"], end))
     assert read_tsv(path, task)["text1"] == ["good", "bad"]

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def training_bar(*args, **kwargs):
-    return session.main_process_progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
+    return session.make_main_process_progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 class ReactionBert:
     """The BERT of rxnfp: 12 layers, 4 heads; scored by the share of masked tokens that it finds."""
 
-    field, new, old, score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
+    field, new, old, get_score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
 
     def __init__(self, args: argparse.Namespace):
         args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class ReactionBert:
 class Sentences:
     """MiniLM: 6 layers, 12 heads; scored by the cosine of its embeddings to the source's, of Wikipedia's lines."""
 
-    field, new, old, score_name = "attention_kernel", "hedgehog", None, "cosine"
+    field, new, old, get_score_name = "attention_kernel", "hedgehog", None, "cosine"
 
     def __init__(self, args: argparse.Namespace):
         self.subject = SentenceEncoder(args.data_dir)
@@ -95,7 +95,7 @@ class Sentences:
 class TranslatorEncoder:
     """The encoder of the T5: 4 layers, 8 heads; scored by the loss on the validation set, lower is better."""
 
-    field, new, old, score_name = "encoder_num_key_value_heads", 1, 8, "loss"
+    field, new, old, get_score_name = "encoder_num_key_value_heads", 1, 8, "loss"
 
     def __init__(self, args: argparse.Namespace):
         self.subject = Translator(args.data_dir)
@@ -124,7 +124,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [row for row in found if row["model"] == args.model]
     subject = SUBJECTS[args.model](args)
     if not any(row["kept"] == "all" for row in rows):
-        row = {"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)}
+        row = {"model": args.model, "kept": "all", subject.get_score_name: subject.score(subject.source)}
         rows.append(row)
         write(row, args)
     chosen = next((row for row in rows if "shares" in row), None)
@@ -151,7 +151,7 @@ def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str,
         converted = Path(folder, "converted")
         report = convert_checkpoint(subject.source, converted, calibration=subject.calibration, **fields)
         score = subject.score(converted)
-    row = {"model": args.model, "kept": kept, subject.score_name: score, "seconds": report.seconds}
+    row = {"model": args.model, "kept": kept, subject.get_score_name: score, "seconds": report.seconds}
     if report.matching_shares is not None:
         row["shares"] = report.matching_shares
     write(row, args)

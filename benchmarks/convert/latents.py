@@ -155,7 +155,7 @@ def measure(subject: Any, row: Row) -> Row:
 
 
 def _numbers(model: Any) -> int:
-    heads = [site.get_heads(model.config, path) for site, path, _ in model.named_attentions()]
+    heads = [site.get_heads(model.config, path) for site, path, _ in model.named_attention_modules()]
     return sum(each.rank or (each.key + each.value) * each.head_dim for each in heads)
 
 

@@ -42,11 +42,11 @@ def make_cells(args: argparse.Namespace) -> Cells:
             for zeroed in (False, True):
                 made = launch(choice) | {"ONE_BLOCK": False, "ZEROED": zeroed}
                 name = f"{n}, forward {choice}{', zeroed' * zeroed}"
-                cells[name] = lambda n=n, made=made: beside(n, args, _forward_settings=lambda _: made)
+                cells[name] = lambda n=n, made=made: beside(n, args, _choose_forward_settings=lambda _: made)
         for choice in BACKWARD[:few]:
             made = launch(choice)
             cells[f"{n}, backward {choice}"] = lambda n=n, made=made: beside(
-                n, args, _backward_settings=lambda _: made
+                n, args, _choose_backward_settings=lambda _: made
             )
     return cells
 

@@ -52,7 +52,7 @@ def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
     """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and if not, why."""
     if args.tiny:
         return {"reason": "not tried: on a CPU it has no gradients"}
-    kind = flex_windows.Kind(
+    kind = flex_windows.FlexCallKind(
         device=torch.empty(0, device=args.device).device,
         dtype=getattr(torch, dtype),
         heads=(HEADS, HEADS),

@@ -182,8 +182,8 @@ def shared_heads(architecture: Architecture, head: str, kv_heads: int) -> tuple[
     }
     ours.load_state_dict(plain, strict=False)
     with torch.no_grad():
-        modules = {path: module for _, path, module in wide.named_attentions()}
-        for site, path, module in ours.named_attentions():
+        modules = {path: module for _, path, module in wide.named_attention_modules()}
+        for site, path, module in ours.named_attention_modules():
             heads = site.get_heads(ours.config, path)
             groups = site.get_heads(wide.config, path).key // heads.key
             for role in (site.key, site.value):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.cells import Cells, main
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.optimization import compute_logits, make_label_objective
+from hf_attn_variants.training.engine.optimization import compute_logits, make_cross_entropy_objective
 from hf_attn_variants.training.engine.settings import LoopSettings
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
@@ -84,7 +84,7 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
         disable_tqdm=True,
     )
     Path(folder).mkdir(exist_ok=True)
-    loop = TrainingLoop(accelerator, *prepared, make_label_objective(compute_logits), settings)
+    loop = TrainingLoop(accelerator, *prepared, make_cross_entropy_objective(compute_logits), settings)
     loop.run()
     (Path(folder) / "results.json").write_text(json.dumps(loop.results(len(loader.dataset))))
 

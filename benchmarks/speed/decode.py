@@ -31,7 +31,7 @@ from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
 from benchmarks.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.speed import FirstToken
+from hf_attn_variants.inspection.speed import FirstTokenTimer
 from hf_attn_variants.modeling.attention.latent_attention import EXPANDED, attend_to_latent
 from hf_attn_variants.modeling.transformers_internals import get_cache
 
@@ -237,7 +237,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
 
 def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.Namespace) -> tuple[Any, float, float]:
     """Generate from the encoder's output; return the cache, the seconds to the first token and the seconds in all."""
-    first = FirstToken(args.device)
+    first = FirstTokenTimer(args.device)
     synchronize(args.device)
     start = time.perf_counter()
     result = model.generate(

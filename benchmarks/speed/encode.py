@@ -28,7 +28,7 @@ from hf_attn_variants.inspection.speed import (
     build_checked_models,
     make_timed_function,
     resolve_timed_length,
-    timed_auto_class,
+    select_timed_auto_class,
 )
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
@@ -97,7 +97,7 @@ def measure_passes(
     """
     check_sizes(batch_size=batch_size, length=length, rounds=rounds)
     current = variant_config(config)
-    auto_class = timed_auto_class(config, current)
+    auto_class = select_timed_auto_class(config, current)
     length = resolve_timed_length(length, current, auto_class)
     models = build_checked_models(config, **options)
     with torch.no_grad(), watched_rounds(speed) as usages:

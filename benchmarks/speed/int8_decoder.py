@@ -29,7 +29,7 @@ from benchmarks.speed.int8_encoder import LIMITS
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan, time_in_turns
+from hf_attn_variants.quantization.int8_weight import current_plan, time_calls_in_turn
 
 # (batch size, number of beams)
 SIZES = [(1, 1), (1, 4), (16, 1), (16, 4)]
@@ -99,7 +99,7 @@ def measure(name: str, model: Any, batches: dict[int, dict[str, torch.Tensor]], 
         # All models write the same number of tokens.
         options = {"num_beams": beams, "min_new_tokens": args.max_new_tokens, "max_new_tokens": args.max_new_tokens}
         calls = [functools.partial(generate, each, batches[size], **options) for each in models.values()]
-        seconds = dict(zip(models, time_in_turns(*calls, times=args.turns), strict=True))
+        seconds = dict(zip(models, time_calls_in_turn(*calls, times=args.turns), strict=True))
         milliseconds = {engine: round(1e3 * value, 1) for engine, value in seconds.items()}
         rows.append({"model": name, "batch": size, "beams": beams, "milliseconds": milliseconds})
         ratios = ", ".join(f"{engine} {seconds['float32'] / value:.2f}" for engine, value in seconds.items())

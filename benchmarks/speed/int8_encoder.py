@@ -32,7 +32,7 @@ from benchmarks.kept_memory import NOT_RECORDED
 from benchmarks.machine import machine
 from hf_attn_variants import quantize
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan, time_in_turns
+from hf_attn_variants.quantization.int8_weight import current_plan, time_calls_in_turn
 
 SIZES = [(1, 32), (8, 128), (32, 128), (8, 512)]
 CALIBRATION_SENTENCES = 300
@@ -171,7 +171,9 @@ def main(args: argparse.Namespace) -> None:
     for batch, tokens in SIZES:
         ids = torch.randint(1000, 20_000, (batch, tokens), generator=torch.Generator().manual_seed(0))
         calls = [functools.partial(encode, ids, torch.ones_like(ids)) for encode in encoders.values()]
-        seconds = dict(zip(encoders, time_in_turns(*calls, times=args.turns * (8 if batch == 1 else 1)), strict=True))
+        seconds = dict(
+            zip(encoders, time_calls_in_turn(*calls, times=args.turns * (8 if batch == 1 else 1)), strict=True)
+        )
         ratios = {engine: seconds["float32"] / value for engine, value in seconds.items()}
         rows.append({"batch": batch, "tokens": tokens, "milliseconds": {k: 1e3 * v for k, v in seconds.items()}})
         print(

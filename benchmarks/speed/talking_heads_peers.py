@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.page_faults import Usage, Watch, summary
-from hf_attn_variants.inspection.speed import round_order
+from hf_attn_variants.inspection.speed import get_round_order
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, create_kernel
@@ -95,7 +95,7 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     module.config = SimpleNamespace(_output_attentions=False)
     fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
     by_layer = {"attention_kernel": name, "attention_window": HYBRID_WINDOW}
-    fields.layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
+    fields.get_layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
     kernel = create_kernel(fields, "", head_dim, "benchmark", is_causal, layer=0)
     module.heads = AttentionHeads(heads, heads, heads, heads, heads, head_dim, head_dim)
     install_kernel(module, kernel)
@@ -160,7 +160,7 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
 def interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
-    """Time steps, which take turns within each round (`round_order`).
+    """Time steps, which take turns within each round (`get_round_order`).
 
     Returns:
         Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
@@ -170,7 +170,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     usages: dict[str, list[Usage]] = {name: [] for name in steps}
     for number in range(rounds + WARM_UP_ROUNDS):
-        for name in round_order(list(steps), number):
+        for name in get_round_order(list(steps), number):
             try:
                 with Watch() as watch:
                     sample = milliseconds(steps[name], device)

@@ -28,7 +28,7 @@ from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
-from hf_attn_variants.inspection.speed import round_order
+from hf_attn_variants.inspection.speed import get_round_order
 
 UPSTREAM = "transformers"
 # The engines, in turn.
@@ -156,7 +156,7 @@ def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: i
     texts = {name: run(batch, beams) for name, run in engines.by_name.items()}  # it warms up, too
     usages: dict[str, list[Any]] = {name: [] for name in engines.by_name}
     for number in range(rounds):
-        for name in round_order(list(engines.by_name), number):
+        for name in get_round_order(list(engines.by_name), number):
             with Watch() as watch:
                 engines.by_name[name](batch, beams)
             usages[name].append(watch.usage)

@@ -42,7 +42,7 @@ from hf_attn_variants.training.engine.optimization import Objective
 from hf_attn_variants.training.engine.session import get_library_versions
 from hf_attn_variants.training.engine.settings import LoopSettings
 from hf_attn_variants.training.pretraining.task import make_masked_lm_objective
-from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
+from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "classification, a tiny model"
@@ -209,7 +209,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
 
 
 def _stack(rows: list[dict]) -> dict:
-    return stack_rows([{key: value.numpy() for key, value in row.items()} for row in rows])
+    return stack_examples([{key: value.numpy() for key, value in row.items()} for row in rows])
 
 
 def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -130,8 +130,8 @@ def patterns() -> Drawing:
     """Draw which of 16 tokens each pattern attends to. Summaries and split heads have another color."""
     n, cell, across = 16, 11, 5
     window = partial(formulas.keys_in_window, window=4)
-    stride = partial(formulas.keys_by_stride, stride=4)
-    fixed = partial(formulas.keys_of_fixed_pattern, block=4, summary=1)
+    stride = partial(formulas.keys_in_strided_pattern, stride=4)
+    fixed = partial(formulas.keys_in_fixed_pattern, block=4, summary=1)
     drawn = partial(formulas.keys_in_random_blocks, block=2, random=1, seed=1)
     block = partial(formulas.keys_in_local_block, block=4)
     panels: list[tuple[str, list[Callable[[int, int], list[int]]], int, int]] = [

@@ -11,7 +11,7 @@ from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.files import is_blank, parse_json
 from hf_attn_variants.text_files import column_names, get_column_value, has_column, make_missing_column_error
-from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset, parse_label_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
 
@@ -61,7 +61,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
     first = next(iter(sources.values())).first
     names, columns = column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
-        raise ValueError(f"{first.names_place}: --answer_column must be set, got the columns {', '.join(names)}.")
+        raise ValueError(f"{first.header_location}: --answer_column must be set, got the columns {', '.join(names)}.")
     read = {name: _read_rows(name, source, columns) for name, source in sources.items()}
     answered = next((rows for rows in read.values() if any(row.answer for row in rows)), None)
     answer_format = settings.answer_format or ("from_0" if answered is None or "sent1" in names else None)
@@ -83,14 +83,14 @@ def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
             candidates = [(name,) for name in candidates] + [group for group in numbered if len(group) > 1]
         if columns[flag] is None and len(candidates) > 1:
             raise ValueError(
-                f"{first.names_place}: --{flag} must be set because the table contains "
+                f"{first.header_location}: --{flag} must be set because the table contains "
                 f"{' and '.join(map(str, candidates))}."
             )
         columns[flag] = columns[flag] or (candidates[0] if candidates else None)
     if not columns["choices_columns"] or not (columns["context_column"] or columns["question_column"]):
         raise ValueError(
-            f"{first.names_place}: --choices_columns, and --context_column or --question_column, must be set, got the "
-            f"columns {', '.join(names_in_table)}."
+            f"{first.header_location}: --choices_columns, and --context_column or --question_column, must be set, got "
+            f"the columns {', '.join(names_in_table)}."
         )
     return columns
 
@@ -110,7 +110,7 @@ def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Ch
         context, question = (texts[flag] and get_text(record, texts[flag], f"--{flag}") for flag in texts)
         value = get_column_value(record.values, answer_column) if answer_column else None
         value = value if names is None else get_label_name(value, names)
-        answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
+        answer = parse_label_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
     # If the answers of a test split are not public, all its rows on the Hub have the same answer.
@@ -123,7 +123,7 @@ def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
     """Return the choices in a row. If each choice has a column, the last columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):
-            raise make_missing_column_error(record.names_place, record.values, column, "--choices_columns")
+            raise make_missing_column_error(record.header_location, record.values, column, "--choices_columns")
     values: Any = [get_column_value(record.values, column) for column in columns]
     if len(columns) == 1:
         [values] = values
@@ -192,7 +192,7 @@ def _make_split(name: str, rows: Sequence[ChoiceRow], answer_format: str, blank:
     }
     if name != "test" or any(row.answer is not None for row in rows):
         columns["label"] = [_get_label(row, answer_format) for row in rows]
-    return ClassificationSplit(name, make_rows(columns))
+    return ClassificationSplit(name, make_in_memory_dataset(columns))
 
 
 def _join_question_and_choices(row: ChoiceRow, blank: str | None) -> list[str]:

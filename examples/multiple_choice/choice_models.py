@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.models import (
-    check_end_token,
+    check_appends_end_token,
     check_max_length,
     check_trained_head,
     configure_token_types,
@@ -30,7 +30,7 @@ from hf_attn_variants.training.engine.optimization import (
     Objective,
     compute_logits,
     compute_target_logits,
-    make_label_objective,
+    make_cross_entropy_objective,
 )
 
 HEAD = "ForMultipleChoice"
@@ -111,7 +111,7 @@ class ChoiceLikelihood:
                 "--model_name_or_path must be an encoder, or a monolingual encoder-decoder such as T5 or BART, "
                 f"got {settings.model_name_or_path} ({config.model_type}). Use another model."
             )
-        check_end_token(settings, self.tokenizer)
+        check_appends_end_token(settings, self.tokenizer)
         check_max_length(settings.max_length, config, self.tokenizer, multiple=multiple)
         self.collate = LikelihoodCollator(self.tokenizer, config.decoder_start_token_id, multiple)
 
@@ -121,7 +121,7 @@ class ChoiceLikelihood:
 
     def objective(self) -> Objective:
         """Return the cross-entropy objective over the tokens in the correct choices."""
-        return make_label_objective(compute_target_logits)
+        return make_cross_entropy_objective(compute_target_logits)
 
     def tokenize(self, split: ClassificationSplit) -> Dataset:
         """Return rows with the tokenizer outputs, `choices` (token ids), `label` if known, and `length`."""

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_attn_variants.training import FineTuningTask
-from hf_attn_variants.training.classification.data import ClassificationSplit, hash_rows, make_rows
+from hf_attn_variants.training.classification.data import ClassificationSplit, hash_rows, make_in_memory_dataset
 from hf_attn_variants.training.classification.task import EvalSet
 from hf_attn_variants.training.engine.models import load_config
 from hf_attn_variants.training.engine.optimization import Objective
 from hf_attn_variants.training.engine.settings import check_dev_settings
 
-NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_rows({}))
+NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_in_memory_dataset({}))
 
 
 def format_question(row: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ class ChoiceTask(FineTuningTask[Any]):
 
     def load_model(self) -> PreTrainedModel:
         model = self.choice_model.load_model()
-        tokenized = self._tokenize(self.train) if len(self.train) else make_rows({"length": []})
+        tokenized = self._tokenize(self.train) if len(self.train) else make_in_memory_dataset({"length": []})
         self.token_counts, self.rows = tokenized["length"], tokenized.remove_columns("length")
         return model
 

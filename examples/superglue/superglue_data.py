@@ -10,7 +10,7 @@ from typing import Any
 from datasets import load_dataset
 from superglue_tasks import DATASET, SuperGlueTask
 
-from hf_attn_variants.text_files import read_records
+from hf_attn_variants.text_files import read_table_rows
 
 FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
 # The diagnostic sets, which models trained on RTE predict.
@@ -67,7 +67,7 @@ def load_examples(settings: Any, task: SuperGlueTask) -> dict[str, list[Example]
 def _load_rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Read the rows in a split from the folder or the Hub."""
     if data_dir is not None:
-        return [(record.place, record.values) for record in read_records(Path(data_dir, file))]
+        return [(record.place, record.values) for record in read_table_rows(Path(data_dir, file))]
     data: Any = load_dataset(DATASET, config, split=split)
     return [(f"{DATASET}, {config} ({split}), row {i}", row) for i, row in enumerate(data, start=1)]
 

@@ -12,7 +12,7 @@ from superglue_scores import compute_diagnostic_scores, compute_superglue_metric
 from superglue_tasks import DATASET, get_superglue_task
 
 from hf_attn_variants.training import FineTuningTask
-from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset
 from hf_attn_variants.training.classification.task import (
     NO_TRAINING_ROWS,
     EvalSet,
@@ -77,7 +77,7 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.labels, self.problem_type = self.task.labels, "single_label_classification"
-        self.fit_tokenizer(pair=len(self.task.fields) == 2)
+        self.configure_tokenizer(pair=len(self.task.fields) == 2)
         self.train = self._load_rows("train") if "train" in self.examples else NO_TRAINING_ROWS
         self.dev_splits = [self._load_rows("validation")]
 
@@ -89,7 +89,7 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
         columns["index"] = [example.index[-1] for example in examples for _ in example.texts]
         if examples[0].labels is not None:
             columns["label"] = [label for example in examples for label in example.labels or ()]
-        return ClassificationSplit(name, make_rows(columns))
+        return ClassificationSplit(name, make_in_memory_dataset(columns))
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         self.dev_logits = logits[:, list(self.label_map.to_model)]
@@ -134,7 +134,9 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         ]
         columns = dict(zip(("text1", "text2", "index", "label"), map(list, zip(*rows, strict=True)), strict=True))
         columns["choices"] = columns["text2"]
-        return ClassificationSplit(name, make_rows({k: v for k, v in columns.items() if v[0] is not None}))
+        return ClassificationSplit(
+            name, make_in_memory_dataset({k: v for k, v in columns.items() if v[0] is not None})
+        )
 
     def _iterate_choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
         """Yield the texts in an example for the model, each with its choices and the indices of correct choices."""

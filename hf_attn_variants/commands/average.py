@@ -38,11 +38,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         OSError: if a file cannot be read or written.
     """
     from ..files import atomic_write
-    from ..inspection.scores import GLUE_METRICS, model_scores, read_runs
+    from ..inspection.scores import GLUE_METRICS, compute_model_scores, read_runs
     from ..inspection.tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)
-    models = model_scores(runs)
+    models = compute_model_scores(runs)
     results = {"glue": [model.to_dict() for model in models], "left_out": left_out}
     if args.output_file is not None:
         atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")

@@ -178,7 +178,7 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    _print_rows(table)
+    _print_speed_table(table)
     _print_conditions(args, table)
     if table.break_even is not None:
         print_text(_format_break_even(table))
@@ -249,15 +249,15 @@ def _print_serving(table: Any) -> None:
             cells.append(f"{row.first_milliseconds:,.1f}")
         cells.append("" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}")
         rows.append(cells)
-    search = f", {load.max_new_tokens} new tokens, {_format_search(load.num_beams)}" if decodes else ""
+    search = f", {load.max_new_tokens} new tokens, {_format_num_beams(load.num_beams)}" if decodes else ""
     print_table(f"{table.checkpoint}, batch {load.batch_size}, length {load.length:,}{search}", header, rows)
 
 
-def _format_search(num_beams: int) -> str:
+def _format_num_beams(num_beams: int) -> str:
     return "greedy" if num_beams == 1 else f"{num_beams} beams"
 
 
-def _print_rows(table: Any) -> None:
+def _print_speed_table(table: Any) -> None:
     from ..inspection.tables import print_table
 
     header = ["variant", "ms per generation", "tokens/s", "speed"]
@@ -270,7 +270,7 @@ def _print_rows(table: Any) -> None:
         for cells, row in zip(rows, table.rows, strict=True):
             cells += [f"{row.first_milliseconds:,.1f}", f"{row.step_milliseconds:,.2f}"]
     model = f"{table.checkpoint} ({table.architecture}), {table.dtype} on {table.device}, batch {table.batch_size}"
-    work = f"source {table.length:,}, {table.max_new_tokens} new tokens, {_format_search(table.num_beams)}"
+    work = f"source {table.length:,}, {table.max_new_tokens} new tokens, {_format_num_beams(table.num_beams)}"
     print_table(f"{model}, {work}", header, rows)
 
 

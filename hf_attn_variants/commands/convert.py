@@ -190,7 +190,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
         for prefix in row.prefixes:
             if main is not None and (prefix + row.name in MAIN_FIELDS) != main:
                 continue
-            default_value, choices = row.default_of(prefix), row.choices_of(prefix)
+            default_value, choices = row.get_default(prefix), row.get_choices(prefix)
             default = f" (default: {default_value})" if default_value not in (None, (), False) else ""
             options: dict[str, Any] = {"help": describe_field(prefix + row.name) + default}
             if choices:

@@ -161,12 +161,12 @@ def main(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
     from ..errors import INTERRUPTED
-    from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, select_variants
+    from ..inspection.frontier import FrontierFile, load_source, measure_frontier, select_variants
     from ..model_properties import set_languages
     from ..progress import disable_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
-    saved = SavedFrontier(output_dir / FRONTIER_JSON)
+    saved = FrontierFile(output_dir / FRONTIER_JSON)
     calibration, held_out = _read_texts(args)
     model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
     options = select_variants(model, {name: getattr(args, name) for name in VARIANT_OPTIONS})
@@ -194,7 +194,7 @@ def main(args: argparse.Namespace) -> Any:
         if saved.path.exists():
             advice = f" {saved.path} contains the finished measurements. Repeat the command to continue."
         raise KeyboardInterrupt(f"{INTERRUPTED}.{advice}") from None
-    chosen = None if args.loss is None else frontier.cheapest(args.loss)
+    chosen = None if args.loss is None else frontier.find_smallest_variant(args.loss)
     results = frontier.to_dict() | {
         "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
     }
@@ -255,7 +255,9 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
     from ..inspection.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
-    size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if _has_source(frontier) else "")
+    size = f"{frontier.length:,} tokens" + (
+        f", source {frontier.source_length:,}" if _has_cross_attention_cache(frontier) else ""
+    )
     title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
     header, rows = format_frontier_table(frontier)
     print_table(title, header, rows)
@@ -292,7 +294,7 @@ def format_frontier_table(frontier: Any) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _has_source(frontier: Any) -> bool:
+def _has_cross_attention_cache(frontier: Any) -> bool:
     return "cross" in (frontier.source.kv_cache_bytes_per_token or {})
 
 

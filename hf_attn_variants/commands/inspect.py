@@ -82,11 +82,11 @@ def main(args: argparse.Namespace) -> Any:
         ValueError: if the architecture is not supported.
         OSError: if the configuration cannot be read.
     """
-    from ..inspection.costs import cost_table, read_checkpoint_config
+    from ..inspection.costs import compute_cost_table, read_checkpoint_config
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
-    table = cost_table(
+    table = compute_cost_table(
         config,
         checkpoint=args.model_name_or_path,
         batch_size=args.batch_size,

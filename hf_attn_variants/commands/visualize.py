@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> Path:
         OSError: if a file cannot be read or written.
     """
     from ..files import staged_folder
-    from ..inspection.attention_maps import attention_maps, attention_page
+    from ..inspection.attention_maps import attention_maps, render_attention_page
 
     output_dir = check_output_dir(args.output_dir)
     maps = attention_maps(*_load(args), args.text, args.target_text, args.max_length)
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> Path:
         raise ValueError(f"--layers must be between 0 and {max(numbers)}, got {', '.join(map(str, missing))}.")
     shown = tuple(attention for attention in maps.attentions if attention.layer in (args.layers or numbers))
     with staged_folder(output_dir) as stage:
-        page = attention_page(replace(maps, attentions=shown), Path(args.model_name_or_path).name)
+        page = render_attention_page(replace(maps, attentions=shown), Path(args.model_name_or_path).name)
         (stage / HTML_FILE).write_text(page, encoding="utf-8")
     if maps.is_cut:
         print(f"The text was truncated to {args.max_length} tokens (--max_length).")

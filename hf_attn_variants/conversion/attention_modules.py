@@ -52,19 +52,19 @@ class AttentionModule:
         return kernel
 
     @property
-    def gets_kernel(self) -> bool:
+    def adds_kernel(self) -> bool:
         """True if the conversion replaces the softmax with a kernel."""
         return self.kernel[0] is None and self.kernel[1] is not None
 
     @property
     def is_reduced(self) -> bool:
         """True if the module gets fewer heads, a smaller latent or a kernel, so that new weights must be computed."""
-        return self.heads.is_reduced or self.gets_kernel
+        return self.heads.is_reduced or self.adds_kernel
 
     @property
     def change(self) -> str:
         """The changes as shown in reports: "same", or one or more of "pool", "expand", "compress" and "kernel"."""
-        if not self.gets_kernel:
+        if not self.adds_kernel:
             return self.heads.change
         return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
@@ -101,7 +101,7 @@ def build_attention_modules(
     """
     modules = [
         _build_attention_module(site, path, module, target, source_config, entries)
-        for site, path, module in target.named_attentions()
+        for site, path, module in target.named_attention_modules()
     ]
     _check_no_leftover_tensors(target, modules, entries)
     return modules
@@ -199,7 +199,7 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
     heads = HeadCounts(
         after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
-    for field, check in ((site.kv_heads_field, "relation"), (site.rank_field, "latent_change")):
+    for field, check in ((site.kv_heads_field, "kv_head_change"), (site.rank_field, "latent_change")):
         try:
             getattr(heads, check)
         except ValueError as error:

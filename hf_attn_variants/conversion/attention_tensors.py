@@ -13,9 +13,9 @@ serve several projections, such as keys and values, or all layers that read the 
 then has its own form. Their S matrices are divided by their traces and added, weighted by the energies of the forms.
 Their G matrices are scaled to the same energies under this common S, and added.
 
-Without text (`weight_forms`), S is the identity matrix, and G follows from products of weights because keys are only
-multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the computation with
-text.
+Without text (`compute_weight_forms`), S is the identity matrix, and G follows from products of weights because keys
+are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the
+computation with text.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class HeadCounts:
         return rank
 
     @property
-    def relation(self) -> str:
+    def kv_head_change(self) -> str:
         """The change to the key/value heads: "same", "pool" or "expand"."""
-        relations = {relation(*self.key), relation(*self.value)} - {"same"}
+        relations = {kv_head_change(*self.key), kv_head_change(*self.value)} - {"same"}
         return relations.pop() if relations else "same"
 
     @property
@@ -79,16 +79,16 @@ class HeadCounts:
     @property
     def change(self) -> str:
         """The changes as shown in reports: "same", or one or two of "pool", "expand" and "compress"."""
-        changes = dict.fromkeys((self.relation, self.latent_change))
+        changes = dict.fromkeys((self.kv_head_change, self.latent_change))
         return ", ".join(change for change in changes if change != "same") or "same"
 
     @property
     def is_reduced(self) -> bool:
         """True if the module gets fewer heads or a smaller latent, so that new weights must be computed."""
-        return self.relation == "pool" or self.latent_change == "compress"
+        return self.kv_head_change == "pool" or self.latent_change == "compress"
 
 
-def relation(source: int, target: int) -> str:
+def kv_head_change(source: int, target: int) -> str:
     """Return how `source` key/value heads become `target` heads: "same", "pool" (fewer) or "expand" (more heads).
 
     Raises:
@@ -314,31 +314,31 @@ class LatentForms(NamedTuple):
 
     Attributes:
         key, value: The forms.
-        mean_read: Mean input of each value head, averaged with the attention weights, [k, D]. None if the forms were
-            computed without text, or if the values have no bias.
+        value_input_means: Mean input of each value head, averaged with the attention weights, [k, D]. None if the
+            forms were computed without text, or if the values have no bias.
     """
 
     key: QuadraticErrorForm
     value: QuadraticErrorForm
-    mean_read: torch.Tensor | None = None
+    value_input_means: torch.Tensor | None = None
 
 
 @torch.no_grad()
-def best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Tensor:
+def find_best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Tensor:
     """Return the latent projection A [r, D] (float64, orthonormal rows) that loses the least energy over all forms."""
-    _, directions = _latent_directions(forms)
+    _, directions = _compute_latent_directions(forms)
     # With orthonormal rows, the latent is not larger than its input and therefore fits into the same dtype.
     return torch.linalg.qr(directions[:, -rank:])[0].T.contiguous()
 
 
 @torch.no_grad()
-def energy_lost_by_rank(forms: Sequence[QuadraticErrorForm]) -> torch.Tensor:
+def compute_energy_loss_by_rank(forms: Sequence[QuadraticErrorForm]) -> torch.Tensor:
     """Return the shares of energy [D + 1] that the best latents of ranks 0 to D lose over all forms."""
-    energies = _latent_directions(forms)[0].clamp_min(0)  # ascending
+    energies = _compute_latent_directions(forms)[0].clamp_min(0)  # ascending
     return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
 
 
-def _latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the candidate directions of a latent as columns [D, D] and their energies [D] in ascending order."""
     metric: Any = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
@@ -350,11 +350,11 @@ def _latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[torch.Tenso
     return energies, vectors / sizes @ directions
 
 
-def preserved_energy_share(form: QuadraticErrorForm, latent: torch.Tensor) -> float:
+def compute_preserved_energy_share(form: QuadraticErrorForm, latent: torch.Tensor) -> float:
     """Return the share of a form's energy that a latent projection [r, D] preserves."""
     lost = (
         torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
-        - _regression_matrix(form, latent) @ latent
+        - _compute_regression_matrix(form, latent) @ latent
     )
     return float(1 - ((form.gram @ lost @ form.metric) * lost).sum() / form.energy.clamp_min(1e-300))
 
@@ -369,22 +369,23 @@ def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: 
     changed = {}
     for role, form in (("key", forms.key), ("value", forms.value)):
         weight = getattr(tensors, f"{role}_weight").double()
-        changed[f"{role}_weight"] = (weight @ _regression_matrix(form, latent)).to(like).contiguous()
-    if tensors.value_bias is not None and forms.mean_read is not None:
+        changed[f"{role}_weight"] = (weight @ _compute_regression_matrix(form, latent)).to(like).contiguous()
+    if tensors.value_bias is not None and forms.value_input_means is not None:
         # The forms were computed from centered inputs, so the mean of the lost part is added to the bias.
         lost = tensors.value_weight.double() - changed["value_weight"].double() @ latent
-        lost = split_heads(lost, forms.mean_read.shape[0])  # [k, d, D]
-        lost_mean = torch.einsum("kde,ke->kd", lost, forms.mean_read).flatten()
+        lost = split_heads(lost, forms.value_input_means.shape[0])  # [k, d, D]
+        lost_mean = torch.einsum("kde,ke->kd", lost, forms.value_input_means).flatten()
         changed["value_bias"] = tensors.value_bias + lost_mean.to(like)
     roles = ("key", "value")
     shares = {
-        f"latent_{role}_energy": round(preserved_energy_share(getattr(forms, role), latent), 4) for role in roles
+        f"latent_{role}_energy": round(compute_preserved_energy_share(getattr(forms, role), latent), 4)
+        for role in roles
     }
     return replace(tensors, **changed, latent_weight=latent.to(like), details=tensors.details | shares)
 
 
 @torch.no_grad()
-def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
+def compute_weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
     """Compute a module's quadratic forms from its weights only, with equal energies for keys and values."""
     pairs = (
         ("key", tensors.join_weight_and_bias("query").double(), heads.query),
@@ -403,7 +404,7 @@ def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
     return LatentForms(key_form, value_form)
 
 
-def _regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:
+def _compute_regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:
     """Return the matrix R [D, r] of regression coefficients that predict the input from its latent c as R c."""
     latent_metric = latent @ form.metric  # [r, D]
     return torch.linalg.solve(latent_metric @ latent.T, latent_metric).T
@@ -439,7 +440,7 @@ class AttentionInputs:
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
         return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
 
-    def key_mask(self) -> torch.Tensor:
+    def get_key_mask(self) -> torch.Tensor:
         """Return a boolean mask [b, m] of the keys that at least one query can attend to."""
         if self.key_value_states is self.states:
             return self.valid
@@ -482,7 +483,7 @@ class LayerContext:
 
 
 @dataclass(frozen=True)
-class LatentInText:
+class CalibratedLatent:
     """A latent projection that was computed from calibration text for an attention module.
 
     Args:
@@ -501,7 +502,7 @@ class ConversionMethod(Protocol):
 
     The `method` argument of `convert` accepts an instance or the name of a registered method. Methods that need text
     must be subclasses of `CalibratedMethod`. With all other methods, latents are computed from the weights
-    (`attention_tensors.weight_forms`).
+    (`attention_tensors.compute_weight_forms`).
 
     Example:
 
@@ -556,7 +557,7 @@ class CalibratedMethod(ABC):
         """
 
     def with_latent(
-        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: CalibratedLatent
     ) -> AttentionTensors:
         """Return projections that compute keys and values from a latent. `tensors` must already have the new heads."""
         return project_onto_latent(tensors, latent.weight, latent.forms)

@@ -87,7 +87,7 @@ class Calibration:
     ```py
     >>> from hf_attn_variants.conversion import Calibration
     >>> calibration = Calibration(["How do I reset my password?", "Where is my parcel?"], fit_steps=100)
-    >>> calibration.held_out_count
+    >>> calibration.num_held_out
     1
     ```
     """
@@ -204,14 +204,14 @@ class Calibration:
         return max(PASSAGE_LENGTH, self.length) if self.max_length is None else self.max_length
 
     @property
-    def measured_length(self) -> int:
+    def evaluation_length(self) -> int:
         """The maximum number of tokens in a text that is used to measure the quality of the whole model."""
         return self.whole_length or self.length
 
     @property
     def generated_length(self) -> int:
         """The maximum number of tokens that the model generates when its quality is measured."""
-        return max(MAX_LENGTH, self.measured_length) if self.audio is None else self.length
+        return max(MAX_LENGTH, self.evaluation_length) if self.audio is None else self.length
 
     @property
     def supports_passages(self) -> bool:
@@ -219,12 +219,12 @@ class Calibration:
         return self.audio is None and self.target_texts is None and isinstance(self.texts[0], str)
 
     @property
-    def held_out_count(self) -> int:
+    def num_held_out(self) -> int:
         """The number of held-out examples."""
         count = len(self.examples)
         return max(1, round(HELD_OUT * count), min(LEAST_HELD_OUT, count // 4))
 
-    def fit_option(self, name: str) -> Any:
+    def get_fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`, or its default if it is None."""
         value = getattr(self, name)
         return FIT_DEFAULTS[name] if value is None else value
@@ -240,11 +240,11 @@ class Calibration:
             "count": len(self.examples),
             "kind": "files of audio" if self.audio else "pairs" if isinstance(self.texts[0], tuple) else "texts",
             "targets": self.target_texts is not None,
-            "held_out": self.held_out_count,
+            "held_out": self.num_held_out,
             "max_length": self.length,
             "cut_share": round(self.cut_share, 4),
             "passage_length": passage_length,
-            **{name: self.fit_option(name) for name in method.options},
+            **{name: self.get_fit_option(name) for name in method.options},
         }
 
 

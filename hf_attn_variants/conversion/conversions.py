@@ -34,8 +34,8 @@ from .attention_tensors import (
     FirstHead,
     MeanPooling,
     RandomHeads,
-    energy_lost_by_rank,
-    weight_forms,
+    compute_energy_loss_by_rank,
+    compute_weight_forms,
 )
 from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble_model, build_model_from_tensors
@@ -57,9 +57,9 @@ from .layer_choice import (
     compute_matching_shares,
     exclude_matching_layers,
 )
-from .plan import ConversionPlan, explain_not_calibrated, make_plan
+from .plan import ConversionPlan, explain_why_not_calibrated, make_plan
 from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
-from .writing import compute_converted_tensors, plan_folder, read_generation_config
+from .writing import compute_converted_tensors, plan_output_folder, read_generation_config
 
 if TYPE_CHECKING:
     from .calibration.source_outputs import SourceLoader
@@ -185,7 +185,7 @@ def convert(
     Raises:
         TypeError: if `calibration` has the wrong type.
         ValueError: if the conversion is impossible. The error is raised before any weights are computed.
-        ModelNotKeptError: if `strict` is set and the model is not within tolerance. Only the report is written.
+        OutsideToleranceError: if `strict` is set and the model is not within tolerance. Only the report is written.
         OSError: if a file is missing or truncated, or cannot be written.
 
     Example:
@@ -278,12 +278,12 @@ def convert_model(
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
-        from .calibration.source_outputs import source_loader_for_model
+        from .calibration.source_outputs import make_source_loader_for_model
 
         if request.calibration.processor is None:
             name = "tokenizer" if request.calibration.audio is None else "feature_extractor"
             raise ValueError(f"`{name}` is required for a model in memory. Pass `Calibration(..., {name}={name})`.")
-        source = source_loader_for_model(reader, model)
+        source = make_source_loader_for_model(reader, model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = request.plan(config, reader.entries, None, reader, source)
     result = request.fit(plan, reader, source)
@@ -317,7 +317,7 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = request.source_loader(reader, folder)
+        source = request.make_source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         result = request.fit(plan, reader, source)
         tensors = compute_converted_tensors(plan, reader, result.attentions)
@@ -362,10 +362,10 @@ def convert_checkpoint(
         logger.warning("The history of the model is incomplete: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = request.source_loader(reader, folder)
+        source = request.make_source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         skipped = (CARD_NAME,) if history.has_readable_card else ()  # the history replaces the old model card
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
+        new = plan_output_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
         result = request.fit(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
@@ -518,13 +518,13 @@ class ConversionRequest:
         self.method = resolve_method(self.requested_method, self.calibration)
         self.dtype = resolve_dtype(self.requested_dtype)
 
-    def source_loader(self, reader: CheckpointReader, folder: Path) -> "SourceLoader | None":
+    def make_source_loader(self, reader: CheckpointReader, folder: Path) -> "SourceLoader | None":
         """Return the function that loads the original model for calibration, or None if calibration is not used."""
         if self.calibration is None:
             return None
-        from .calibration.source_outputs import source_loader_for_folder
+        from .calibration.source_outputs import make_source_loader_for_folder
 
-        return source_loader_for_folder(reader, folder, self.calibration)
+        return make_source_loader_for_folder(reader, folder, self.calibration)
 
     def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceLoader | None") -> CalibrationResult:
         """Fit the attention modules to the calibration data. The result is empty if calibration is not used."""
@@ -565,7 +565,7 @@ class ConversionRequest:
         if self.kv_cache_bytes is not None:
             check_has_cache(config)
             probe = make(fields=fields | PROBE_FIELDS)
-            fields |= self._fields_within_budget(
+            fields |= self._choose_rank_fields(
                 probe, entries, partial(self._measure_latent_losses, probe, reader, source)
             )
         if self.matching_layers is not None:
@@ -580,7 +580,7 @@ class ConversionRequest:
             self._should_calibrate(plan)  # raises an error if calibration is not possible
         return plan
 
-    def _fields_within_budget(
+    def _choose_rank_fields(
         self, probe: ConversionPlan, entries: Mapping[str, TensorEntry], losses: Callable[..., list[torch.Tensor]]
     ) -> dict[str, Any]:
         """Return the fields with ranks that fit into `kv_cache_bytes` (see `choose_ranks_for_budget`)."""
@@ -605,10 +605,10 @@ class ConversionRequest:
         """
         if self.requested_method is not None or not plan.reduced_modules or self.calibration is not None:
             return None
-        pools = any(module.heads.relation == "pool" for module in plan.reduced_modules)
-        gets_kernel = any(module.gets_kernel for module in plan.reduced_modules)
-        loss, result = QUALITY_LOSS_TEXTS["kernel" if gets_kernel else "pool" if pools else "compress"]
-        if (reason := explain_not_calibrated(plan)) is not None:
+        pools = any(module.heads.kv_head_change == "pool" for module in plan.reduced_modules)
+        adds_kernel = any(module.adds_kernel for module in plan.reduced_modules)
+        loss, result = QUALITY_LOSS_TEXTS["kernel" if adds_kernel else "pool" if pools else "compress"]
+        if (reason := explain_why_not_calibrated(plan)) is not None:
             message = f"{loss} Calibration is not possible because {reason}. {WITHOUT_TEXT_ADVICE}"
         else:
             advice = (
@@ -619,7 +619,7 @@ class ConversionRequest:
             examples = "audio" if plan.reads_audio else "text"
             message = f"No calibration {examples} was provided. {loss} {advice} {WITHOUT_TEXT_ADVICE}"
         has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced_modules)
-        if self.needs_method and has_decoder and (pools or gets_kernel):
+        if self.needs_method and has_decoder and (pools or adds_kernel):
             raise ValueError(message)
         return message
 
@@ -659,8 +659,11 @@ class ConversionRequest:
             forms = measure_latent_forms(plan, modules, reader, source, calibration)
         else:
             tensors = [replace(module.read_tensors(reader.read), latent_weight=None) for module in modules]
-            forms = [weight_forms(attention, module.heads) for attention, module in zip(tensors, modules, strict=True)]
-        return [energy_lost_by_rank([pair.key, pair.value]) for pair in forms]
+            forms = [
+                compute_weight_forms(attention, module.heads)
+                for attention, module in zip(tensors, modules, strict=True)
+            ]
+        return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in forms]
 
 
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:

@@ -48,7 +48,8 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
     A latent that all layers share is counted only once. Decoders also cache the keys and values of short source texts
-    (`latent_attention.is_short_latent`). These are not counted because they are not larger than the projections.
+    (`latent_attention.should_store_expanded_latent`). These are not counted because they are not larger than the
+    projections.
 
     Args:
         config: The variant configuration of the model.
@@ -134,8 +135,8 @@ def choose_ranks_for_budget(
         probe: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
-        losses: Function that returns the share of energy lost at each rank (`energy_lost_by_rank`) for each of the
-            given modules.
+        losses: Function that returns the share of energy lost at each rank (`compute_energy_loss_by_rank`) for each of
+            the given modules.
 
     Raises:
         ValueError: if the budget is less than one value per latent and token, or is not below the current cache size.
@@ -332,7 +333,7 @@ def exclude_matching_layers(
     by_layer = dict(fields.get("per_layer_values") or {})
     names = _list_layer_fields(_get_encoder_prefix(plan) or "", fields)
     for name in names:
-        old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
+        old = [plan.source_config.get_layer_value(name, layer) for layer in range(len(shares))]
         by_layer[name] = [old[layer] if layer in unchanged else fields[name] for layer in range(len(shares))]
     return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
 

@@ -50,11 +50,11 @@ from .attention_tensors import (
     AttentionTensors,
     ConversionMethod,
     LayerContext,
-    best_latent,
+    compute_weight_forms,
+    find_best_latent,
     pool_key_value,
     project_onto_latent,
     repeat_heads,
-    weight_forms,
 )
 from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
@@ -105,14 +105,18 @@ class ConversionPlan:
 
         The value is a list if it differs between layers. Ranks are omitted if there are no latents.
         """
-        pairs = self._values([*self.config.head_fields(), *self.config.rank_fields()])
+        pairs = self._values([*self.config.head_count_fields(), *self.config.rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that change, such as kernels and patterns, {field: (before, after)}."""
-        head_fields = {*_list_key_value_fields(self.config), *self.config.talking_heads_fields(), "per_layer_values"}
-        pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
+        head_count_fields = {
+            *_list_key_value_fields(self.config),
+            *self.config.talking_heads_fields(),
+            "per_layer_values",
+        }
+        pairs = self._values([name for name in self.config.variant_fields() if name not in head_count_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -150,11 +154,13 @@ class ConversionPlan:
         else:
             new = self.with_new_heads(module, replace(tensors, latent_weight=None))
             if module.heads.latent_change == "compress":
-                forms = weight_forms(new, module.heads)
+                forms = compute_weight_forms(new, module.heads)
                 shared = latents.get(module.new_latent or "")
-                latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
+                latent = (
+                    find_best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
+                )
                 new = project_onto_latent(new, latent, forms)
-            if module.gets_kernel:
+            if module.adds_kernel:
                 new = new.with_new_kernel(module.new_kernel, module.heads)
         if tensors.latent_weight is not None:
             new = new.with_input_projection(tensors.latent_weight)
@@ -165,7 +171,7 @@ class ConversionPlan:
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
         """Return projections with the new head counts, which are computed from the weights only."""
-        if module.heads.relation == "pool":
+        if module.heads.kv_head_change == "pool":
             return self.method.pool(tensors, module.heads, self.layer(module))
         # Repeating heads is lossless, so all methods give the same result.
         return pool_key_value(tensors, module.heads, repeat_heads)
@@ -175,7 +181,7 @@ class ConversionPlan:
         generator = make_seeded_generator(self.seed, module.name)
         return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
 
-    def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def initialize_talking_heads(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Initialize the talking-heads parameters that a module gets, {name in the checkpoint: tensor}."""
         generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
@@ -239,7 +245,7 @@ def make_plan(
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
-def explain_not_fittable(config: Any) -> str | None:
+def explain_why_not_fittable(config: Any) -> str | None:
     """Return the reason why a model with this configuration cannot be calibrated, or None if it can."""
     if has_talking_heads(config):
         names = [name for name in config.talking_heads_fields() if name.endswith(KIND)]
@@ -259,9 +265,9 @@ def explain_not_fittable(config: Any) -> str | None:
     return None
 
 
-def explain_not_calibrated(plan: ConversionPlan) -> str | None:
+def explain_why_not_calibrated(plan: ConversionPlan) -> str | None:
     """Return the reason why calibration is not possible for a plan, or None if it is possible."""
-    if (reason := explain_not_fittable(plan.source_config)) is not None:
+    if (reason := explain_why_not_fittable(plan.source_config)) is not None:
         return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced_modules):
@@ -423,7 +429,7 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
     kinds = [before.kind for place, (before, _) in pairs.items() if place in changed or not changed]
     kinds = [kind for kind in kinds if kind is not None]
     if talking_changes and kinds:
-        raise _talking_heads_error(kinds[0], talking_changes)
+        raise _make_talking_heads_error(kinds[0], talking_changes)
     has_bias = hasattr(new, "relative_attention_num_buckets")
     for (prefix, _), (before, after) in pairs.items():
         softmax_field = get_settings_prefix(new, prefix) + SOFTMAX
@@ -439,7 +445,7 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
             )
 
 
-def _talking_heads_error(kind: str, fields: list[str]) -> ValueError:
+def _make_talking_heads_error(kind: str, fields: list[str]) -> ValueError:
     """Return the error to raise if fields would change existing talking heads."""
     names = ", ".join(f"`{name}`" for name in fields)
     return ValueError(

@@ -30,9 +30,9 @@ they are only truncated at the model's maximum length. The measure depends on th
 - All other models: the cosine similarity of embeddings. An embedding is the mean of the last hidden states, minus the
   mean embedding of all examples.
 
-Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). If the
-whole interval is within the tolerance, the verdict is "within tolerance". If no part of it is, the verdict is "outside
-tolerance". Otherwise, the verdict is "inconclusive".
+Each measure is a ratio of sums over examples with a 95 % confidence interval (`compute_ratio_confidence_interval`). If
+the whole interval is within the tolerance, the verdict is "within tolerance". If no part of it is, the verdict is
+"outside tolerance". Otherwise, the verdict is "inconclusive".
 """
 
 import json
@@ -180,7 +180,7 @@ class Quality:
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_confidence_interval(
+def compute_ratio_confidence_interval(
     amounts: torch.Tensor, counts: torch.Tensor, is_share: bool
 ) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly sampled examples.
@@ -215,7 +215,7 @@ def ratio_confidence_interval(
     return max(0.0, low) if is_share else low, high
 
 
-class ModelNotKeptError(ValueError):
+class OutsideToleranceError(ValueError):
     """Raised if a conversion with `strict=True` is not within tolerance."""
 
     exit_status = 1  # The conversion ran to completion, but the result is rejected.
@@ -231,7 +231,7 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
             folder before the error is raised because the folder itself is not created.
 
     Raises:
-        ModelNotKeptError: if `strict` is True and the conversion is not within tolerance.
+        OutsideToleranceError: if `strict` is True and the conversion is not within tolerance.
     """
     if quality is None or quality.is_kept:
         return
@@ -248,7 +248,7 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
         path = folder.with_name(f"{folder.name}.{REPORT_NAME}")
         atomic_write(path, report.to_json())
         message += f" The report was written to {path}."
-    raise ModelNotKeptError(message)
+    raise OutsideToleranceError(message)
 
 
 class CalibrationResult(NamedTuple):
@@ -312,7 +312,7 @@ def attention_errors(
     )
 
 
-def bilinear_squared_norms(
+def compute_bilinear_squared_norms(
     left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
 ) -> tuple[float, float]:
     """Return the squared Frobenius norms |left^T right - new_left^T new_right|^2 and |left^T right|^2.
@@ -360,7 +360,7 @@ def _compute_relative_error(
         lefts = _select_heads(left, indices, head_dim)
         new_lefts = lefts if unchanged else _select_heads(new_left, indices, head_dim)
         rights, new_rights = _select_heads(right, before, head_dim), _select_heads(new_right, after, head_dim)
-        terms = bilinear_squared_norms(lefts, rights, new_lefts, new_rights)
+        terms = compute_bilinear_squared_norms(lefts, rights, new_lefts, new_rights)
         difference, reference = difference + terms[0], reference + terms[1]
     return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
 
@@ -575,12 +575,12 @@ class ConversionReport:
 
     def _mean_detail(self, name: str) -> float | None:
         """Return the mean of an entry in `details` over all modules that have this entry."""
-        return _mean_ignoring_none(layer.details.get(name) for layer in self.layers)
+        return _compute_mean_ignoring_none(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
         """Return the mean of an error over the modules that changed, or over all modules if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
-        return _mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
+        return _compute_mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
 
 
 def build_layer_report(
@@ -692,7 +692,7 @@ def get_package_versions() -> dict[str, str]:
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
-def _mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
+def _compute_mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None, or None if all are None."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None

@@ -20,10 +20,17 @@ from ..files import CONFIG_NAME, INDEX_NAME, check_disk_space, staged_folder
 from ..model_folder import read_json
 from ..progress import progress_bar
 from .attention_modules import AttentionModule
-from .attention_tensors import AttentionTensors, QuadraticErrorForm, best_latent, weight_forms
+from .attention_tensors import AttentionTensors, QuadraticErrorForm, compute_weight_forms, find_best_latent
 from .checkpoint.models import TensorSource
 from .checkpoint.source import copy_side_files, list_side_files
-from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name, write_index
+from .checkpoint.tensor_files import (
+    CheckpointReader,
+    SafetensorsWriter,
+    TensorEntry,
+    cast,
+    get_safetensors_dtype,
+    write_index,
+)
 from .plan import ConversionPlan
 from .report import LayerReport, build_layer_report
 
@@ -42,7 +49,7 @@ def compute_converted_tensors(
         calibrated: The projections computed by `calibrate`, by module name. Empty if calibration is not used.
     """
     tensors: dict[str, torch.Tensor] = {}
-    with _single_thread():
+    with _use_single_thread():
         for _, _, _, new in _convert_modules(plan, reader, calibrated):
             tensors |= new
         for name in reader.entries:
@@ -58,14 +65,14 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
 
     Each tensor stays in the file that replaces its original file.
     """
-    new_dtype = dtype_name(plan.dtype) if plan.dtype is not None else None
+    new_dtype = get_safetensors_dtype(plan.dtype) if plan.dtype is not None else None
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
         if name in plan.converted_names and name not in shapes:
             continue  # a latent that the converted model no longer has
         dtype = new_dtype if new_dtype and entry.is_floating else entry.dtype
-        entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
+        entries[name] = TensorEntry(_get_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
         # New tensors are stored in the same file and with the same dtype as the queries.
         query_entry = entries[module.tensors["query_weight"]]
@@ -98,7 +105,7 @@ def write_weights(
     for name, entry in entries.items():
         layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
     layers = []
-    with ExitStack() as stack, _single_thread():
+    with ExitStack() as stack, _use_single_thread():
         progress = stack.enter_context(progress_bar(total=size, unit="B", unit_scale=True, desc="writing"))
         writers = {
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
@@ -136,7 +143,7 @@ def _convert_modules(
             stored = getattr(before, part, None)
             stored = query if stored is None else stored
             tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
-        added = plan.new_projections(module, plan.dtype or query.dtype)
+        added = plan.initialize_talking_heads(module, plan.dtype or query.dtype)
         yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
 
 
@@ -150,16 +157,16 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
     for module in plan.modules:
         if (name := module.new_latent) is not None:
             tensors = replace(module.read_tensors(reader.read), latent_weight=None)
-            forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
+            forms = compute_weight_forms(plan.with_new_heads(module, tensors), module.heads)
             # Without text, the metric of each form is the identity matrix, so the Gram matrices can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.new_rank
     forms_by_name = {name: QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
-    return {name: best_latent([form], ranks[name]) for name, form in forms_by_name.items()}
+    return {name: find_best_latent([form], ranks[name]) for name, form in forms_by_name.items()}
 
 
 @contextmanager
-def _single_thread() -> Iterator[None]:
+def _use_single_thread() -> Iterator[None]:
     """Make PyTorch use a single thread within this context."""
     # For such small matrices, synchronizing threads takes longer than the computation (ten times on busy machines).
     threads = torch.get_num_threads()
@@ -180,7 +187,7 @@ def _cast_chunks(
         progress.update(chunk.nbytes)
 
 
-def _safetensors_name(file: str) -> str:
+def _get_safetensors_name(file: str) -> str:
     """Return the name of the safetensors file that replaces a weight file."""
     if file.endswith(".safetensors"):
         return file
@@ -188,7 +195,7 @@ def _safetensors_name(file: str) -> str:
 
 
 @dataclass(frozen=True)
-class CheckpointFolder:
+class OutputFolderPlan:
     """The output folder of a converted checkpoint and its planned contents.
 
     Args:
@@ -241,7 +248,7 @@ class CheckpointFolder:
             yield stage, layers
 
 
-def plan_folder(
+def plan_output_folder(
     plan: ConversionPlan,
     reader: CheckpointReader,
     source: Path,
@@ -249,11 +256,11 @@ def plan_folder(
     output: Path,
     allow_pickle: bool = False,
     should_copy: Callable[[str], bool] = lambda name: True,
-) -> CheckpointFolder:
+) -> OutputFolderPlan:
     """Plan the contents of the output folder and check the available disk space.
 
     Args:
-        plan, reader, source, config, output: See `CheckpointFolder`.
+        plan, reader, source, config, output: See `OutputFolderPlan`.
         allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
         should_copy: Function that returns whether to copy the file with a given relative path.
 
@@ -263,7 +270,7 @@ def plan_folder(
     available, left_out = list_side_files(source, reader.files, allow_pickle)
     copied = [name for name in available if should_copy(name)]
     left_out = sorted({*left_out, *available} - {*copied})
-    folder = CheckpointFolder(
+    folder = OutputFolderPlan(
         plan, reader, source, config, output, copied, left_out, plan_tensor_entries(plan, reader)
     )
     check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))

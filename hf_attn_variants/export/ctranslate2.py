@@ -13,13 +13,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..conversion.attention_tensors import MeanPooling
-from ..conversion.checkpoint.models import build_model_from_tensors, load_tokenizer_of
+from ..conversion.checkpoint.models import build_model_from_tensors, load_checkpoint_tokenizer
 from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
-from ..inspection.costs import list_used_fields, values_by_layer
+from ..inspection.costs import get_values_by_layer, list_used_fields
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import max_input_length
 from .ctranslate2_check import (
@@ -31,12 +31,12 @@ from .ctranslate2_check import (
     describe_whisper_usage,
     generate_greedily,
     generate_with_ctranslate2,
+    get_max_generated_tokens,
+    list_unsupported_settings,
     make_random_inputs,
-    max_generated_tokens,
     read_model_tokens,
-    unsupported_settings,
 )
-from .plain import is_independent_of_code, source_model, upstream_class_name
+from .plain import get_transformers_class_name, resolve_source_model, should_export_file
 
 FLOAT32 = "float32"
 # The number of bytes per weight for each quantization type. All other types use one byte.
@@ -128,8 +128,8 @@ def export_ctranslate2(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
-    check_ctranslate2_support(*source_model(config))
-    tokenizer = load_tokenizer_of(folder, ", from which the CTranslate2 vocabulary is built.")
+    check_ctranslate2_support(*resolve_source_model(config))
+    tokenizer = load_checkpoint_tokenizer(folder, ", from which the CTranslate2 vocabulary is built.")
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
         generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
@@ -144,11 +144,11 @@ def export_ctranslate2(
     spec = build_model_specification(model, tokens, model_type := _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
-        copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
+        copy_side_files(folder, stage, [name for name in copied if should_export_file(folder, name)])
         write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
-        limit = max_generated_tokens(model, tokens)
+        limit = get_max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
@@ -156,7 +156,7 @@ def export_ctranslate2(
 
 def _transformers_model_type(config: Mapping[str, Any]) -> str:
     """Return the Transformers model type for the `config.json` of a variant or of a Transformers checkpoint."""
-    _, model_config = source_model(config)
+    _, model_config = resolve_source_model(config)
     model_type: str = config["model_type"]
     types = model_config.transformers_model_types
     return model_type if model_type in types else types[0]
@@ -166,10 +166,10 @@ def _plan_without_latents(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_file: Path
 ) -> ConversionPlan:
     """Plan a conversion to float32 that removes all latents which are narrower than their input."""
-    model_class, model_config = source_model(config)
+    model_class, model_config = resolve_source_model(config)
     fields = {}
     for name in list_used_fields(model_class, model_config):
-        ranks = values_by_layer(model_config, name) if name in model_config.rank_fields() else []
+        ranks = get_values_by_layer(model_config, name) if name in model_config.rank_fields() else []
         if any(rank not in (None, model_config.hidden_size) for rank in ranks):
             fields[name] = model_config.hidden_size
     return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
@@ -181,7 +181,7 @@ def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         ValueError: If it is different.
     """
-    copy = load_tokenizer_of(stage, ": the copied tokenizer files are not sufficient.")
+    copy = load_checkpoint_tokenizer(stage, ": the copied tokenizer files are not sufficient.")
     if copy.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             "The copied tokenizer has different tokens than the original one. Save the original tokenizer with "
@@ -211,7 +211,7 @@ def _describe_export(
     """Collect the description of an export, including the code that uses it."""
     heads = {}
     for name in model.config.kv_heads_fields():
-        counts = values_by_layer(model.config, name)
+        counts = get_values_by_layer(model.config, name)
         heads[name] = model.config.query_heads(name), counts if len({*counts}) > 1 else getattr(model.config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     arguments = (os.fspath(output_dir), tokens, generation, max_input_length(model.config))
@@ -221,12 +221,12 @@ def _describe_export(
         usage = describe_translator_usage(*arguments, model.config.transformers_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
-        upstream_class_name(type(model)),
+        get_transformers_class_name(type(model)),
         quantization,
         heads,
         agreement,
         usage,
-        unsupported_settings(generation, reads_audio),
+        list_unsupported_settings(generation, reads_audio),
     )
 
 
@@ -255,7 +255,7 @@ def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, mode
         "whisper": _make_whisper_spec,
     }.get(architecture, _make_bart_spec)
     spec = make(config, tensors, architecture)
-    for site, path, attention in model.named_attentions():
+    for site, path, attention in model.named_attention_modules():
         layer = getattr(spec, site.get_stack_name(config)).layer[site.get_layer_index(config, path)]
         part = layer.attention if site.is_cross_attention else layer.self_attention
         part.num_heads_kv = np.int32(site.get_heads(config, path).key)

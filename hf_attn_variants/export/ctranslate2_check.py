@@ -19,7 +19,7 @@ from ..modeling.fields.field_table import get_field_row
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..registration import max_input_length
-from .plain import upstream_class_name
+from .plain import get_transformers_class_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
     Raises:
         ValueError: If the class, a field or an activation is not supported.
     """
-    name, model_type = upstream_class_name(model_class), config.transformers_model_types[0]
+    name, model_type = get_transformers_class_name(model_class), config.transformers_model_types[0]
     if (
         model_type not in SUPPORTED_MODEL_TYPES
         or get_decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS
@@ -340,7 +340,7 @@ def _make_call_options(option_names: Mapping[str, str], generation: GenerationCo
     }
 
 
-def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict[str, Any]:
+def list_unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict[str, Any]:
     """Return the generation settings that are neither in the exported files nor options of a CTranslate2 call."""
     known = {*SETTINGS_WITHOUT_OPTION, *TRANSLATOR_OPTIONS}
     if is_whisper:
@@ -428,7 +428,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
 
-def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
+def get_max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
     """Return the maximum number of tokens to generate, which is limited by the decoder's number of positions."""
     limit = max_input_length(model.config)
     return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(tokens.prompt))
@@ -436,14 +436,14 @@ def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
 
 @torch.no_grad()
 def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> GreedyOutput:
-    """Decode greedily with a model, and return its output with at most `max_generated_tokens` tokens."""
+    """Decode greedily with a model, and return its output with at most `get_max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
     generated = read = torch.tensor([tokens.prompt] * len(states[0]))
     arguments = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
     steps: list[Any] = []
     cache = None
-    for step in range(max_generated_tokens(model, tokens)):
+    for step in range(get_max_generated_tokens(model, tokens)):
         output = callable_model(decoder_input_ids=read, **arguments, **{get_cache_name(): cache})
         cache, logits = get_cache(output), output.logits[:, -1]
         logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf

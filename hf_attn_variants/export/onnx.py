@@ -52,7 +52,7 @@ from .onnx_int8 import (
     quantize_statically,
     read_comparison_texts,
 )
-from .plain import is_independent_of_code, source_model, upstream_class_name, upstream_config
+from .plain import get_transformers_class_name, make_transformers_config, resolve_source_model, should_export_file
 
 TensorDict = dict[str, torch.Tensor]
 # The names of dimensions with variable sizes.
@@ -104,7 +104,10 @@ def build_model_graphs(
         ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or if its decoder
             has no key/value cache.
     """
-    config, stacks = model.config, {site.get_stack_name(model.config) for site, _, _ in model.named_attentions()}
+    config, stacks = (
+        model.config,
+        {site.get_stack_name(model.config) for site, _, _ in model.named_attention_modules()},
+    )
     longest = max_input_length(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
@@ -115,10 +118,10 @@ def build_model_graphs(
             return [replace(graph, module=_SentenceEncoder(model, pooling, normalize))]
     if pooling is not None:
         raise ValueError(
-            f"`pooling` is only supported for text encoders without a head, got {upstream_class_name(type(model))}. "
-            "Remove `pooling`."
+            f"`pooling` is only supported for text encoders without a head, got
+            {get_transformers_class_name(type(model))}. " "Remove `pooling`."
         )
-    name = upstream_class_name(type(model))
+    name = get_transformers_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
             f"{name} cannot be exported to ONNX. Only encoders with any head and encoder-decoders that generate text "
@@ -284,7 +287,7 @@ def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
         if part == "encoder" and config.cross_kv_lora_rank is not None:
             kinds.append(["key"] if layer == 0 else [])
         else:
-            is_latent = part == "decoder" and config.layer_value("kv_lora_rank", layer) is not None
+            is_latent = part == "decoder" and config.get_layer_value("kv_lora_rank", layer) is not None
             kinds.append(["key"] if is_latent else ["key", "value"])
     return [[f"{prefix}.{layer}.{part}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)]
 
@@ -431,28 +434,28 @@ def export_onnx(
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
-    model_class, model_config = source_model(read_config(folder))
+    model_class, model_config = resolve_source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:
         names, _ = list_side_files(folder, reader.files)
-    copied = [name for name in names if is_independent_of_code(folder, name)]
+    copied = [name for name in names if should_export_file(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     graphs = build_model_graphs(model, pooling, normalize)
     if len(graphs) == 1:  # opset 23 has an operator for attention in an encoder, but not for a decoder with a cache
         model.set_attn_implementation("sdpa")
     elif calibration_file is not None:
         raise ValueError(
-            f"`calibration_file` is only supported for encoders, got {upstream_class_name(model_class)}. Remove it to "
-            "quantize the graphs dynamically."
+            f"`calibration_file` is only supported for encoders, got {get_transformers_class_name(model_class)}. Remove
+            it to " "quantize the graphs dynamically."
         )
     check_disk_space(output, (len(graphs) + 1) * sum(parameter.nbytes for parameter in model.parameters()))
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, copied)
-        upstream_config(model_config, model_class).save_pretrained(stage)
+        make_transformers_config(model_config, model_class).save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
         written = _write_graphs(graphs, opset, stage)
         int8 = None if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
-    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written, int8)
+    return OnnxExport(os.fspath(output_dir), get_transformers_class_name(model_class), opset, written, int8)
 
 
 def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
@@ -466,10 +469,10 @@ def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tup
     for graph in progress_bar(graphs, desc="graphs"):
         file = f"{FOLDER}/{graph.name}.onnx"
         _write_graph(graph, opset, stage / file)
-        written[file] = _largest_difference(graph, stage / file), list(graph.axes)
+        written[file] = _compute_largest_difference(graph, stage / file), list(graph.axes)
     if len(graphs) > 1:
         file = _merge_decoder_files(stage, "")
-        differences = [_largest_difference(graph, stage / file) for graph in graphs[1:]]
+        differences = [_compute_largest_difference(graph, stage / file) for graph in graphs[1:]]
         names = list(dict.fromkeys(name for graph in graphs[1:] for name in graph.axes))
         written[file] = max(differences), [*names, BRANCH_INPUT]
     return written
@@ -543,7 +546,7 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
         program.save(path)
 
 
-def _largest_difference(graph: Graph, path: Path) -> float:
+def _compute_largest_difference(graph: Graph, path: Path) -> float:
     """Return the largest difference between the outputs of ONNX Runtime and PyTorch.
 
     The inputs have different sizes than those for the export.

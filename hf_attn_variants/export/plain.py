@@ -20,7 +20,7 @@ from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.writing import plan_folder
+from ..conversion.writing import plan_output_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import list_used_fields, variant_config
 from ..model_folder import read_history, write_history
@@ -39,7 +39,7 @@ REMOTE_CODE_FILES = get_file_names()
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
 
-def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
+def resolve_source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
     """Return this package's model class and configuration for a `config.json`.
 
     Raises:
@@ -50,12 +50,12 @@ def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin
     return variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
-def upstream_class_name(model_class: type) -> str:
+def get_transformers_class_name(model_class: type) -> str:
     """Return the name of the Transformers class that corresponds to a model class in this package."""
     return model_class.__name__.removeprefix(PREFIX)
 
 
-def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
+def make_transformers_config(config: Any, model_class: type) -> PreTrainedConfig:
     """Convert a variant configuration to a Transformers configuration, which has no variant fields.
 
     mT5 gets the T5 model type because both share the same code. For the same reason, XLM-RoBERTa and CamemBERT get the
@@ -68,11 +68,11 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
     omitted = {*config.variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
     plain_config = CONFIG_MAPPING[config.transformers_model_types[0]](**values)
-    plain_config.architectures = [upstream_class_name(model_class)]
+    plain_config.architectures = [get_transformers_class_name(model_class)]
     return plain_config
 
 
-def is_independent_of_code(folder: Path, name: str) -> bool:
+def should_export_file(folder: Path, name: str) -> bool:
     """Return whether a file is neither remote code nor a generated model card, so that it is copied to an export.
 
     Args:
@@ -162,11 +162,11 @@ def export_transformers(
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_plain_conversion(config, reader.entries, dtype, folder / CONFIG_NAME)
-        output_folder = plan_folder(
-            plan, reader, folder, config, output, allow_pickle, partial(is_independent_of_code, folder)
+        output_folder = plan_output_folder(
+            plan, reader, folder, config, output, allow_pickle, partial(should_export_file, folder)
         )
         with output_folder.write({}) as (stage, _):
-            upstream_config(plan.config, plan.model_class).save_pretrained(stage)
+            make_transformers_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
         before, after = (
             sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
@@ -176,7 +176,7 @@ def export_transformers(
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(
         os.fspath(output_dir),
-        upstream_class_name(plan.model_class),
+        get_transformers_class_name(plan.model_class),
         changed,
         (before, after),
         output_folder.left_out,
@@ -191,7 +191,7 @@ def _plan_plain_conversion(
     Raises:
         ValueError: See `export_transformers`.
     """
-    model_class, source = source_model(config)
+    model_class, source = resolve_source_model(config)
     if config["model_type"] != type(source).model_type:
         raise ValueError(
             f"`model_type` in {os.fspath(config_file)} must belong to a variant, got {config['model_type']!r}. "
@@ -200,8 +200,8 @@ def _plan_plain_conversion(
     for field, feature in NO_PLAIN_FORM.items():
         if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
-                f"`{field}` {value!r} is not supported because {upstream_class_name(model_class)} in Transformers "
-                f"does not support {feature}. Use `--to onnx`."
+                f"`{field}` {value!r} is not supported because {get_transformers_class_name(model_class)} in
+                Transformers " f"does not support {feature}. Use `--to onnx`."
             )
     fields = {}
     for name in list_used_fields(model_class, source):

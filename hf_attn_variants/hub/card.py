@@ -24,10 +24,10 @@ from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_j
 from ..glue_tasks import TASKS
 from ..inspection.costs import (
     CostTable,
-    cost_table,
+    compute_cost_table,
     describe_scores,
+    get_values_by_layer,
     list_used_fields,
-    values_by_layer,
     variant_config,
 )
 from ..inspection.tables import describe_talking_projections, talking_heads_by_place
@@ -37,7 +37,7 @@ from ..modeling.mechanisms.head_sharing import (
     GroupedQuery,
     HeadSharing,
     MultiQuery,
-    consecutive_groups,
+    get_consecutive_groups,
     get_head_sharing,
 )
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
@@ -120,7 +120,7 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
     return PATH_IN_TEXT.sub(lambda match: _get_last_part(match[0]), _remove_secrets(value))
 
 
-def make_shareable(path: Path, is_report: bool) -> bytes | None:
+def redact_json_file(path: Path, is_report: bool) -> bytes | None:
     """Return the content of a JSON file without local paths and secrets, or None if it can be shared unchanged.
 
     Args:
@@ -318,7 +318,10 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
     )
     patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
     shared = {
-        count for name in kv_fields for count in values_by_layer(variant, name) if count != variant.query_heads(name)
+        count
+        for name in kv_fields
+        for count in get_values_by_layer(variant, name)
+        if count != variant.query_heads(name)
     }
     ranks = {rank for latent in latents for rank in latent["ranks"]}
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
@@ -341,7 +344,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
-        "head_counts": {name: _get_value(variant, name) for name in variant.head_fields(fields)},
+        "head_counts": {name: _get_value(variant, name) for name in variant.head_count_fields(fields)},
         "parameters": current.parameters,
         "count_attention_parameters": current.count_attention_parameters,
         "caches": [
@@ -353,7 +356,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "shares": bool(all_ranks or HeadSharing.requested_in(variant, get_field_row(fields[0])[0])),
         "keeps_inputs": variant.hidden_size in all_ranks,
         "talks": has_talking_heads(variant),
-        "diagram": heads_diagram(variant, fields),
+        "diagram": format_heads_diagram(variant, fields),
         "papers": list(dict.fromkeys(papers)),
         "tags": [tag for tag, is_true in zip(OWN_TAGS, have_tags, strict=True) if is_true],
     }
@@ -396,7 +399,7 @@ def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[di
 
 def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     """Return the type of head sharing and the head counts that a key/value head field sets."""
-    heads, counts = variant.query_heads(name), set(values_by_layer(variant, name)) or {getattr(variant, name)}
+    heads, counts = variant.query_heads(name), set(get_values_by_layer(variant, name)) or {getattr(variant, name)}
     kind, where = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
@@ -404,7 +407,7 @@ def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
     """Return the place and the ranks of the latents that a rank field sets, in addition to `_describe_field`."""
     prefix, row = get_field_row(name)
-    layers = values_by_layer(variant, name)
+    layers = get_values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
     place = {"here": PLACES[prefix].here, "token": PLACES[prefix].token, "is_one_for_all": prefix in row.one_for_all}
     return _describe_field(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
@@ -412,7 +415,7 @@ def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
 
 def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, the number of layers, and the layers with a value."""
-    layers = values_by_layer(variant, name)
+    layers = get_values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
     facts = {"value": _get_value(variant, name), "words": describe_value_on_card(name), "layers": len(layers)}
     return facts | {"having": layers_with_value, "name": getattr(variant, name)}
@@ -671,7 +674,7 @@ def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None
     """Return a model's variant configuration and its facts, or (None, None) if the architecture is not supported."""
     if config["model_type"] not in supported_model_types():
         return None, None
-    variant, table = variant_config(config), cost_table(config)
+    variant, table = variant_config(config), compute_cost_table(config)
     return variant, collect_variant_facts(
         variant, list_used_fields(variant_model_class(table.architecture), variant), table
     )
@@ -705,7 +708,7 @@ MAX_WIDTH = 90
 HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
 
 
-def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
+def format_heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     """Draw a text diagram of a variant's groups of heads, latents and talking-heads projections.
 
     Args:
@@ -723,29 +726,31 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     kv_fields = [name for name in config.kv_heads_fields() if name in fields]
     blocks = []
     for name in kv_fields:
-        counts = values_by_layer(config, name) or [getattr(config, name)]
+        counts = get_values_by_layer(config, name) or [getattr(config, name)]
         for count in dict.fromkeys(counts):
             title = [HEADS_TITLES[name]] if len(kv_fields) > 1 else []
             title += [format_layers(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
-            blocks.append("\n".join([*head, *_draw_groups(config.query_heads(name), count)]))
-    latents = [_draw_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
+            blocks.append("\n".join([*head, *_format_head_groups(config.query_heads(name), count)]))
+    latents = [
+        _format_latent_sentence(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields
+    ]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
-    if chains := _draw_chains(config, kv_fields):
+    if chains := _format_projection_chains(config, kv_fields):
         blocks.append(chains)
     return "\n\n".join(blocks)
 
 
 def format_layers(values: Sequence[Any], value: Any) -> str:
     """List the layers with a value, for example "layers 0, 2". Layers are counted from 0."""
-    layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
+    layers = [str(layer) for layer, get_layer_value in enumerate(values) if get_layer_value == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
-def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
+def _format_latent_sentence(config: Any, field: str, is_t5: bool) -> str:
     """Return a sentence that describes a latent, or an empty string if there is no latent."""
-    ranks, parts = values_by_layer(config, field), []
+    ranks, parts = get_values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({format_layers(ranks, rank)})" if len(set(ranks)) > 1 else ""))
@@ -755,8 +760,8 @@ def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
     return text if parts else ""
 
 
-def _draw_groups(heads: int, kv_heads: int) -> list[str]:
-    groups = [[f"q{head}" for head in group] for group in consecutive_groups(heads, kv_heads)]
+def _format_head_groups(heads: int, kv_heads: int) -> list[str]:
+    groups = [[f"q{head}" for head in group] for group in get_consecutive_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
     if _compute_width(queries, keys) > MAX_WIDTH:
         queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
@@ -774,10 +779,10 @@ def _compute_width(queries: list[str], keys: list[str]) -> int:
     return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
 
 
-def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
+def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Draw the talking-heads projections on one line, or on one line per place if they differ between places."""
     by_place = {
-        prefix: [_draw_chain(get_query_heads(config, prefix), talking) for talking in layers]
+        prefix: [_format_projection_chain(get_query_heads(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_heads_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -790,7 +795,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _draw_chain(heads: int, talking: TalkingHeadsSettings) -> str:
+def _format_projection_chain(heads: int, talking: TalkingHeadsSettings) -> str:
     """Draw an attention module's talking-heads projections, or return an empty string if it does not have any."""
     if talking.kind is None:
         return ""

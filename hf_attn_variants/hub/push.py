@@ -33,8 +33,8 @@ from .card import (
     contains_local_path,
     contains_secret,
     is_unedited_card,
-    make_shareable,
     model_card,
+    redact_json_file,
     starts_from_model,
 )
 
@@ -200,7 +200,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
             try:
-                content = make_shareable(path, name in WITHOUT_PATHS)
+                content = redact_json_file(path, name in WITHOUT_PATHS)
                 files[name] = path.stat().st_size if content is None else len(content)
             except (ValueError, OSError, RecursionError):  # local paths cannot be removed from it
                 left_out[name] = "cannot be read"
@@ -332,7 +332,7 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
 
 def _get_payload(folder: Path, name: str) -> str | bytes:
     """Return the path of a file to upload, or its content if private data must be removed."""
-    return make_shareable(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
+    return redact_json_file(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
 def _read_note(path: Path) -> str:

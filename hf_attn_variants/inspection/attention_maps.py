@@ -29,7 +29,7 @@ from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
-__all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "attention_page"]
+__all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "render_attention_page"]
 
 ATTENTION_NAMES = {  # {type: (name on the page, field of the model outputs that contains the weights)}
     "self": ("layer {}", "attentions"),
@@ -111,7 +111,7 @@ def attention_maps(
         max_length: The maximum number of tokens in the text and in the target, including special tokens.
 
     Returns:
-        The attention maps, which `attention_page` renders.
+        The attention maps, which `render_attention_page` renders.
 
     Raises:
         ValueError: If the model is not from this package, a text is empty or invalid, or `target_text` is missing or
@@ -119,7 +119,7 @@ def attention_maps(
 
     Example:
         >>> maps = attention_maps(model, tokenizer, "The cat sat on the mat.")
-        >>> Path("maps.html").write_text(attention_page(maps, "my-model"), encoding="utf-8")
+        >>> Path("maps.html").write_text(render_attention_page(maps, "my-model"), encoding="utf-8")
     """
     if not isinstance(model, AttnVariantModelMixin):
         raise ValueError(
@@ -146,7 +146,7 @@ def attention_maps(
     weights = {
         name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
     }
-    attentions = tuple(_attention_maps_for_call(*call, labels, *next(weights[call[0].name])) for call in calls)
+    attentions = tuple(_build_attention_maps(*call, labels, *next(weights[call[0].name])) for call in calls)
     return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
 
@@ -196,7 +196,7 @@ def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple
         module.get_submodule(site.core).register_forward_pre_hook(
             lambda core, inputs, site=site: calls.append((site, core, []))
         )
-        for site, _, module in model.named_attentions()
+        for site, _, module in model.named_attention_modules()
     ]
 
     def attend(*args: Any, **options: Any) -> Any:
@@ -224,7 +224,7 @@ def _iterate_mixing_stages(
 ) -> Iterator[Stage]:
     """Yield the stages of a call with talking-heads projections, except the last stage, which the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
-    reads_keys = _kv_head_indices(heads, key.shape[1])
+    reads_keys = _get_kv_head_indices(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
@@ -245,7 +245,7 @@ def _iterate_mixing_stages(
         yield Stage("weights_before", title, "softmax head", _to_cpu(weights[0]), reads)
 
 
-def _attention_maps_for_call(
+def _build_attention_maps(
     site: AttentionSite,
     core: VariantAttention,
     mixed: list[Stage],
@@ -262,17 +262,17 @@ def _attention_maps_for_call(
         last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
-    stage = Stage(*last[:3], _to_cpu(weights[0]), _kv_head_indices(heads.output, last[3]))
+    stage = Stage(*last[:3], _to_cpu(weights[0]), _get_kv_head_indices(heads.output, last[3]))
     kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
     matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
     projections = tuple(HeadProjection(*kind, _to_cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
-    columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
+    columns = _get_key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     maps = (rows, columns, (*mixed, stage), projections)
     return AttentionMaps(site.name, layer, *maps, heads.key, core.dynamic_names)
 
 
-def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
+def _get_key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Return the labels of the keys, which can be tokens, groups of tokens, or block summaries followed by tokens."""
     if core.compression is not None:
         stride = core.compression.stride
@@ -283,7 +283,7 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
     return tokens
 
 
-def _kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
+def _get_kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
     """Return the index of the key/value head that each head reads, or () if no heads share one."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
@@ -293,7 +293,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().cpu()
 
 
-def attention_page(maps: TextMaps, model_name: str) -> str:
+def render_attention_page(maps: TextMaps, model_name: str) -> str:
     """Render attention maps as an HTML page.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from ..conversion.attention_tensors import latent_change, relation
+from ..conversion.attention_tensors import kv_head_change, latent_change
 from ..conversion.checkpoint.source import check_complete_model, find_local_folder, read_config
 from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
 from ..errors import as_value_error
@@ -203,9 +203,9 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return config_class.from_upstream(dict(config), **fields)
 
 
-def values_by_layer(config: Any, field: str) -> list[Any]:
+def get_values_by_layer(config: Any, field: str) -> list[Any]:
     """Return the value of a configuration field in each layer of the encoder or decoder that it belongs to."""
-    return [config.layer_value(field, layer) for layer in range(config.layer_count(field))]
+    return [config.get_layer_value(field, layer) for layer in range(config.layer_count(field))]
 
 
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
@@ -218,12 +218,12 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
         config: The variant configuration.
         field: The key/value head field of the encoder or decoder to describe.
     """
-    counts = set(values_by_layer(config, field)) or {getattr(config, field)}
+    counts = set(get_values_by_layer(config, field)) or {getattr(config, field)}
     sharing = get_head_sharing(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
     for name in _list_rank_fields(config, field):
-        ranks = values_by_layer(config, name)
+        ranks = get_values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
             is_cross = name.startswith("cross_")
             text = f"{'cross ' if is_cross else ''}latent {'..'.join(map(str, sorted({min(known), max(known)})))}"
@@ -242,12 +242,12 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     if pattern is not None and "attention_block_size" in get_pattern_class(pattern).needed:
         parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
     elif pattern is not None:
-        windows = values_by_layer(config, f"{prefix}attention_window")
+        windows = get_values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
     for place in [prefix] if prefix else ["", "cross_"]:
         if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
             window = f" {getattr(config, f'{place}attention_window')}" if get_kernel_class(kernel).needs_window else ""
-            layers = _describe_layers(values_by_layer(config, f"{place}attention_kernel"))
+            layers = _describe_layers(get_values_by_layer(config, f"{place}attention_kernel"))
             parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
 
@@ -261,7 +261,7 @@ def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    names = {prefix: score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
+    names = {prefix: get_score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
     return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
@@ -278,7 +278,7 @@ def _list_rank_fields(config: Any, field: str) -> list[str]:
     return sorted(names, key=lambda name: not name.startswith("cross_"))
 
 
-def cost_table(
+def compute_cost_table(
     config: Mapping[str, Any],
     checkpoint: str = "",
     batch_size: int = 1,
@@ -306,21 +306,21 @@ def cost_table(
             is set for a model without a cache.
 
     Example:
-        >>> table = cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
+        >>> table = compute_cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
         >>> {row.name: row.kv_cache_bytes for row in table.rows}
     """
     current = variant_config(config)
-    source_length = (source_window(current) or length) if source_length is None else source_length
+    source_length = (get_num_audio_positions(current) or length) if source_length is None else source_length
     check_sizes(batch_size=batch_size, length=length, source_length=source_length, num_beams=num_beams, memory=memory)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
     sizes = CacheSizes(bytes_per_element(dtype), length, source_length, num_beams)
     rows, upstream_bytes = [], None
-    for fields in iterate_variants(current, field, kv_head_counts(current, field)):
+    for fields in iterate_variant_fields(current, field, list_kv_head_counts(current, field)):
         variant = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
-            model = untie_head(model_class(variant), config)
+            model = untie_output_embeddings(model_class(variant), config)
         is_current = _get_variant_values(variant) == _get_variant_values(current)
         description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
         rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
@@ -353,12 +353,12 @@ def _count_costs(
     }
 
 
-def source_window(config: Any) -> int | None:
+def get_num_audio_positions(config: Any) -> int | None:
     """Return the fixed number of positions that an audio encoder reads, or None for a text model."""
     return getattr(config, "max_source_positions", None)
 
 
-def iterate_variants(
+def iterate_variant_fields(
     current: Any, field: str, counts: Iterable[int], talking_heads: bool = True, latents: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of each variant, with multi-head attention first.
@@ -406,7 +406,7 @@ def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict
     width, and this latent combined with a self-attention latent that is as large as a multi-query cache. For other
     models, the only variant has latents of a quarter of the width.
     """
-    width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim()
+    width, as_multi_query = current.hidden_size, 2 * current.get_attention_head_dim()
     quarter = max(1, width // 4)
     if "cross_kv_lora_rank" in ranks:
         yield {"cross_kv_lora_rank": width}
@@ -419,7 +419,7 @@ def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict
 def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the key/value head fields and rank fields that the attention modules of a model class use."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
-        sites = [site for site, _, _ in model_class(config).named_attentions()]
+        sites = [site for site, _, _ in model_class(config).named_attention_modules()]
     used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
     return tuple(name for name in (*config.kv_heads_fields(), *config.rank_fields()) if name in used)
 
@@ -429,7 +429,7 @@ def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> s
     return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
 
-def kv_head_counts(config: Any, field: str) -> list[int]:
+def list_kv_head_counts(config: Any, field: str) -> list[int]:
     """Return the possible numbers of key/value heads in descending order.
 
     These are the divisors of the number of query heads. Except for the number of query heads itself, they must also
@@ -457,11 +457,11 @@ def _is_convertible(source: Any, target: Any) -> bool:
     width = source.hidden_size
     try:
         checks: list[tuple[str, Any]] = [
-            *((name, relation) for name in source.kv_heads_fields()),
+            *((name, kv_head_change) for name in source.kv_heads_fields()),
             *((name, latent_change) for name in source.rank_fields()),
         ]
         for field, check in checks:
-            for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
+            for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
                 old, new = (get_projection_rank(value, width) if check is latent_change else value for value in pair)
                 check(old, new)
     except ValueError:
@@ -474,21 +474,21 @@ def _has_unconvertible_attention(config: Any) -> bool:
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
-    has_other_shapes = has_scores(config) or config.value_head_dim is not None
+    has_other_shapes = uses_custom_scores(config) or config.value_head_dim is not None
     return has_other_shapes or any(name in values for name in by_head)
 
 
-def score_name(config: Any, prefix: str) -> str | None:
+def get_score_name(config: Any, prefix: str) -> str | None:
     """Return the name of the score function that the fields with this prefix set, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
 
-def has_scores(config: Any) -> bool:
+def uses_custom_scores(config: Any) -> bool:
     """Return whether any place in a configuration uses a score function other than the dot product."""
     field = AdditiveScore.field
     prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
-    return any(score_name(config, prefix) is not None for prefix in prefixes)
+    return any(get_score_name(config, prefix) is not None for prefix in prefixes)
 
 
 # The minimum number of bytes per value in a kernel's state, because sums are stored in float32 even in half precision.
@@ -514,7 +514,7 @@ def check_sizes(**sizes: int | None) -> None:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
 
 
-def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnVariantModelMixin:
+def untie_output_embeddings(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnVariantModelMixin:
     """Untie the output embeddings of a model if `tie_word_embeddings` in its `config.json` is False.
 
     This is necessary because the configuration class of T5 always sets `tie_word_embeddings` to True. The model is
@@ -544,7 +544,7 @@ def bytes_per_element(dtype: str) -> int:
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
     """Return the cache size per token (see `cache_bytes_per_token`), with `itemsize` bytes per value."""
     sizes = []
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
         sizes.append((site, 0 if _caches_kernel_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
@@ -575,7 +575,7 @@ def kv_cache_bytes(
         model.config.is_encoder_decoder and not has_talking_heads(model.config, "cross_") and not repeats_source
     )
     sizes = []
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         core, heads = _get_core_module(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
@@ -637,9 +637,9 @@ def flops_per_token(
     linears = {
         name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
+    has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attention_modules())
     decodes = decodes and supports_decoder_cache(config)
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         runs, stack = model.count_module_runs(config, path), site.get_stack_name(config)
         heads = site.get_heads(config, path)
         key_stack = "encoder" if site.is_cross_attention else stack
@@ -659,7 +659,7 @@ def flops_per_token(
             is_step, is_cached = stack == "decoder", site.is_cross_attention
             parts.append(count_latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
         else:
-            parts.append(_attention_flops(core, key_value, attended))
+            parts.append(_count_attention_flops(core, key_value, attended))
         parts += [extra.count_flops() for extra in (core.compression, core.score) if extra is not None]
         for per_key, per_query in parts:
             flops[key_stack] += runs * per_key
@@ -672,7 +672,9 @@ def flops_per_token(
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
+def _count_attention_flops(
+    core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int
+) -> tuple[int, int]:
     """Return the FLOPs per key token (key and value projections) and per query token (scores and weighted sums).
 
     Args:
@@ -700,7 +702,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
         >>> attention_projection_flops(convert(model, 4)) / attention_projection_flops(convert(model, 12))
     """
     flops: dict[int, int] = {}
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         runs = model.count_module_runs(model.config, path)
         flops |= {
             id(linear): 2 * runs * linear.weight.numel() for linear in _list_linear_layers(model, site, path, module)
@@ -715,7 +717,7 @@ def count_attention_parameters(model: AttnVariantModelMixin) -> int:
     once.
     """
     sizes: dict[int, int] = {}
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         linears = _list_linear_layers(model, site, path, module)
         parameters = [parameter for linear in linears for parameter in linear.parameters()]
         parameters += module.get_submodule(site.core).parameters(recurse=False)

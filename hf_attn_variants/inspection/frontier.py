@@ -8,7 +8,7 @@ group of modules that share a latent from the corresponding group. `ConvertedAtt
 from each conversion, and combines modules from several conversions into the model that a single conversion would
 produce.
 
-`SavedFrontier` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
+`FrontierFile` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
 
 import copy
@@ -30,12 +30,12 @@ import torch
 from ..conversion.calibration.batches import add_text_lengths
 from ..conversion.calibration.calibrate import calibrate
 from ..conversion.calibration.methods import Calibrated
-from ..conversion.calibration.source_outputs import load_processor, source_loader_for_model
+from ..conversion.calibration.source_outputs import load_processor, make_source_loader_for_model
 from ..conversion.calibration_settings import Calibration
 from ..conversion.checkpoint.models import ModelReader, assemble_model, convert_loading_errors
 from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import check_finite
-from ..conversion.plan import explain_not_fittable, make_plan, make_seeded_generator
+from ..conversion.plan import explain_why_not_fittable, make_plan, make_seeded_generator
 from ..conversion.writing import compute_converted_tensors
 from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
@@ -45,11 +45,11 @@ from ..modeling.fields.variant_config import supports_decoder_cache
 from ..progress import is_interactive, progress_bar
 from ..registration import max_input_length, variant_model_class
 from .costs import (
+    get_values_by_layer,
     has_latents,
     kv_cache_bytes_per_token,
-    kv_head_counts,
     kv_heads_field,
-    values_by_layer,
+    list_kv_head_counts,
     variant_config,
     variant_name,
 )
@@ -59,13 +59,13 @@ from .speed import make_timed_function, time_run
 __all__ = [
     "ConvertedAttentions",
     "Frontier",
+    "FrontierFile",
     "FrontierRow",
-    "SavedFrontier",
-    "default_options",
     "hash_examples",
+    "list_default_variants",
+    "list_requested_variants",
     "load_source",
     "measure_frontier",
-    "requested_options",
     "select_held_out_examples",
     "select_variants",
 ]
@@ -75,7 +75,7 @@ Fields = dict[str, Any]
 MAX_COUNTS = 4
 
 
-def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
+def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields]:
     """Return the configuration fields of the variants to try by default.
 
     For an encoder-decoder, these are cross-attention latents, starting with cached encoder outputs, combined with
@@ -87,10 +87,10 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         field: The key/value head field to vary.
         decodes: Whether the attention modules with these heads are in a decoder with a cache.
     """
-    width, current_counts = config.hidden_size, values_by_layer(config, field) or [config.query_heads(field)]
-    multi_query = 2 * config.attention_head_dim()  # values per token and layer
+    width, current_counts = config.hidden_size, get_values_by_layer(config, field) or [config.query_heads(field)]
+    multi_query = 2 * config.get_attention_head_dim()  # values per token and layer
     # A conversion merges whole groups of heads in each layer.
-    counts = [count for count in kv_head_counts(config, field) if count < max(current_counts)]
+    counts = [count for count in list_kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
 
     def fits(value: int | None) -> bool:
@@ -113,7 +113,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
     return _remove_duplicates(option for option in options if all(fits(value) for value in option.values()))
 
 
-def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
+def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
     """Return the configuration fields of the variants with the requested values.
 
     Each head count is tried separately, and ranks are tried in all combinations.
@@ -192,7 +192,7 @@ def select_variants(
         ValueError: If a requested field has no effect on the model, or there is no variant to try.
     """
     config = model.config
-    sites = [site for site, _, _ in model.named_attentions()]
+    sites = [site for site, _, _ in model.named_attention_modules()]
     used = {name for site in sites for name in (site.kv_heads_field, site.rank_field) if name is not None}
     requested = {name: values for name, values in requested.items() if values}
     if unused := sorted(set(requested) - used):
@@ -200,10 +200,10 @@ def select_variants(
             f"`{unused[0]}` has no effect because {type(model).__name__} has no such attention modules. Remove it."
         )
     if requested:
-        return requested_options(requested)
+        return list_requested_variants(requested)
     field = kv_heads_field(type(model), config)
     decodes = any(site.kv_heads_field == field and site.get_stack_name(config) == "decoder" for site in sites)
-    if options := default_options(config, field, decodes):
+    if options := list_default_variants(config, field, decodes):
         return options
     raise ValueError(
         "There is no variant to try because the checkpoint has a single key/value head or latents. Set the ranks."
@@ -231,12 +231,12 @@ def select_held_out_examples(
         raise ValueError(f"`held_out_size` must be at least 2, got {size}.")
     used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(everything)))
     rest = [example for example in examples if example not in used]
-    if len(rest) >= min(calibration.held_out_count, len(examples)):
+    if len(rest) >= min(calibration.num_held_out, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
         # The same random selection as in `calibration.batches`, so that these examples are not used for fitting.
         count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
-        drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
+        drawn = torch.randperm(count, generator=generator).tolist()[: calibration.num_held_out]
         chosen = [_pair_with_targets(calibration)[i] for i in drawn[:size]]
     inputs, targets = zip(*chosen, strict=True)
     if calibration.audio is not None:
@@ -269,7 +269,7 @@ class ConvertedAttentions:
         Raises:
             ValueError: If the base model cannot be converted by calibration.
         """
-        if (reason := explain_not_fittable(source.config)) is not None:
+        if (reason := explain_why_not_fittable(source.config)) is not None:
             raise ValueError(f"The variants require calibration, which is not possible here because {reason}.")
         self.source, self.seed = source, seed
         self.calibration = add_text_lengths(calibration, calibration.processor, source.config)
@@ -314,7 +314,7 @@ class ConvertedAttentions:
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
-        source = source_loader_for_model(reader, self.source)
+        source = make_source_loader_for_model(reader, self.source)
         result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
         fits, self._batches = result.attentions, result.batches or self._batches
         tensors = compute_converted_tensors(plan, reader, fits)
@@ -342,7 +342,7 @@ class ConvertedAttentions:
     def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields whose attention modules have not been stored yet."""
         absent = {key[0] for key, _ in self._attention_keys(config) if key not in self._tensors}
-        sites = [site for site, path, _ in self.source.named_attentions() if path in absent]
+        sites = [site for site, path, _ in self.source.named_attention_modules() if path in absent]
         names = {name for site in sites for name in (site.kv_heads_field, site.rank_field)}
         missing = {name: value for name, value in fields.items() if name in names}
         by_layer = {name: v for name, v in (fields.get("per_layer_values") or {}).items() if name in names}
@@ -350,7 +350,7 @@ class ConvertedAttentions:
 
     def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
         """Return the keys of each attention module in the variant with this configuration, and in the base model."""
-        attentions = [(site, path) for site, path, _ in self.source.named_attentions()]
+        attentions = [(site, path) for site, path, _ in self.source.named_attention_modules()]
         return [
             (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
             for site, path in attentions
@@ -366,14 +366,16 @@ class ConvertedAttentions:
 
         if not site.shares_latent or heads(path).rank is None:
             return path, heads(path)
-        return path, tuple(heads(sharing) for other, sharing, _ in self.source.named_attentions() if other is site)
+        return path, tuple(
+            heads(sharing) for other, sharing, _ in self.source.named_attention_modules() if other is site
+        )
 
     def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         """Store the attention modules of a model that are not stored yet, with their errors {path: error}."""
         parameters = {
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
-        for site, path, _ in model.named_attentions():
+        for site, path, _ in model.named_attention_modules():
             key, shared = self._attention_key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
@@ -454,7 +456,7 @@ class Frontier:
         """The row of the base model."""
         return self.rows[0]
 
-    def cheapest(self, loss: float) -> FrontierRow | None:
+    def find_smallest_variant(self, loss: float) -> FrontierRow | None:
         """Return the smallest variant whose additional loss is within a limit, or None if there is no such variant.
 
         Args:
@@ -500,7 +502,8 @@ def measure_frontier(
 
     Example:
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
-        >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out).cheapest(loss=0.05)
+        >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration,
+        held_out).find_smallest_variant(loss=0.05)
     """
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
@@ -539,7 +542,7 @@ def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantMo
 
 def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
     """Return the calibration settings for the report."""
-    settings = {"count": len(calibration.examples), "fit_steps": calibration.fit_option("fit_steps")}
+    settings = {"count": len(calibration.examples), "fit_steps": calibration.get_fit_option("fit_steps")}
     return settings | {
         "targets": calibration.target_texts is not None,
         "max_length": calibration.length,
@@ -595,7 +598,7 @@ class _VariantMeasurer:
     def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
         """Measure a variant and return its row."""
         losses = self.losses(model)
-        above, error = _mean_loss_difference(losses, self.source)
+        above, error = _compute_mean_loss_difference(losses, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT32_BYTES)
         return FrontierRow(
             name=_format_variant_name(type(model), model.config, fields),
@@ -621,7 +624,7 @@ def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, 
     return f"{name} + encoder {variant_name(config, f'encoder_{field}')}"
 
 
-def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
+def _compute_mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
     """Return the mean difference per word between two losses [texts, 2], and its standard error.
 
     The standard error is that of a ratio of two sums over texts because the texts are the independent samples.
@@ -710,7 +713,7 @@ def hash_examples(calibration: Calibration) -> str:
     return content.hexdigest()
 
 
-class SavedFrontier:
+class FrontierFile:
     """A JSON file with the rows that were measured in one call of `measure_frontier`.
 
     The file also contains the arguments of the call, so that an interrupted call can be resumed.

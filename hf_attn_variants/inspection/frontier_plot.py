@@ -40,7 +40,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     axes = figure.add_subplot()
     rows = frontier.rows
     for kind, (color, marker) in KINDS.items():
-        members = [row for row in rows if _variant_type(row) == kind]
+        members = [row for row in rows if _get_variant_type(row) == kind]
         if members:
             axes.errorbar(
                 [row.size for row in members],
@@ -61,7 +61,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     if has_cache:  # parameter counts differ too little for a logarithmic axis
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_formatter(lambda value, _: "")
-    axes.set_yscale("symlog", linthresh=_linear_threshold(rows))
+    axes.set_yscale("symlog", linthresh=_compute_linear_threshold(rows))
     axes.set_xlabel(_format_size_label(frontier))
     axes.set_ylabel(
         f"increase of the loss over the base model ({frontier.source.loss:.3f})\n{MEASURES[frontier.measure]}"
@@ -78,7 +78,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     return figure
 
 
-def _variant_type(row: FrontierRow) -> str:
+def _get_variant_type(row: FrontierRow) -> str:
     """Return the type (a key of `KINDS`) of the variant in a row."""
     if not row.fields:
         return "base model"
@@ -99,7 +99,7 @@ def _format_size_label(frontier: Frontier) -> str:
     return f"cache of {frontier.length:,} generated{source} tokens, float32"
 
 
-def _linear_threshold(rows: Sequence[FrontierRow]) -> float:
+def _compute_linear_threshold(rows: Sequence[FrontierRow]) -> float:
     """Return the loss below which the axis is linear, so that losses near zero are not spread over several decades."""
     known = sorted(abs(row.loss_above) for row in rows[1:] if row.loss_above)
     return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
@@ -122,7 +122,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
             low = y + dy / height - LINE_HEIGHT / 4
             box = (left, low, left + len(name) * LETTER_WIDTH, low + LINE_HEIGHT)
             outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
-            covered = sum(_overlap_area(box, other) for other in occupied)
+            covered = sum(_compute_overlap_area(box, other) for other in occupied)
             candidates.append((covered + 10 * outside, len(candidates), box, (dx, dy)))
         _, _, box, offset = min(candidates)
         occupied.append(box)
@@ -137,7 +137,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
         )
 
 
-def _overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
+def _compute_overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
     """Return 100 times the area in which two boxes (left, bottom, right, top) overlap."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])

@@ -59,14 +59,14 @@ class HeldOutText:
         batches: The model inputs for each batch, including "labels" if the measure uses labels.
         source: The base model's outputs for each batch, if the measure is one of `COMPARED_MEASURES`.
         encoder: For audio, the base model's encoder. Variants with the same encoder reuse its outputs.
-        gives_labels: Whether the model predicts independent labels (multi-label classification).
+        is_multi_label: Whether the model predicts independent labels (multi-label classification).
     """
 
     measure: str
     batches: list[ModelInputs]
     source: list[list[torch.Tensor]] = field(default_factory=list)
     encoder: nn.Module | None = None
-    gives_labels: bool = False
+    is_multi_label: bool = False
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
@@ -88,7 +88,7 @@ class HeldOutText:
         """Compute the log-probabilities, scores [b, scores] or embeddings [b, D] from a model output."""
         if self.measure == "scores":
             return [output.logits.float()]
-        if self.gives_labels:  # log-probabilities that each label applies or not, [b, labels, 2]
+        if self.is_multi_label:  # log-probabilities that each label applies or not, [b, labels, 2]
             logits = output.logits.float()
             return [nn.functional.logsigmoid(torch.stack([logits, -logits], dim=-1))]
         if self.measure == "predictions":
@@ -111,7 +111,7 @@ class HeldOutText:
         losses = []
         for ours, theirs in zip(answers, source, strict=True):
             divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b], or [b, n] for tokens or labels
-            if divergence.ndim == 1 or self.gives_labels:
+            if divergence.ndim == 1 or self.is_multi_label:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
                 losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
                 continue
@@ -182,7 +182,7 @@ def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration
     held = HeldOutText(
         measure,
         [_make_batch(model, tokenizer, text, rows, measure) for rows in chunks],
-        gives_labels=get_logits_kind(model) is LogitsKind.LABELS,
+        is_multi_label=get_logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
         held.source = list(_compute_source_outputs(model, held))
@@ -235,7 +235,7 @@ def _make_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> ModelInputs:
     """Return the model inputs and labels for a batch of texts."""
-    limit = {"truncation": True, "max_length": text.measured_length, "padding": True, "return_tensors": "pt"}
+    limit = {"truncation": True, "max_length": text.evaluation_length, "padding": True, "return_tensors": "pt"}
     texts = [text.texts[i] for i in rows]
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
     encoded = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)

@@ -228,7 +228,7 @@ def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[
     return [*(f"eval_{name}" for name in metrics), *mismatched]
 
 
-def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
+def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     """Return the scores of each model. Models with the most tasks and then the best averages come first."""
     by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:

@@ -25,11 +25,11 @@ from ..progress import progress_bar
 from ..registration import max_input_length, variant_model_class
 from .costs import (
     check_sizes,
+    get_num_audio_positions,
     has_latents,
-    iterate_variants,
-    kv_head_counts,
+    iterate_variant_fields,
     kv_heads_field,
-    source_window,
+    list_kv_head_counts,
     variant_config,
     variant_name,
 )
@@ -38,7 +38,7 @@ from .costs import (
 Times = tuple[float | None, float]
 
 
-class FirstToken(StoppingCriteria):
+class FirstTokenTimer(StoppingCriteria):
     """Stopping criterion that never stops the generation, but records the time of the first token."""
 
     def __init__(self, device: str) -> None:
@@ -79,7 +79,7 @@ def make_timed_function(
     def run() -> StoppingCriteria:
         # Each call needs a new output object because beam search modifies it.
         inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
-        first = FirstToken(str(model.device))
+        first = FirstTokenTimer(str(model.device))
         with ignore_saved_length_limits(model):
             model.generate(**inputs, **options, stopping_criteria=[first])
         return first
@@ -111,7 +111,7 @@ MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
 @torch.no_grad()
-def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
+def check_multi_head_outputs(ours: Any, upstream: Any, decodes: bool) -> None:
     """Copy a Transformers model's weights to this package's multi-head model, and compare their outputs.
 
     Args:
@@ -133,7 +133,7 @@ def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
 
 
 @torch.no_grad()
-def check_cache(models: Mapping[str, Any]) -> None:
+def check_cached_decoding(models: Mapping[str, Any]) -> None:
     """Check that each model decodes the same tokens with and without its cache.
 
     Args:
@@ -349,7 +349,7 @@ def measure_speed(
     )
     _check_device(device)
     current = variant_config(config)
-    auto_class = timed_auto_class(config, current)
+    auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
         raise ValueError(
             f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
@@ -387,17 +387,17 @@ def build_checked_models(
         ValueError: If a variant does not fit the model or its outputs are wrong.
     """
     current = variant_config(config)
-    auto_class = timed_auto_class(config, current)
+    auto_class = select_timed_auto_class(config, current)
     model_class = variant_model_class(current.auto_classes[auto_class])
     field = kv_heads_field(model_class, current)
-    rows = list(_head_and_latent_rows(config, current, field, kv_heads, talking_heads, latents))
-    rows += _window_and_kernel_rows(field, windows, kernels)
+    rows = list(_iterate_head_and_latent_fields(config, current, field, kv_heads, talking_heads, latents))
+    rows += _list_window_and_kernel_fields(field, windows, kernels)
     contestants = dict(_iterate_contestants(config, current, auto_class, model_class, rows))
     models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
     return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
 
 
-def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
+def select_timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
     """Return the name of the Auto class for the model to time.
 
     If the architecture consists of only the encoder or the decoder of an encoder-decoder, only this part is timed.
@@ -449,7 +449,7 @@ def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven
     return BreakEven(cached.name, multi_head.name, tokens)
 
 
-def round_order(names: Sequence[str], number: int) -> list[str]:
+def get_round_order(names: Sequence[str], number: int) -> list[str]:
     """Return the order in which variants are timed in a round.
 
     Every second round reverses the previous order, and each pair of rounds starts with a different variant. Otherwise,
@@ -470,7 +470,7 @@ def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: st
     for number in progress_bar(
         range(-1, rounds), desc="timing", unit="round", leave=False
     ):  # round -1 is a warm-up round
-        for name in round_order(list(runs), number):
+        for name in get_round_order(list(runs), number):
             run_time = time_run(runs[name], device)
             if number >= 0:
                 times[name].append(run_time)
@@ -483,12 +483,12 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
     Args:
         requested: The number set by the user, or None for the default.
         config: The configuration of the model.
-        auto_class: The result of `timed_auto_class`.
+        auto_class: The result of `select_timed_auto_class`.
 
     Raises:
         ValueError: If the model does not support this number of positions.
     """
-    positions = source_window(config) if auto_class in AUDIO_AUTO_CLASSES else max_input_length(config)
+    positions = get_num_audio_positions(config) if auto_class in AUDIO_AUTO_CLASSES else max_input_length(config)
     default = positions if auto_class in AUDIO_AUTO_CLASSES else DEFAULT_LENGTH
     length: Any = default if requested is None else requested
     if positions is not None and length > positions:
@@ -514,18 +514,18 @@ def _check_device(device: str) -> None:
         ) from error
 
 
-def _head_and_latent_rows(
+def _iterate_head_and_latent_fields(
     config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of variants with given numbers of key/value heads, with latents and with talking heads."""
     heads = current.query_heads(field)
-    counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
+    counts = {heads, 4, 2, 1} & set(list_kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
         counts |= {heads}  # this package's class is the baseline instead of a Transformers class
-    yield from iterate_variants(current, field, sorted(counts, reverse=True), talking, latents)
+    yield from iterate_variant_fields(current, field, sorted(counts, reverse=True), talking, latents)
 
 
-def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
+def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the fields of variants with sliding windows and kernels. Hybrid kernels are combined with each window.
 
     Raises:
@@ -572,9 +572,9 @@ def _make_checked_models(
     """
     models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
     if "transformers" in models:
-        check_upstream(prepare_for_timing(multi_head(), device), models["transformers"], decodes)
+        check_multi_head_outputs(prepare_for_timing(multi_head(), device), models["transformers"], decodes)
     if decodes:
-        check_cache({name: model for name, model in models.items() if name != "transformers"})
+        check_cached_decoding({name: model for name, model in models.items() if name != "transformers"})
     return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 

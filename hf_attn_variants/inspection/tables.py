@@ -14,7 +14,7 @@ from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_
 GAP = "  "
 
 
-def output_width() -> int | None:
+def get_output_width() -> int | None:
     """Return the width of the output in characters, or None if it is not a terminal and COLUMNS is not set."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         return None
@@ -23,7 +23,7 @@ def output_width() -> int | None:
 
 def print_text(text: str) -> None:
     """Print text, wrapped at the width of the output."""
-    for line in _wrap(text, output_width()):
+    for line in _wrap(text, get_output_width()):
         print(line)
 
 
@@ -39,16 +39,16 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         rows: The cells of each row. The first column is left-aligned, and all other columns are right-aligned.
         cut: The index of the column before which the table is split first, if it must be split.
     """
-    limit = output_width()
+    limit = get_output_width()
     print_text(title)
     cells = [[row[i] for row in rows] for i in range(len(header))]
     headers = [[name] for name in header]
-    if limit is not None and _line_width(_column_widths(headers, cells)) > limit:
+    if limit is not None and _compute_line_width(_compute_column_widths(headers, cells)) > limit:
         # Each column becomes as narrow as its cells and the longest word in its header allow.
         headers = [
             _wrap(name, max(map(len, [*column, *name.split()]))) for name, column in zip(header, cells, strict=True)
         ]
-    widths = _column_widths(headers, cells)
+    widths = _compute_column_widths(headers, cells)
     for number, columns in enumerate(_split_columns(widths, limit, cut)):
         if number:
             print()
@@ -69,12 +69,12 @@ def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[st
 
 def _split_columns(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterator[list[int]]:
     """Yield the column indices of each table. Every table has the first column."""
-    if limit is None or _line_width(widths) <= limit:
+    if limit is None or _compute_line_width(widths) <= limit:
         yield list(range(len(widths)))
         return
     columns = [0]
     for i in range(1, len(widths)):
-        is_too_wide = _line_width([widths[j] for j in (*columns, i)]) > limit
+        is_too_wide = _compute_line_width([widths[j] for j in (*columns, i)]) > limit
         if (is_too_wide or i == cut) and len(columns) > 1:
             yield columns
             columns = [0]
@@ -82,12 +82,12 @@ def _split_columns(widths: Sequence[int], limit: int | None, cut: int | None) ->
     yield columns
 
 
-def _column_widths(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> list[int]:
+def _compute_column_widths(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]]) -> list[int]:
     """Return the width of each column in characters."""
     return [max(map(len, (*header, *column))) for header, column in zip(headers, cells, strict=True)]
 
 
-def _line_width(widths: Sequence[int]) -> int:
+def _compute_line_width(widths: Sequence[int]) -> int:
     """Return the width of a line with columns of these widths."""
     return sum(widths) + len(GAP) * (len(widths) - 1)
 

@@ -46,8 +46,8 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_compare_talking_heads": ("talking_heads",),
     "_check_kernel_unchanged": ("linear_attention",),
-    "_check_layer": ("talking_heads",),
-    "_check_not_ignored": ANY,
+    "_check_talking_heads_in_layer": ("talking_heads",),
+    "_check_no_mechanism_is_ignored": ANY,
     "add_latent_projection": ("latents",),
     "add_summary_parameters": ("patterns",),
     "AdditiveScore": ("additive_score",),
@@ -156,29 +156,33 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     ```
     """
     modules = _read_modules()
-    stubs = {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not _is_included(needed_by, mechanisms)}
+    stubs = {
+        name: needed_by
+        for name, needed_by in ENTRY_POINTS.items()
+        if not _is_mechanism_included(needed_by, mechanisms)
+    }
     reached = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_Module]] = {}
     for module in _order_blocks(modules, {name for name, _ in reached}):
         files.setdefault(module.file, []).append(module)
-    texts = {f"{file}.py": _file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
-    return _with_constants(texts, mechanisms)
+    texts = {f"{file}.py": _build_file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
+    return _insert_constants(texts, mechanisms)
 
 
 def get_file_names() -> set[str]:
     """Return the names of all code files that a repository may contain."""
     return {
-        f"{_file_of(path)}.py"
+        f"{_get_output_file_name(path)}.py"
         for path in MODELING_FOLDER.rglob("*.py")
         if path.stem not in ("__init__", "code_builder")
     }
 
 
-def _is_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
+def _is_mechanism_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
     return bool(needed_by) and (mechanisms is None or not mechanisms.isdisjoint(needed_by))
 
 
-def _file_of(path: Path) -> str:
+def _get_output_file_name(path: Path) -> str:
     folder = path.relative_to(MODELING_FOLDER).parts[0] if path.parent != MODELING_FOLDER else _BASE_GROUP
     return path.stem if folder == NOT_JOINED else f"attn_variants_{folder}"
 
@@ -217,7 +221,7 @@ def _read_module(path: Path) -> _Module:
                 module = child.module.rpartition(".")[2]
                 imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
                 needed += [module] if is_relative else []
-    return _Module(path.stem, _file_of(path), docstring, body, imported, needed)
+    return _Module(path.stem, _get_output_file_name(path), docstring, body, imported, needed)
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
@@ -319,7 +323,7 @@ def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_
         yield from visit(name)
 
 
-def _file_text(
+def _build_file_text(
     parts: list[_Module],
     modules: Mapping[str, _Module],
     reached: set[tuple[str, str]],
@@ -344,7 +348,7 @@ def _file_text(
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
                 _add_plain_import(plain, imports, definition.node, names)
             else:
-                body.append(_definition_text(definition, module, modules, names))
+                body.append(_build_definition_text(definition, module, modules, names))
         uses = {name for definition in definitions for name in definition.uses}
         for name, place in module.imported.items():
             if name in uses and place in reached:
@@ -389,7 +393,7 @@ def _add_plain_import(
                 imports.setdefault(node.module or "", set()).add(shown)
 
 
-def _guarded_imports(block: ast.With, names: set[str]) -> str:
+def _format_guarded_imports(block: ast.With, names: set[str]) -> str:
     """Return a `guarded_imports` block that imports only the used names."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
@@ -414,14 +418,16 @@ def _join_statements(parts: list[str]) -> str:
     return text
 
 
-def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
+def _build_definition_text(
+    definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]
+) -> str:
     """Return the source of a statement, with its inner imports adapted to the repository.
 
     Args:
         names: the used names that the statement defines. A `guarded_imports` block only imports these names.
     """
     if isinstance(definition.node, ast.With):
-        return _guarded_imports(definition.node, names)
+        return _format_guarded_imports(definition.node, names)
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
     first = end - len(lines) + 1  # the line in the module at which the text begins
@@ -437,7 +443,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
     return "\n".join(lines)
 
 
-def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
+def _insert_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
     """Insert the included mechanisms and a digest into the base file. The digest is part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{_BASE_GROUP}.py"

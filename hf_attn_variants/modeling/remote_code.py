@@ -23,8 +23,8 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
     Args:
         config_class: the configuration class.
         modeling_file: the name of the file with the models of the architecture.
-        mechanisms: the mechanisms that the model uses (see `used_mechanisms`), or None for all mechanisms. Code in a
-            repository ignores this argument, because it only contains its own mechanisms.
+        mechanisms: the mechanisms that the model uses (see `get_used_mechanisms`), or None for all mechanisms. Code in
+            a repository ignores this argument, because it only contains its own mechanisms.
     """
     if not CODE_DIGEST:
         names = [base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATIONS}")]

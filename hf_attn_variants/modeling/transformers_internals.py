@@ -27,11 +27,11 @@ __all__ = [
     "check_attention_function",
     "check_attributes",
     "check_caches",
-    "check_called",
     "check_configurations",
     "check_known_arguments",
     "check_mask_functions",
     "check_method",
+    "check_method_calls",
     "check_models",
     "check_paths",
     "check_single_cache",
@@ -213,7 +213,7 @@ def get_auto_class_names(model_type: str) -> dict[str, str]:
     return class_names
 
 
-def check_called(owner: type, method: str, name: str) -> None:
+def check_method_calls(owner: type, method: str, name: str) -> None:
     """Check that a Transformers method still calls a method that a class in this package overrides.
 
     Raises:
@@ -310,12 +310,12 @@ def _check_return_count(function: Any, returns: int, place: str) -> None:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
         raise build_change_error(f"{place} returns {counts} values, but this code expects {returns}")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
-    names = [name for step in loads for name in _loaded_variable_names(step)][-returns:]
+    names = [name for step in loads for name in _get_loaded_variable_names(step)][-returns:]
     if names and any(part in names[0] for part in ("weight", "bias", "prob")):
         raise build_change_error(f"{place} returns {', '.join(names)}, but this code expects outputs first")
 
 
-def _loaded_variable_names(step: dis.Instruction) -> tuple[str, ...]:
+def _get_loaded_variable_names(step: dis.Instruction) -> tuple[str, ...]:
     if not step.opname.startswith("LOAD_FAST"):
         return ()
     return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # or two names in Python 3.13
@@ -407,7 +407,7 @@ def check_models() -> None:
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
     # Variant configurations use this call to detect that a model is being built (see `fields/saving_and_loading.py`).
-    check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
+    check_method_calls(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 

@@ -47,7 +47,7 @@ def compare_with_transformers(model_class: Any) -> None:
         return
     _trial_errors[name] = None  # must be set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for fields in _yield_model_kinds(model_class):
+        for fields in _yield_model_fields(model_class):
             for implementation in ("eager", "sdpa"):
                 try:
                     # Models on the meta device (`init_empty_weights`) cannot be compared. The comparison is repeated
@@ -66,7 +66,7 @@ def is_newer(version: str, than: str) -> bool:
     return minor > [int(part) for part in than.split(".")]
 
 
-def _yield_model_kinds(model_class: Any) -> Iterator[dict[str, Any]]:
+def _yield_model_fields(model_class: Any) -> Iterator[dict[str, Any]]:
     """Yield the configuration fields for each kind of model of an architecture."""
     yield {}
     sites = model_class.attention_sites
@@ -87,7 +87,7 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
         pair for pair in model_class.variant_classes.items() if pair[1].__name__ == name
     )
     try:
-        config = _tiny_config(our_class.config_class, fields)
+        config = _create_tiny_config(our_class.config_class, fields)
         config._attn_implementation = implementation
         original = transformers_class(config).float().eval()
         if any(parameter.is_meta for parameter in original.parameters()):
@@ -125,7 +125,7 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
     return True
 
 
-def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
+def _create_tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     """Return a Transformers configuration for a tiny model without dropout."""
     original = next(
         base

@@ -11,8 +11,8 @@ where N n is summed exactly in int32. The operators read n as unsigned integers 
 
 Several torch operators can compute this sum. Each has its own code path below, and all paths return bit-for-bit
 identical results. The fastest path depends on the processor and the number of tokens. A slow path can take hundreds of
-times as long as float32. Therefore, the paths are checked and timed once per process, and `Plan.path_for` returns the
-fastest correct path.
+times as long as float32. Therefore, the paths are checked and timed once per process, and `Plan.get_fastest_path`
+returns the fastest correct path.
 """
 
 import bisect
@@ -39,14 +39,14 @@ def has_instruction_set(*names: str) -> bool:
     return any(known.get(name, False) for name in names)
 
 
-def time_in_turns(*calls: Callable[[], Any], times: int = 5) -> list[float]:
+def time_calls_in_turn(*calls: Callable[[], Any], times: int = 5) -> list[float]:
     """Time several functions, and return the shortest time of each in seconds.
 
     The functions are called in turn, so that other load on the machine affects all of them. The first turn is a
     warm-up and is not counted.
 
     Example:
-        >>> float32, int8 = time_in_turns(lambda: linear(states), lambda: int8_linear(states))
+        >>> float32, int8 = time_calls_in_turn(lambda: linear(states), lambda: int8_linear(states))
     """
     shortest = [math.inf] * len(calls)
     for turn in range(times + 1):
@@ -97,7 +97,7 @@ class Int8Weight:
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
         self.numbers: Callable[[], torch.Tensor] = lambda: weight  # int8 [out, in]
         self._scales, self._in_features = scales, weight.shape[1]
-        self._packed: dict[type[Product], Product] = {}
+        self._packed: dict[type[LinearPath], LinearPath] = {}
 
     @classmethod
     def from_float32(cls, weight: torch.Tensor) -> "Int8Weight":
@@ -113,7 +113,7 @@ class Int8Weight:
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for float32 inputs x [..., in] with at least two dimensions."""
         plan = current_plan()
-        path = plan.path_for(states.numel() // self._in_features)
+        path = plan.get_fastest_path(states.numel() // self._in_features)
         if (packed := self._packed.get(path)) is None:
             packed = self._packed[path] = path(self.numbers(), self._scales)
             self.numbers = packed.numbers  # the packed weight replaces the unpacked one
@@ -128,7 +128,7 @@ class Int8Weight:
         return self.numbers() * self._scales[:, None]
 
 
-class Product(ABC):
+class LinearPath(ABC):
     """Base class of the code paths, each of which packs a weight for one torch operator and calls this operator.
 
     Args:
@@ -156,7 +156,7 @@ class Product(ABC):
         """Unpack the weight and return N, int8 [out, in]."""
 
 
-class EngineProduct(Product):
+class QuantizedEnginePath(LinearPath):
     """The dynamically quantized linear operator in torch, which uses QNNPACK on ARM.
 
     The operator derives a single scale and zero point from the range of all inputs. An additional row that spans the
@@ -221,7 +221,7 @@ def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.
 """
 
 
-class FbgemmProduct(EngineProduct):
+class FbgemmPath(QuantizedEnginePath):
     """The FBGEMM operator, which rounds the inputs with a given scale. It is the fastest path for few tokens."""
 
     name = "FBGEMM"
@@ -229,7 +229,7 @@ class FbgemmProduct(EngineProduct):
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
         product, product_in_blocks = _compile_fbgemm_functions()
         output: torch.Tensor
-        if (blocks := _count_blocks(states)) == 1:
+        if (blocks := _count_rounding_blocks(states)) == 1:
             output = product(states, self._packed, bias, LEVELS[bits])
             return output
         rows = states.reshape(-1, states.shape[-1])
@@ -237,7 +237,7 @@ class FbgemmProduct(EngineProduct):
         return output.view(*states.shape[:-1], self._out_features)
 
 
-class OneDnnProduct(Product):
+class OneDnnPath(LinearPath):
     """The oneDNN operator with unsigned inputs n + 2^(bits - 1), which uses VNNI and is fast for many tokens."""
 
     name = "oneDNN, unsigned inputs"
@@ -256,7 +256,7 @@ class OneDnnProduct(Product):
         return self._packed[0].to_dense().t().contiguous()
 
 
-class OneDnnSignedProduct(OneDnnProduct):
+class OneDnnSignedPath(OneDnnPath):
     """The oneDNN operator with signed inputs, which uses AMX. Processors without AMX run a reference kernel."""
 
     name = "oneDNN, signed inputs"
@@ -265,7 +265,7 @@ class OneDnnSignedProduct(OneDnnProduct):
         return super().multiply(numbers.sub_(zero_point).view(torch.int8), 0)
 
 
-PATHS: tuple[type[Product], ...] = (FbgemmProduct, OneDnnProduct, OneDnnSignedProduct, EngineProduct)
+PATHS: tuple[type[LinearPath], ...] = (FbgemmPath, OneDnnPath, OneDnnSignedPath, QuantizedEnginePath)
 
 
 class Plan(NamedTuple):
@@ -277,9 +277,9 @@ class Plan(NamedTuple):
     """
 
     bits: int
-    paths: tuple[type[Product], ...]
+    paths: tuple[type[LinearPath], ...]
 
-    def path_for(self, rows: int) -> type[Product]:
+    def get_fastest_path(self, rows: int) -> type[LinearPath]:
         """Return the path for inputs with the given number of rows."""
         return self.paths[max(0, bisect.bisect_right(ROW_COUNTS, rows) - 1)]
 
@@ -306,9 +306,11 @@ def current_plan() -> Plan:
 def _make_plan(engine: str, threads: int) -> Plan:
     """Time the paths and return the plan. The torch engine and the number of threads are only used as cache keys."""
     bits = _choose_input_bits(engine)
-    paths, chosen = _find_correct_paths(engine, bits), list[type[Product]]()
+    paths, chosen = _find_correct_paths(engine, bits), list[type[LinearPath]]()
     for rows in ROW_COUNTS:
-        seconds = dict(zip(paths, time_in_turns(*(_make_timed_call(path, bits, rows) for path in paths)), strict=True))
+        seconds = dict(
+            zip(paths, time_calls_in_turn(*(_make_timed_call(path, bits, rows) for path in paths)), strict=True)
+        )
         paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL_RATIO * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
         if chosen and chosen[-1] in paths and seconds[fastest] > MAX_TIME_RATIO * seconds[chosen[-1]]:
@@ -324,18 +326,18 @@ def _choose_input_bits(engine: str) -> int:
     for bits in LEVELS:
         if paths := _find_correct_paths(engine, bits):
             seconds[bits] = min(
-                time_in_turns(*(_make_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1)
+                time_calls_in_turn(*(_make_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1)
             )
     return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL_RATIO * seconds.get(7, float("inf")) else 7
 
 
 @functools.cache
-def _find_correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
+def _find_correct_paths(engine: str, bits: int) -> tuple[type[LinearPath], ...]:
     """Return the paths that compute correct products. The torch engine is only used as a cache key."""
-    return tuple(path for path in PATHS if _is_correct(path, bits))
+    return tuple(path for path in PATHS if _computes_correct_products(path, bits))
 
 
-def _is_correct(path: type[Product], bits: int) -> bool:
+def _computes_correct_products(path: type[LinearPath], bits: int) -> bool:
     """Return whether a path computes correct products of the largest values, whose sums overflow in 16 bits.
 
     The operators are private in torch, so any torch release may change or remove them.
@@ -359,7 +361,7 @@ def _is_correct(path: type[Product], bits: int) -> bool:
         return False
 
 
-def _make_timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
+def _make_timed_call(path: type[LinearPath], bits: int, rows: int) -> Callable[[], torch.Tensor]:
     """Return a function that computes a product of random values with a path."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(TIMED_SHAPE, generator=generator))
@@ -375,7 +377,7 @@ def _compile_fbgemm_functions() -> tuple[Any, Any]:
     return unit.product, unit.product_in_blocks
 
 
-def _count_blocks(states: torch.Tensor) -> int:
+def _count_rounding_blocks(states: torch.Tensor) -> int:
     """Return the number of blocks into which inputs are split for rounding."""
     return max(1, -(-states.numel() // (ROUNDED_ELEMENTS * torch.get_num_threads())))
 
@@ -394,7 +396,7 @@ def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
         The integers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
-    parts = [_round_block(block, level) for block in rows.chunk(_count_blocks(states))]
+    parts = [_round_block(block, level) for block in rows.chunk(_count_rounding_blocks(states))]
     numbers, step = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return numbers.view(states.shape), step.view(*states.shape[:-1], 1)
 
@@ -409,7 +411,7 @@ def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
     return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step
 
 
-def check_engine() -> None:
+def check_int8_support() -> None:
     """Check that torch computes correct int8 products on this processor.
 
     Raises:

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
-from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_in_turns
+from ..shared_memory.attention import ENCODER_OUTPUTS, SharedMemoryMixin
+from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_calls_in_turn
 
 # The minimum number of weights in a layer to quantize. For a few tokens, smaller layers are not faster in int8, and
 # they require little memory. (With AVX-512 VNNI, 256 x 256 layers in int8 made a small T5 model 1.16 times as fast for
@@ -35,7 +35,7 @@ def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     Subclasses of `nn.Linear` (the latent projections) are not included. The same applies to layers that are not called
     because an attention module reads their weight together with latents or encoder outputs.
     """
-    read = {id(linear) for linear in _iterate_linears_with_read_weights(model)}
+    read = {id(linear) for linear in _iterate_uncalled_linears(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -43,7 +43,7 @@ def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def matches_name(path: str, names: Iterable[str]) -> bool:
+def contains_module_name(path: str, names: Iterable[str]) -> bool:
     """Return whether the path of a module or parameter contains one of the names.
 
     Args:
@@ -125,13 +125,13 @@ def measure_rounding_errors(
     return {path: errors[id(linear)] for path, linear in linears.items() if id(linear) in errors}
 
 
-def _iterate_linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _iterate_uncalled_linears(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the linear layers whose weight an attention module reads instead of calling the layer."""
     for module in model.modules():
-        if isinstance(module, SharesMemory) and module.cross_cache == ENCODER_OUTPUTS:
+        if isinstance(module, SharedMemoryMixin) and module.cross_cache == ENCODER_OUTPUTS:
             yield from module.key_value_projections()
         if isinstance(module, AttnVariantModelMixin):
-            for site, _, attention in module.named_attentions():
+            for site, _, attention in module.named_attention_modules():
                 core: Any = attention.get_submodule(site.core)
                 if core.heads.rank is not None:
                     yield from (attention.get_submodule(path) for path in (site.key, site.value))
@@ -186,7 +186,7 @@ class Bfloat16Weight:
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
-def has_bfloat16() -> bool:
+def supports_bfloat16() -> bool:
     """Return whether this processor supports bfloat16, and oneDNN in torch computes correct bfloat16 products."""
     if (
         _linear is None
@@ -210,11 +210,11 @@ def has_bfloat16() -> bool:
 @torch.no_grad()
 def has_fast_bfloat16() -> bool:
     """Return whether bfloat16 products are correct on this processor and do not run a slow reference kernel."""
-    if not has_bfloat16():
+    if not supports_bfloat16():
         return False
     states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
     packed = Bfloat16Weight.from_float32(weight)
-    float32, bfloat16 = time_in_turns(
+    float32, bfloat16 = time_calls_in_turn(
         lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
     )
     return bfloat16 < SLOW_KERNEL_RATIO * float32
@@ -303,13 +303,13 @@ class PackedLinear(nn.Module):
         """Return b [out], or None if the layer has no bias."""
         return self._bias
 
-    def num_numbers(self) -> int:
+    def num_elements(self) -> int:
         """Return the number of elements in W and b."""
         return self.out_features * (self.in_features + (self._bias is not None))
 
     def num_bytes(self) -> int:
         """Return the size of W, its scales and b in bytes. W is counted once, even if several paths have packed it."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._packed_tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._get_packed_tensors().values())
 
     def extra_repr(self) -> str:
         """Return the sizes and the dtype, which are shown when the layer is printed."""
@@ -330,11 +330,11 @@ class PackedLinear(nn.Module):
     def _dtype_name(self) -> str:
         return str(self.kind.dtype).removeprefix("torch.")
 
-    def _packed_tensors(self) -> dict[str, torch.Tensor]:
+    def _get_packed_tensors(self) -> dict[str, torch.Tensor]:
         return self._weight.tensors() | ({} if self._bias is None else {"bias": self._bias})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self._packed_tensors().items()})
+        destination.update({prefix + name: tensor for name, tensor in self._get_packed_tensors().items()})
 
     def _load_from_state_dict(
         self,
@@ -346,7 +346,7 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._packed_tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._get_packed_tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
         tensors = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
         loaded_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -15,17 +15,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model_properties import InstanceMethod
-from .int8_weight import check_engine, current_plan, time_in_turns
+from .int8_weight import check_int8_support, current_plan, time_calls_in_turn
 from .packed_linear import (
     MAX_ERROR,
     MIN_WEIGHTS,
     Bfloat16Linear,
     Int8Linear,
     PackedLinear,
+    contains_module_name,
     find_large_linears,
     has_fast_bfloat16,
     make_example_inputs,
-    matches_name,
     measure_rounding_errors,
     record_weight_reads,
 )
@@ -78,14 +78,14 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
     if name == "bfloat16":
         convert_to_bfloat16(model)
         return model
-    check_engine()
+    check_int8_support()
     linears = find_large_linears(model)
     _check_linears(model, linears)
     inputs, errors = _measure_errors(model, linears, example_inputs)
     packed_layers = _pack_linears(model, linears, errors)
     _replace_linears(model, linears, packed_layers)
     if inputs is not None:
-        _restore_read_linears(model, linears, packed_layers, inputs)
+        _restore_uncalled_linears(model, linears, packed_layers, inputs)
     _log_summary(model, linears, packed_layers)
     model.requires_grad_(False)
     for module in model.modules():
@@ -126,7 +126,7 @@ def _measure_errors(
             error,
         )
     float32_names = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return None, {path: math.inf for path in linears if matches_name(path, float32_names)}
+    return None, {path: math.inf for path in linears if contains_module_name(path, float32_names)}
 
 
 def _pack_linears(
@@ -136,7 +136,7 @@ def _pack_linears(
     float32_names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     packed_layers: dict[int, PackedLinear] = {}
     for path, linear in linears.items():
-        if id(linear) in packed_layers or matches_name(path, float32_names):
+        if id(linear) in packed_layers or contains_module_name(path, float32_names):
             continue
         if errors.get(path, 0.0) <= MAX_ERROR:
             packed_layers[id(linear)] = Int8Linear(linear)
@@ -154,7 +154,7 @@ def _replace_linears(
         setattr(model.get_submodule(parent), child, packed_layers.get(id(linear), linear))
 
 
-def _restore_read_linears(
+def _restore_uncalled_linears(
     model: PreTrainedModel,
     linears: dict[str, nn.Linear],
     packed_layers: dict[int, PackedLinear],
@@ -223,7 +223,7 @@ def _log_summary(
     for what, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            float32, int8 = time_in_turns(functools.partial(linear, states), functools.partial(packed, states))
+            float32, int8 = time_calls_in_turn(functools.partial(linear, states), functools.partial(packed, states))
         ratios[what] = int8 / float32
     if min(ratios.values()) > 1 or max(ratios.values()) > INT8_WARNING_RATIO:
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
@@ -253,7 +253,7 @@ def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclu
     """Return the number of parameters, including the elements of the packed layers, which are not trainable."""
     packed = [] if only_trainable else _list_packed_linears(module)
     return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
-        linear.num_numbers() for linear in packed
+        linear.num_elements() for linear in packed
     )
 
 
@@ -373,7 +373,7 @@ def convert_to_bfloat16(model: PreTrainedModel) -> None:
         )
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     float32_parameters: dict[Any, torch.Tensor] = {
-        parameter: parameter.data for path, parameter in model.named_parameters() if matches_name(path, names)
+        parameter: parameter.data for path, parameter in model.named_parameters() if contains_module_name(path, names)
     }
     float32_paths = _find_float32_buffers(model)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if path in float32_paths]
@@ -419,7 +419,7 @@ def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
             for dtype in (torch.float32, torch.bfloat16)
         ]
         with torch.no_grad():
-            float32, bfloat16 = time_in_turns(
+            float32, bfloat16 = time_calls_in_turn(
                 *(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs)
             )
         ratios[what] = bfloat16 / float32

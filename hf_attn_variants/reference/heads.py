@@ -175,10 +175,10 @@ def repeat_kv_heads(P: Tensor, h: int) -> Tensor:
 
     Each key/value head is repeated h / G times.
     """
-    return P[groups_of_heads(h, P.shape[0])]
+    return P[get_kv_head_indices(h, P.shape[0])]
 
 
-def groups_of_heads(heads: int, groups: int) -> list[int]:
+def get_kv_head_indices(heads: int, groups: int) -> list[int]:
     """Return the index of the key/value head that each query head uses.
 
     Args:
@@ -189,7 +189,7 @@ def groups_of_heads(heads: int, groups: int) -> list[int]:
         ValueError: If h is not a multiple of G.
 
     Example:
-        >>> groups_of_heads(4, 2)
+        >>> get_kv_head_indices(4, 2)
         [0, 0, 1, 1]
     """
     if heads % groups:

@@ -61,7 +61,7 @@ def kernel_attention(
     (equation 8). The sums are clamped to at least `least_sum`, as in the authors' code for 2103.02143.
     """
     A = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q))
-    return _normalize(A.masked_fill(~_allowed_keys(A, causal, padding), 0), V, least_sum)
+    return _normalize(A.masked_fill(~_build_key_mask(A, causal, padding), 0), V, least_sum)
 
 
 def kernel_attention_recurrent(
@@ -98,7 +98,7 @@ def hybrid_attention(
     n, m = s.shape[2:]
     distance = torch.arange(m) - torch.arange(m - n, m)[:, None]
     window = (distance > -w) & (distance <= 0) if causal else distance.abs() <= w // 2
-    allowed = _allowed_keys(s, causal, padding)
+    allowed = _build_key_mask(s, causal, padding)
     c = s.masked_fill(~(window & allowed), -torch.finfo(s.dtype).max).amax(-1, keepdim=True)
     near = gamma[:, None, None] * (s - c).masked_fill(~(window & allowed), -torch.inf).exp()
     far = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q)).masked_fill(window | ~allowed, 0)
@@ -125,7 +125,7 @@ def _repeat_heads(T: Tensor, Q: Tensor) -> Tensor:
     return T.repeat_interleave(Q.shape[1] // T.shape[1], dim=1)  # [b, G, ...] -> [b, h, ...]
 
 
-def _allowed_keys(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
+def _build_key_mask(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
     """Return a boolean mask for A [b, h, n, m], which is True if query i may attend to key j."""
     n, m = A.shape[2:]
     allowed = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)

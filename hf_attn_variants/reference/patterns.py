@@ -55,7 +55,9 @@ def sliding_window_attention(
     return attention_core(Q, K, V, scale=scale, bias=bias, mask=mask)
 
 
-def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, causal: bool = False) -> list[int]:
+def keys_in_strided_pattern(
+    i: int, n: int, *, stride: int, part: int | None = None, causal: bool = False
+) -> list[int]:
     """Return the positions that position i of n attends to in the strided pattern (1904.10509, 4.3).
 
     Part 1 contains the last `stride` positions and i itself. Part 2 contains every `stride`-th position before i. If
@@ -67,7 +69,7 @@ def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, caus
     return _select_keys(i, near, far, part, causal)
 
 
-def keys_of_fixed_pattern(
+def keys_in_fixed_pattern(
     i: int, n: int, *, block: int, summary: int, part: int | None = None, causal: bool = False
 ) -> list[int]:
     """Return the positions that position i of n attends to in the fixed pattern (1904.10509, 4.3).

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, einsum
 
-from .heads import Maybe, groups_of_heads, masked_softmax
+from .heads import Maybe, get_kv_head_indices, masked_softmax
 
 
 def talking_heads_attention(
@@ -83,11 +83,11 @@ def attention_core(
         ValueError: If head counts are incompatible, a dynamic projection is passed without its static one, or the bias
             or mask is boolean.
     """
-    groups = groups_of_heads(query.shape[1], key.shape[1])
+    groups = get_kv_head_indices(query.shape[1], key.shape[1])
     heads = [scale * query[:, i] @ key[:, group].transpose(1, 2) for i, group in enumerate(groups)]  # each [b, n, m]
     logits = torch.stack(_mix_heads(heads, P_l, x2l, m2l), dim=1)  # [b, h, n, m]
     weights = _mix_heads(list(masked_softmax(logits, bias, mask).unbind(1)), P_w, x2w, m2w)
-    groups = groups_of_heads(len(weights), value.shape[1])
+    groups = get_kv_head_indices(len(weights), value.shape[1])
     output = [w @ value[:, group] for w, group in zip(weights, groups, strict=True)]  # each [b, n, d_v]
     return torch.stack(output, dim=1), torch.stack(weights, dim=1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
-from ..inspection.speed import AUDIO_AUTO_CLASSES, make_upstream_model, prepare_for_timing, timed_auto_class
+from ..inspection.speed import AUDIO_AUTO_CLASSES, make_upstream_model, prepare_for_timing, select_timed_auto_class
 from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
@@ -129,7 +129,7 @@ def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> 
 
 def get_served_auto_class(config: Mapping[str, Any]) -> str:
     """Return the name of the Auto class for the served model."""
-    return timed_auto_class(config, variant_config(config))
+    return select_timed_auto_class(config, variant_config(config))
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:

@@ -13,8 +13,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
-from ..inspection.speed import describe_machine, resolve_timed_length, round_order
+from ..inspection.costs import check_sizes, kv_heads_field, list_kv_head_counts, variant_config
+from ..inspection.speed import describe_machine, get_round_order, resolve_timed_length
 from ..progress import progress_bar
 from .engines import (
     CTRANSLATE2,
@@ -238,7 +238,7 @@ def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | No
     current = variant_config(config)
     field = kv_heads_field(get_served_model_class(config), current)
     if counts is None:
-        heads, possible = current.query_heads(field), kv_head_counts(current, field)
+        heads, possible = current.query_heads(field), list_kv_head_counts(current, field)
         is_upstream = config["model_type"] != type(current).model_type
         counts = [count for count in possible if is_upstream and count < heads and 4 * count <= heads][:1]
     return [{field: count} for count in counts]
@@ -252,7 +252,7 @@ def _time_engines(
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     # The first round is a warm-up.
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):
-        for name in round_order(list(runs), number):
+        for name in get_round_order(list(runs), number):
             start = time.perf_counter()
             runs[name](load.max_new_tokens)
             end = time.perf_counter()
@@ -280,27 +280,27 @@ def recommend_engine(table: ServingTable) -> str:
     beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
     conditions = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
     unconverted = [row for row in table.rows if row.engine.fields is None]
-    best = _select_best(unconverted)
+    best = _select_fastest_with_least_memory(unconverted)
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
     if others := [row for row in _select_fastest(unconverted) if row is not best]:
         names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_format_memory(row)})" for row in others)
         parts[0] += f", which is as fast as {names} within the variation between rounds"
-    float32 = _select_best([row for row in unconverted if not row.engine.int8])
+    float32 = _select_fastest_with_least_memory([row for row in unconverted if not row.engine.int8])
     if best.engine.int8 and float32.engine != unconverted[0].engine:
         parts.append(f"{float32.engine.name} ({float32.speedup:.2f}) if float32 is required")
     if best.engine.ctranslate2:
-        in_torch = _select_best([row for row in unconverted if not row.engine.ctranslate2])
+        in_torch = _select_fastest_with_least_memory([row for row in unconverted if not row.engine.ctranslate2])
         parts.append(f"{in_torch.engine.name} ({in_torch.speedup:.2f}) within Transformers")
     fastest = _select_fastest(table.rows)
     if not any(row in fastest for row in unconverted):
-        converted = _select_best(fastest)
+        converted = _select_fastest_with_least_memory(fastest)
         parts.append(
             f"{converted.engine.name} ({converted.speedup:.2f}) after conversion, whose quality must be checked"
         )
     return f"Recommended for {conditions}: {'; '.join(dict.fromkeys(parts))}."
 
 
-def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
+def _select_fastest_with_least_memory(rows: Sequence[ServingRow]) -> ServingRow:
     """Return the row with the lowest peak memory among the fastest rows, or the first of them if a peak is unknown."""
     fastest = _select_fastest(rows)
     peaks = [row.peak_bytes for row in fastest if row.peak_bytes is not None]
@@ -315,11 +315,11 @@ def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
     Their median times are close, or their interquartile ranges overlap.
     """
     fastest = min(rows, key=lambda row: row.milliseconds)
-    most, latest = EQUAL_FACTOR * fastest.milliseconds, _get_middle_half(fastest)[1]
-    return [row for row in rows if row.milliseconds <= most or _get_middle_half(row)[0] <= latest]
+    most, latest = EQUAL_FACTOR * fastest.milliseconds, _compute_quartiles(fastest)[1]
+    return [row for row in rows if row.milliseconds <= most or _compute_quartiles(row)[0] <= latest]
 
 
-def _get_middle_half(row: ServingRow) -> tuple[float, float]:
+def _compute_quartiles(row: ServingRow) -> tuple[float, float]:
     """Return the first and third quartiles of the times in a row."""
     if len(row.all_milliseconds) == 1:
         return row.milliseconds, row.milliseconds

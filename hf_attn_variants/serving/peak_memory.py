@@ -75,7 +75,7 @@ def write_ctranslate2_folder(
     from ..export.ctranslate2_check import Tokens
 
     vocabulary = [format_token(number) for number in range(model.config.vocab_size)]
-    start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
+    start, end = (_get_token_id(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
     if is_audio := "input_features" in inputs:
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
@@ -89,7 +89,7 @@ def write_ctranslate2_folder(
     return ExportedModel(os.fspath(folder), int8, batch, prompt if is_audio else [])
 
 
-def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
+def _get_token_id(config: Mapping[str, Any], model: Any, name: str) -> int:
     token = getattr(model.generation_config, name, None)
     token = config.get(name) if token is None else token
     if token is None:
@@ -156,7 +156,7 @@ def measure_peak_bytes(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as stage:
         if exported is not None:
-            task["exported"] = _to_json(exported, Path(stage))
+            task["exported"] = _exported_model_to_json(exported, Path(stage))
         command = [sys.executable, "-c", PROGRAM]
         process = subprocess.run(
             command, input=json.dumps(task), env=environment, capture_output=True, text=True, check=False
@@ -169,7 +169,7 @@ def measure_peak_bytes(
     return int(process.stdout.splitlines()[-1])
 
 
-def _to_json(exported: ExportedModel, folder: Path) -> dict[str, Any]:
+def _exported_model_to_json(exported: ExportedModel, folder: Path) -> dict[str, Any]:
     """Convert an exported model to JSON values. Audio features are saved to a file and replaced with its path."""
     values = dict(vars(exported))
     if exported.prompt:

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, multiply_by_head
-from ..modeling.attention.shared_rows import SharedDynamicLayer, get_empty_layer, get_sentence_rows, share_rows
+from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, multiply_per_head
+from ..modeling.attention.shared_rows import (
+    SharedDynamicLayer,
+    get_empty_layer,
+    get_sentence_rows,
+    share_rows_between_beams,
+)
 from ..modeling.ops.beams import count_beams, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced
@@ -85,7 +90,7 @@ def get_forward_owner(cls: type) -> type:
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
-def get_attention_kind(cls: type) -> CrossAttentionLayout | None:
+def get_cross_attention_layout(cls: type) -> CrossAttentionLayout | None:
     """Return the layout of a cross-attention class, or None if the class that defines `forward` is not supported."""
     owner = get_forward_owner(cls)
     return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
@@ -108,7 +113,7 @@ KEYS_AND_VALUES, ENCODER_OUTPUTS = "keys_and_values", "encoder_outputs"
 # The supported attention implementations. With any other implementation, the Transformers code runs.
 IMPLEMENTATIONS = ("sdpa", "eager")
 
-# `SharesMemory` is a mixin that is combined with a Transformers class. Type checkers see it as a module.
+# `SharedMemoryMixin` is a mixin that is combined with a Transformers class. Type checkers see it as a module.
 if TYPE_CHECKING:
 
     class _Attention(nn.Module):
@@ -120,7 +125,7 @@ else:
     _Attention = object
 
 
-class SharesMemory(_Attention):
+class SharedMemoryMixin(_Attention):
     """Mixin for Transformers cross-attention classes that attends to shared keys and values or to encoder outputs.
 
     The `forward` method of the Transformers class is called during training, if gradients are recorded, and if there
@@ -148,13 +153,13 @@ class SharesMemory(_Attention):
             encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
-            source = self._get_encoder_outputs_to_read(states, encoder_outputs, cache, layer)
+            source = self._cache_encoder_outputs(states, encoder_outputs, cache, layer)
         if source is None:
             rows = encoder_outputs.shape[0] if layer is None else layer.keys.shape[0]
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
-            if beams <= 1 and _has_query_rows(mask, states):
+            if beams <= 1 and _is_mask_broadcastable(mask, states):
                 return super().forward(*args, **kwargs)
-            if beams <= 1 or not self._can_share_keys(cache, layer, beams):
+            if beams <= 1 or not self._prepare_shared_keys(cache, layer, beams):
                 return super().forward(**self._repeat_arguments(args, kwargs))
         check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
@@ -166,11 +171,15 @@ class SharesMemory(_Attention):
         output = self._get_linear("output")(output.flatten(2))
         return (output, *bias, weights)
 
-    def _get_encoder_outputs_to_read(
+    def _cache_encoder_outputs(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any, layer: Any
     ) -> torch.Tensor | None:
         """Cache the encoder outputs and return them, or return None if this call cannot attend to encoder outputs."""
-        if self.training or not self._is_computed_here() or not (layer is None or holds_encoder_outputs(layer)):
+        if (
+            self.training
+            or not self._uses_supported_implementation()
+            or not (layer is None or holds_encoder_outputs(layer))
+        ):
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
         key_linear, value_linear = self.key_value_projections()
@@ -187,8 +196,8 @@ class SharesMemory(_Attention):
             return None
         if layer is None and cache is not None:
             projections = (key_linear, value_linear)
-            layer = SourceLayer(source, projections, self._head_dim(), count_beams(states, source))
-            if not store_layer(cache, self.layer_idx, layer):
+            layer = EncoderOutputsLayer(source, projections, self._head_dim(), count_beams(states, source))
+            if not try_store_layer(cache, self.layer_idx, layer):
                 return None
         return source
 
@@ -213,9 +222,9 @@ class SharesMemory(_Attention):
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
         output, weights = self._attend(
-            multiply_by_head(query, key_linear.weight, head_dim), latent, latent, mask, **options
+            multiply_per_head(query, key_linear.weight, head_dim), latent, latent, mask, **options
         )
-        output = multiply_by_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(
+        output = multiply_per_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(
             1, 2
         )
         if value_linear.bias is not None:
@@ -246,11 +255,11 @@ class SharesMemory(_Attention):
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
-    def _can_share_keys(self, cache: Any, layer: Any, beams: int) -> bool:
+    def _prepare_shared_keys(self, cache: Any, layer: Any, beams: int) -> bool:
         """Return whether keys and values can have one row per sentence, and if so, prepare an empty cache layer."""
-        if not self._is_computed_here():
+        if not self._uses_supported_implementation():
             return False
-        return layer is not None or cache is None or share_rows(cache, self.layer_idx, beams)
+        return layer is not None or cache is None or share_rows_between_beams(cache, self.layer_idx, beams)
 
     def _get_keys_and_values(
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
@@ -272,7 +281,7 @@ class SharesMemory(_Attention):
         if len(encoder_outputs) != len(states):
             encoder_outputs = repeat_for_beams(encoder_outputs, len(states))
         changes = {"encoder_outputs": encoder_outputs}
-        if not _has_query_rows(mask, states):
+        if not _is_mask_broadcastable(mask, states):
             changes["mask"] = repeat_for_beams(mask, states.shape[0])
         return self.arguments.to_keywords(args, kwargs, **changes)
 
@@ -301,7 +310,7 @@ class SharesMemory(_Attention):
     def _head_dim(self) -> int:
         return getattr(self, self.kind.head_dim)
 
-    def _is_computed_here(self) -> bool:
+    def _uses_supported_implementation(self) -> bool:
         # The private field is read because the public property takes microseconds for each layer in each step.
         return self.config._attn_implementation_internal in IMPLEMENTATIONS
 
@@ -310,7 +319,7 @@ class SharesMemory(_Attention):
         return _make_instance, (self.plain, self.cross_cache), vars(self)
 
 
-def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
+def _is_mask_broadcastable(mask: Any, states: torch.Tensor) -> bool:
     """Return whether a mask is missing, has a single batch row, or has as many batch rows as the hidden states."""
     return not isinstance(mask, torch.Tensor) or mask.shape[0] in (1, states.shape[0])
 
@@ -326,11 +335,11 @@ def make_cache_sharing_class(plain: type, cross_cache: str) -> type:
     Raises:
         TransformersChangedError: If `forward` has unknown arguments or return values.
     """
-    kind: Any = get_attention_kind(plain)
+    kind: Any = get_cross_attention_layout(plain)
     arguments = MethodArguments(get_forward_owner(plain), kind.roles, returns=kind.returns)
     attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (SharesMemory, plain), attributes)
+    return type(plain.__name__, (SharedMemoryMixin, plain), attributes)
 
 
 def _make_instance(plain: type, cross_cache: str) -> Any:
@@ -344,7 +353,7 @@ with guarded_imports():
 check_caches()
 
 
-class SourceLayer(SharedDynamicLayer):
+class EncoderOutputsLayer(SharedDynamicLayer):
     """A cache layer that stores the encoder outputs [b, m, D] and computes keys and values when they are first read.
 
     After that, it is an ordinary cache layer. Keys and values are only read by code outside of this module, such as
@@ -445,10 +454,10 @@ def get_filled_layer(cache: Any, index: int) -> Any:
 
 def holds_encoder_outputs(layer: Any) -> bool:
     """Return whether a cache layer still stores encoder outputs instead of keys and values."""
-    return type(layer) is SourceLayer and layer.source is not None
+    return type(layer) is EncoderOutputsLayer and layer.source is not None
 
 
-def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
+def try_store_layer(cache: Any, index: int, layer: EncoderOutputsLayer) -> bool:
     """Store a cache layer with encoder outputs in an encoder-decoder cache, if the cache supports it.
 
     Args:

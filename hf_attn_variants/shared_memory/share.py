@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..model_properties import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
-from ..modeling.attention.shared_rows import expand_and_mark
+from ..modeling.attention.shared_rows import expand_and_mark_encoder_outputs
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
 from ..modeling.transformers_internals import check_attributes
@@ -18,17 +18,17 @@ from .attention import (
     IMPLEMENTATIONS,
     KEYS_AND_VALUES,
     SUPPORTED_KINDS,
-    SharesMemory,
+    SharedMemoryMixin,
     cross_attentions,
-    get_attention_kind,
+    get_cross_attention_layout,
     make_cache_sharing_class,
 )
 
-# The Transformers method that repeats the inputs for each beam. `SharedExpansion` replaces it.
+# The Transformers method that repeats the inputs for each beam. `SharedInputExpansion` replaces it.
 EXPANSION_METHOD = "_expand_inputs_for_generation"
 
 
-class SharedExpansion(WeakModuleAttribute):
+class SharedInputExpansion(WeakModuleAttribute):
     """A replacement for the `_expand_inputs_for_generation` method of one model.
 
     Args:
@@ -47,12 +47,14 @@ class SharedExpansion(WeakModuleAttribute):
     ) -> tuple[Any, dict[str, Any]]:
         """Repeat the inputs for each beam or sample like Transformers, and mark the encoder outputs as shared."""
         shares = expand_size > 1 and self._can_share()
-        return expand_and_mark(self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark_encoder_outputs(
+            self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs
+        )
 
     def _can_share(self) -> bool:
         """Return whether all cross-attention modules can share memory with the current attention implementation."""
         return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
-            isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
+            isinstance(module, SharedMemoryMixin) for _, module in cross_attentions(self.module)
         )
 
     def _get_original_method(self) -> Any:
@@ -111,7 +113,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
     modules = dict(cross_attentions(model))
     if not share:
         _check_replaced_forwards(modules)
-        _restore(model, modules.values())
+        _restore_original_classes(model, modules.values())
         return model
     _check_model(model, modules)
     classes = {path: _make_sharing_class_for(module, cross_cache) for path, module in modules.items()}
@@ -120,9 +122,9 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         for path, cls in classes.items():
             modules[path].__class__ = cls
         if hasattr(type(model), EXPANSION_METHOD) and not isinstance(
-            vars(model).get(EXPANSION_METHOD), SharedExpansion
+            vars(model).get(EXPANSION_METHOD), SharedInputExpansion
         ):
-            setattr(model, EXPANSION_METHOD, SharedExpansion(model))
+            setattr(model, EXPANSION_METHOD, SharedInputExpansion(model))
     except BaseException:
         for path, cls in original_classes.items():
             modules[path].__class__ = cls
@@ -132,17 +134,17 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 
 def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
     """Return the class that lets a cross-attention module share memory. The module may already have such a class."""
-    plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
+    plain: Any = module.plain if isinstance(module, SharedMemoryMixin) else type(module)
     return make_cache_sharing_class(plain, cross_cache)
 
 
-def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+def _restore_original_classes(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
     """Restore the classes of the cross-attention modules and the attributes of the model."""
     for module in modules:
-        if isinstance(module, SharesMemory):
+        if isinstance(module, SharedMemoryMixin):
             module.__class__ = module.plain
     expansion = vars(model).get(EXPANSION_METHOD)
-    if isinstance(expansion, SharedExpansion):
+    if isinstance(expansion, SharedInputExpansion):
         vars(model).pop(EXPANSION_METHOD)
         if expansion.replaced_attribute is not None:
             setattr(model, EXPANSION_METHOD, expansion.replaced_attribute)
@@ -155,7 +157,7 @@ def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
         ValueError: If a `forward` was replaced.
     """
     for path, module in modules.items():
-        if isinstance(module, SharesMemory) and "forward" in vars(module):
+        if isinstance(module, SharedMemoryMixin) and "forward" in vars(module):
             raise ValueError(
                 f"`{path}.forward` was replaced after `share_memory` (by Accelerate offloading, for example). "
                 "Restore it first."
@@ -179,7 +181,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
         ValueError: If they are not supported.
     """
     name = type(model).__name__
-    _check_supported(model)
+    _check_architecture_and_implementation(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
             f"{name} combines a Transformers class with attention modules from this package. This combination is not "
@@ -193,11 +195,11 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
             f"{', '.join(sorted(SUPPORTED_KINDS))}."
         )
     for path, module in modules.items():
-        if not isinstance(module, SharesMemory):
-            _check_attention(path, module)
+        if not isinstance(module, SharedMemoryMixin):
+            _check_cross_attention(path, module)
 
 
-def _check_supported(model: PreTrainedModel) -> None:
+def _check_architecture_and_implementation(model: PreTrainedModel) -> None:
     """Raise `ValueError` if a model is not an encoder-decoder, or its attention implementation is not supported."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
@@ -220,7 +222,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
             requested encoder outputs.
     """
     name, config = type(model).__name__, model.config
-    _check_supported(model)
+    _check_architecture_and_implementation(model)
     if has_talking_heads(config, "cross_"):
         raise ValueError(
             f"{name} has talking heads in its cross-attention, so its beams cannot share a cache. Use a "
@@ -233,13 +235,13 @@ def _check_variant(model: Any, cross_cache: str) -> None:
         )
 
 
-def _check_attention(path: str, module: nn.Module) -> None:
+def _check_cross_attention(path: str, module: nn.Module) -> None:
     """Check that a cross-attention module is supported.
 
     Raises:
         ValueError: If its class is unknown, or its `forward` was replaced.
     """
-    kind = get_attention_kind(type(module))
+    kind = get_cross_attention_layout(type(module))
     if kind is None:
         raise ValueError(
             f"`{path}` must be one of {', '.join(sorted(SUPPORTED_KINDS))} or a subclass with the same `forward`, got "

@@ -65,7 +65,7 @@ def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[st
     try:
         content = _load_yaml(read_file(path))
         variables = _merge_variables(content.pop("variables", None), overrides)
-        return _parse_sweep(_fill_variables(content, variables), commands, path.stem)
+        return _parse_sweep(_substitute_variables(content, variables), commands, path.stem)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -95,31 +95,31 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        return _check_object(yaml.load(text, Loader), "The file")
+        return _check_mapping(yaml.load(text, Loader), "The file")
     except yaml.YAMLError as error:
         raise ValueError(f"The file must be valid YAML: {' '.join(str(error).split())}.") from None
 
 
 def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the variables from the file, updated with the values from --set."""
-    known = _check_object(stored, "`variables`")
+    known = _check_mapping(stored, "`variables`")
     if unknown := [name for name in overrides if name not in known]:
         raise ValueError(f"--set must name variables from the file ({', '.join(known)}), got {unknown[0]}.")
-    values = known | {name: _parse_value(text) for name, text in overrides.items()}
+    values = known | {name: _parse_scalar(text) for name, text in overrides.items()}
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(f"The variable `{missing[0]}` has no value. Set it with --set {missing[0]}=VALUE.")
     return values
 
 
-def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
+def _substitute_variables(value: Any, variables: Mapping[str, Any]) -> Any:
     """Replace each `${NAME}` in a value with the value of that variable, also in nested lists and dictionaries.
 
     Text that consists of a single `${NAME}` is replaced by the variable's value without converting it to text.
     """
     if isinstance(value, dict):
-        return {key: _fill_variables(inner, variables) for key, inner in value.items()}
+        return {key: _substitute_variables(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_fill_variables(inner, variables) for inner in value]
+        return [_substitute_variables(inner, variables) for inner in value]
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
@@ -142,9 +142,9 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
     variants, references = (_parse_named_flags(content.get(key), f"`{key}`") for key in ("variants", "references"))
     grid = {
         str(axis): _parse_axis(str(axis), values)
-        for axis, values in _check_object(content.get("grid"), "`grid`").items()
+        for axis, values in _check_mapping(content.get("grid"), "`grid`").items()
     }
-    seeds, base = _as_list(content.get("seeds", 0)), _check_object(content.get("flags"), "`flags`")
+    seeds, base = _as_list(content.get("seeds", 0)), _check_mapping(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
         raise ValueError("The file must contain `variants` or a `grid`, and `seeds` must not be empty.")
     base |= {CONVERT: content[CONVERT]} if CONVERT in content else {}
@@ -154,8 +154,10 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     """Return the flags that each value of a grid axis sets. If the values are a list, the axis name is the flag."""
     if isinstance(values, dict):
-        return {_parse_value(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()}
-    points = [_parse_value(value) for value in _as_list(values)]
+        return {
+            _parse_scalar(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()
+        }
+    points = [_parse_scalar(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of distinct values or an object, got {values}.")
     flag = axis.removeprefix(f"{CONVERT}.")
@@ -164,11 +166,11 @@ def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
 
 def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
     return {
-        str(name): _check_object(flags, f"{where}, `{name}`") for name, flags in _check_object(value, where).items()
+        str(name): _check_mapping(flags, f"{where}, `{name}`") for name, flags in _check_mapping(value, where).items()
     }
 
 
-def _check_object(value: Any, where: str) -> dict[Any, Any]:
+def _check_mapping(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{where} must be a mapping with lines of the form `NAME: VALUE`, got {value!r}.")
     return value or {}
@@ -178,7 +180,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _parse_value(value: Any) -> Any:
+def _parse_scalar(value: Any) -> Any:
     """Parse text as a number or a boolean if possible, because YAML reads 1e-3 as text. Return other values as is."""
     try:
         return number if isinstance(number := json.loads(value), int | float) else value
@@ -239,14 +241,14 @@ class SweepRun:
         return [[*self.convert, "--output_dir", converted], [command, f"--{MODEL}", converted, *flags, *output]]
 
 
-def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[SweepRun]:
+def plan_runs(sweep: Sweep, get_command_module: Callable[[str], ModuleType]) -> list[SweepRun]:
     """Plan the runs of a sweep.
 
     The runs are ordered by seed, so that all variants can be compared before the sweep is finished.
 
     Args:
         sweep: the content of the sweep file.
-        command_module: a function that returns the module of a command, with `make_parser` and `parse_args`.
+        get_command_module: a function that returns the module of a command, with `make_parser` and `parse_args`.
 
     Raises:
         ValueError: if a command does not accept its flags, or if two runs would use the same folder.
@@ -261,11 +263,11 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
                 raise ValueError(
                     f"`{MODEL}` must be set under `{CONVERT}` because the sweep trains the converted model."
                 )
-            train = _build_command(sweep.command, flags, seed, command_module)
-            words = None if convert is None else _build_command(CONVERT, convert, seed, command_module)
+            train = _build_command(sweep.command, flags, seed, get_command_module)
+            words = None if convert is None else _build_command(CONVERT, convert, seed, get_command_module)
             run = SweepRun(contestant, variant, point, seed, sweep.launch, train, words)
             for line in run.commands(Path("RUN")):
-                _check_command(line, command_module(line[0]))
+                _check_command_line(line, get_command_module(line[0]))
         except ValueError as error:
             raise ValueError(f"{contestant!r}: {error}") from None
         if runs.setdefault(run.folder, run) is not run:
@@ -297,10 +299,10 @@ def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], di
 
 
 def _build_command(
-    command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]
+    command: str, flags: dict[str, Any], seed: int, get_command_module: Callable[[str], ModuleType]
 ) -> list[str]:
     """Return the command line as a list of words, without the flags whose value is None."""
-    options, words = command_module(command).make_parser()._option_string_actions, [command]
+    options, words = get_command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
         if name in RESERVED_FLAGS:
             raise ValueError(f"`{name}` must not be set because the sweep sets it. Remove it.")
@@ -326,7 +328,7 @@ def _expand_paths(name: str, value: Any) -> list[str]:
     return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
 
 
-def _check_command(line: list[str], module: ModuleType) -> None:
+def _check_command_line(line: list[str], module: ModuleType) -> None:
     """Raise `ValueError` if the command's parser rejects the command line."""
     printed = io.StringIO()
     try:

@@ -65,16 +65,16 @@ class RunFolder:
             OSError: if a program is not installed, or if the results cannot be written.
         """
         make_folders(self.path)
-        old_handler = signal.signal(signal.SIGTERM, _terminate)
+        old_handler = signal.signal(signal.SIGTERM, _raise_terminated_error)
         try:
             with suppress(FolderInUseError), lock_folder(str(self.path), 0):
                 self.read()
                 if self.results is None:
-                    self._execute()
+                    self._run_unfinished_commands()
         finally:
             signal.signal(signal.SIGTERM, old_handler)
 
-    def _execute(self) -> None:
+    def _run_unfinished_commands(self) -> None:
         self._write()
         for words in self._list_unfinished_commands():
             if status := _run_command(words, self.path / LOG_NAME):
@@ -117,7 +117,7 @@ def _run_command(words: list[str], log: Path) -> int:
             raise
 
 
-def _terminate(number: int, frame: Any) -> None:
+def _raise_terminated_error(number: int, frame: Any) -> None:
     raise TerminatedError("Stopped by SIGTERM. Run the same command again to continue.")
 
 

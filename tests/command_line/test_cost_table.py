@@ -15,7 +15,7 @@ from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
 from hf_attn_variants.inspection.costs import (
-    cost_table,
+    compute_cost_table,
     count_attention_parameters,
     flops_per_token,
     kv_cache_bytes_per_token,
@@ -29,7 +29,7 @@ BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForC
 def test_cost_table_supports_unequal_heads_of_encoder_and_decoder():
     """Check four heads in the encoder and twelve in the decoder; talking heads need equal counts."""
     bart = next(architecture for architecture in RELATIVES if architecture.name == "bart")
-    table = cost_table(bart.make_upstream_model("BartForConditionalGeneration").config.to_dict())
+    table = compute_cost_table(bart.make_upstream_model("BartForConditionalGeneration").config.to_dict())
     heads = [row.fields["num_key_value_heads"] for row in table.rows if "num_key_value_heads" in row.fields]
     assert heads == [12, 6, 4, 3, 2, 1] and not any("talking_heads" in row.fields for row in table.rows)
 
@@ -62,7 +62,7 @@ def test_encoder_decoder_flops_equal_the_torch_counter(variant):
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
     # the encoder, and the latents, keys and values of cross-attention
     encoder = counted(lambda: model.encoder(source))
-    cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
+    cross = [module for site, _, module in model.named_attention_modules() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
     latent = getattr(model.decoder, "cross_kv_a_proj", torch.nn.Identity())
     encoder += counted(lambda: [(m.k(c), m.v(c)) for c in [latent(memory)] for m in cross])
@@ -75,12 +75,12 @@ def test_window_flops_and_cache_count_only_the_window():
     """Check the logits and sums of the keys in the window, and the cache, which has one token less."""
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     config = BERT.config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
-    rows = [cost_table(item.to_dict(), length=100).current for item in (BERT.config("gqa"), config)]
+    rows = [compute_cost_table(item.to_dict(), length=100).current for item in (BERT.config("gqa"), config)]
     saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
     assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
     assert rows[1].name == "GQA-4 + window 8"
     config = T5.config("mqa", **window).to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
-    current = cost_table(config, length=100, source_length=50).current
+    current = compute_cost_table(config, length=100, source_length=50).current
     decoder, cross = (current.kv_cache_bytes_per_token[site] for site in ("decoder", "cross"))
     assert current.kv_cache_bytes == 7 * decoder + 50 * cross
 
@@ -97,7 +97,7 @@ def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
     state = sum(layer.state.sums[0].nbytes for layer in cache.layers)
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
     for length in (10, 1000):
-        current = cost_table(config, length=length).current
+        current = compute_cost_table(config, length=length).current
         assert (current.kv_cache_bytes, current.kv_cache_bytes_per_token) == (state, {"self": 0})
     assert current.name == f"GQA-4 + {kernel}"
 
@@ -116,7 +116,7 @@ def test_linformer_flops_equal_the_torch_counter():
 def test_hybrid_flops_include_the_window():
     hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
     configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
-    rows = [cost_table(item.to_dict(), length=100).current for item in configs]
+    rows = [compute_cost_table(item.to_dict(), length=100).current for item in configs]
     near = 5 * 4 * 48 * configs[0].num_hidden_layers  # w + 1 keys and values
     assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
     assert rows[1].name == "GQA-4 + hybrid 4"
@@ -124,7 +124,7 @@ def test_hybrid_flops_include_the_window():
     cache = get_cache(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
     state = sum(item[0].nbytes for layer in cache.layers for item in layer.state[:3])
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
-    assert cost_table(config, length=1000).current.kv_cache_bytes == state
+    assert compute_cost_table(config, length=1000).current.kv_cache_bytes == state
 
 
 # Ranks below the heads' size, above it, and the input's own width.
@@ -209,7 +209,9 @@ def test_counted_parameters_and_cache_equal_those_of_models(architecture):
     head = BASES[architecture.name]
     config = architecture.config("mha", head)
     config.architectures = [f"AttnVariant{head}"]
-    table = cost_table(json.loads(config.to_json_string(use_diff=False)), batch_size=3, length=10, source_length=4)
+    table = compute_cost_table(
+        json.loads(config.to_json_string(use_diff=False)), batch_size=3, length=10, source_length=4
+    )
     grouped = ["MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA"]
     latents = ["MHA + latent 12"]
     if architecture is T5:
@@ -246,14 +248,14 @@ def test_beam_cache_size_equals_a_real_search(fields):
     head = "T5ForConditionalGeneration"
     own = T5.model(head, "mha", **fields)
     config = json.loads(own.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
-    table = cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
+    table = compute_cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
     assert table.current.kv_cache_bytes == searched_cache(own) and table.upstream_kv_cache_bytes is None
     if not fields:
         upstream = T5.make_upstream_model(head)
         described = upstream.config.to_dict() | {"architectures": [head]}
-        table = cost_table(described, batch_size=2, length=5, source_length=4, num_beams=3)
+        table = compute_cost_table(described, batch_size=2, length=5, source_length=4, num_beams=3)
         assert table.upstream_kv_cache_bytes == searched_cache(upstream) > table.current.kv_cache_bytes
-        one = cost_table(described, batch_size=2, length=5, source_length=4)
+        one = compute_cost_table(described, batch_size=2, length=5, source_length=4)
         assert one.upstream_kv_cache_bytes is None
 
 
@@ -270,12 +272,12 @@ def searched_cache(model):
 def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     config = T5.make_upstream_model("T5ForConditionalGeneration").config.to_dict()
     config |= {"architectures": ["T5ForConditionalGeneration"]}
-    table = cost_table(config, length=10, source_length=20, num_beams=4, memory=2**20)
+    table = compute_cost_table(config, length=10, source_length=20, num_beams=4, memory=2**20)
     for row in table.rows:
         assert 4 * row.parameters + row.largest_batch * row.kv_cache_bytes <= 2**20
         assert 4 * row.parameters + (row.largest_batch + 1) * row.kv_cache_bytes > 2**20
     assert 0 < table.upstream_largest_batch < table.current.largest_batch
-    assert {row.largest_batch for row in cost_table(config, memory=1).rows} == {0}
+    assert {row.largest_batch for row in compute_cost_table(config, memory=1).rows} == {0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = ["--length", "10", "--source_length", "20", "--num_beams", "4", "--memory"]
     assert cli.main(["inspect", str(tmp_path), *sizes, "1MiB"]) == 0
@@ -318,7 +320,7 @@ def test_only_convertible_rows_are_marked_as_conversions(tmp_path):
     model = BERT.model("BertForMaskedLM", "gqa")
     model.save_pretrained(tmp_path / "gqa4")
     config = json.loads((tmp_path / "gqa4" / "config.json").read_text())
-    rows = {row.name: row for row in cost_table(config).rows}
+    rows = {row.name: row for row in compute_cost_table(config).rows}
     assert {name for name, row in rows.items() if not row.convertible} == {"GQA-6", "GQA-3"}
     assert rows["GQA-4"].current
     for name, row in rows.items():
@@ -333,7 +335,7 @@ def test_only_convertible_rows_are_marked_as_conversions(tmp_path):
 
 def test_latent_checkpoint_is_compared_with_the_multi_head_model():
     config = T5.config(cross_kv_lora_rank=10, kv_lora_rank=6, num_key_value_heads=4)
-    table = cost_table(json.loads(config.to_json_string(use_diff=False)), length=1)
+    table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)), length=1)
     assert table.rows[0].name == "MHA" and table.current.name == "GQA-4 + cross latent 10 + latent 6"
     assert table.rows[0].kv_cache_bytes_per_token == {"decoder": 4 * 2 * 2 * 96, "cross": 4 * 2 * 2 * 96}
     assert table.current.kv_cache_bytes_per_token == {"decoder": 4 * 2 * 6, "cross": 4 * 10}
@@ -348,7 +350,7 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
     head = BASES[architecture.name]
     config = architecture.config(head=head, per_layer_values=values, **shape)
     config.architectures = [f"AttnVariant{head}"]
-    table = cost_table(json.loads(config.to_json_string(use_diff=False)))
+    table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.name == "GQA-1..4 by layer + latent 8 in 1 of 2 layers"
     assert table.rows[0].name == "MHA" and [row.current for row in table.rows].count(True) == 1
     model = architecture.model(head, per_layer_values=values, **shape)
@@ -360,7 +362,7 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
 
 def test_talking_heads_checkpoint_keeps_its_head_count():
     config = json.loads(BERT.config("gqa_talking").to_json_string(use_diff=False))
-    table = cost_table(config)
+    table = compute_cost_table(config)
     # k must divide 12 query and 8 value heads
     assert [row.fields for row in table.rows[:4]] == [{"num_key_value_heads": count} for count in (12, 4, 2, 1)]
     assert [row.name for row in table.rows[4:]] == ["GQA-4 + latent 12 + talking heads"]
@@ -384,13 +386,13 @@ def test_talking_heads_checkpoint_keeps_its_head_count():
 def test_invalid_configuration_raises_an_error(change, message):
     config = json.loads(BERT.config().to_json_string(use_diff=False)) | change
     with pytest.raises(ValueError, match=message):
-        cost_table(config)
+        compute_cost_table(config)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "length", "source_length"])
 def test_sizes_must_be_at_least_one(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
-        cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})
+        compute_cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})
 
 
 def test_shared_projections_are_counted_in_flops_of_each_layer():
@@ -404,7 +406,7 @@ def test_shared_projections_are_counted_in_flops_of_each_layer():
 
 def test_models_without_cache_support_have_no_cache_row():
     config = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"])
-    table = cost_table(json.loads(config.to_json_string(use_diff=False)))
+    table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
     assert kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None
 
@@ -419,7 +421,7 @@ def test_models_without_cache_support_have_no_cache_row():
 )
 def test_models_with_head_parameters_are_not_marked_convertible(fields):
     config = BERT.config("gqa", "BertModel", **fields).to_dict()
-    table = cost_table(config)
+    table = compute_cost_table(config)
     assert [row.convertible for row in table.rows] == [row.current for row in table.rows] and table.current.current
 
 
@@ -428,6 +430,6 @@ def test_untied_output_head_is_counted(model_type, head):
     sizes = {"vocab_size": 100, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1}
     config = {"model_type": model_type, "architectures": [f"{head}ForConditionalGeneration"], **sizes}
     tied, untied = (
-        cost_table({**config, "tie_word_embeddings": tie}, "x").current.parameters for tie in (True, False)
+        compute_cost_table({**config, "tie_word_embeddings": tie}, "x").current.parameters for tie in (True, False)
     )
     assert untied - tied == 100 * 16

@@ -13,7 +13,7 @@ import pytest
 from hf_attn_variants import cli, errors
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import checkpoints
-from hf_attn_variants.training.engine.checkpoints import StopSignals
+from hf_attn_variants.training.engine.checkpoints import StopSignalRecorder
 
 ROOT = Path(__file__).parents[2]
 # This module shadows Transformers, so that Ctrl-C comes during the import.
@@ -119,7 +119,7 @@ def test_command_work_uses_the_default_interrupt_handler():
 def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        signals = StopSignals()
+        signals = StopSignalRecorder()
         with signals.watch():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -129,7 +129,7 @@ def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, 
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with StopSignals().watch():
+        with StopSignalRecorder().watch():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
     finally:
         signal.signal(signal.SIGINT, before)

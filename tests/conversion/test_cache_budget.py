@@ -14,9 +14,9 @@ from hf_attn_variants import convert
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.conversion.attention_tensors import (
     QuadraticErrorForm,
-    best_latent,
-    energy_lost_by_rank,
-    preserved_energy_share,
+    compute_energy_loss_by_rank,
+    compute_preserved_energy_share,
+    find_best_latent,
 )
 from hf_attn_variants.conversion.layer_choice import allocate_ranks
 
@@ -31,11 +31,11 @@ def random_form(seed, size=12):
 
 def test_loss_by_rank_equals_that_of_the_best_latent():
     form = random_form(0)
-    lost = energy_lost_by_rank([form])
+    lost = compute_energy_loss_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
     for rank in range(1, 13):
         assert float(lost[rank]) == pytest.approx(
-            1 - preserved_energy_share(form, best_latent([form], rank)), abs=1e-9
+            1 - compute_preserved_energy_share(form, find_best_latent([form], rank)), abs=1e-9
         )
     gains = lost[:-1] - lost[1:]
     assert (gains[:-1] >= gains[1:] - 1e-12).all()
@@ -43,7 +43,7 @@ def test_loss_by_rank_equals_that_of_the_best_latent():
 
 @pytest.mark.parametrize("total", range(3, 20))
 def test_selected_ranks_lose_the_least_for_their_size(total):
-    lost, most = [energy_lost_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
+    lost, most = [compute_energy_loss_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
     # A power of it falls by less and less too.
     ranks = allocate_ranks(lost, total, most)
     best = min(
@@ -56,7 +56,7 @@ def test_selected_ranks_lose_the_least_for_their_size(total):
 
 
 def test_ranks_are_multiples_of_eight_if_they_fit():
-    lost = [energy_lost_by_rank([random_form(seed, 64)]) for seed in range(2)]
+    lost = [compute_energy_loss_by_rank([random_form(seed, 64)]) for seed in range(2)]
     ranks = allocate_ranks(lost, 53, [64, 20])
     assert sum(ranks) <= 53 and all(rank % 8 == 0 or rank == 20 for rank in ranks)
 

@@ -286,7 +286,7 @@ def test_one_tenth_of_the_texts_is_held_out(count, held):
         [tuple(row[: int(sum(mask))].tolist()) for b in part for row, mask in zip(*b.values(), strict=True)]
         for part in parts
     ]
-    assert given.held_out_count == len(rows[1]) == held
+    assert given.num_held_out == len(rows[1]) == held
     assert sorted(rows[0] + rows[1]) == sorted(map(tuple, WordTokenizer()(texts, max_length=1200)["input_ids"]))
 
 

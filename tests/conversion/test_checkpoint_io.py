@@ -14,7 +14,7 @@ from hf_attn_variants.conversion.checkpoint.tensor_files import (
     DTYPE_NAMES,
     SafetensorsWriter,
     cast,
-    dtype_name,
+    get_safetensors_dtype,
     open_checkpoint,
     write_index,
 )
@@ -58,7 +58,7 @@ def test_reader_returns_the_stored_tensors(tmp_path, monkeypatch, chunk_bytes):
 
 def test_written_files_load_with_safetensors(tmp_path):
     tensors = sample_tensors()
-    layout = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layout = {name: (get_safetensors_dtype(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     with SafetensorsWriter(tmp_path / FILE, layout, {"format": "pt"}) as writer:
         for name in reversed(tensors):
             writer.write(name, tensors[name])

@@ -6,7 +6,7 @@ import torch
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, reorder_heads
 from hf_attn_variants.conversion.calibration.methods import _sample_inputs, find_best_groups
 from hf_attn_variants.conversion.calibration.recording import compute_attention
-from hf_attn_variants.modeling.mechanisms.head_sharing import consecutive_groups
+from hf_attn_variants.modeling.mechanisms.head_sharing import get_consecutive_groups
 
 pytestmark = pytest.mark.cross_product
 
@@ -67,7 +67,7 @@ def test_search_uses_every_layer_that_shares_an_attention():
 def test_search_is_skipped_if_it_exceeds_the_memory(caplog):
     heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
     groups = find_best_groups(None, heads, [], torch.Generator())
-    assert groups == consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
+    assert groups == get_consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
 def test_grouped_heads_stay_together():
@@ -76,4 +76,4 @@ def test_grouped_heads_stay_together():
     )
     assert sorted(head for group in groups for head in group) == list(range(8))
     assert all((head + 1 in group) for group in groups for head in group if head % 2 == 0)
-    assert consecutive_groups(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert get_consecutive_groups(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -15,11 +15,11 @@ from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
     HeadCounts,
     QuadraticErrorForm,
-    best_latent,
+    compute_preserved_energy_share,
+    compute_weight_forms,
+    find_best_latent,
     latent_change,
-    preserved_energy_share,
     project_onto_latent,
-    weight_forms,
 )
 from hf_attn_variants.conversion.calibration.methods import compute_latent_forms
 from hf_attn_variants.conversion.calibration.recording import attention_weights, compute_attention
@@ -297,16 +297,16 @@ def test_best_latent_equals_the_truncated_svd():
     generator = torch.Generator().manual_seed(0)
     gram, metric = (torch.randn(8, 20, generator=generator).double() for _ in range(2))
     form = QuadraticErrorForm(gram @ gram.T, metric @ metric.T)
-    latent = best_latent([form], 3)
+    latent = find_best_latent([form], 3)
     torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
     singular = torch.linalg.svdvals(gram.T @ metric).square()
-    assert preserved_energy_share(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
+    assert compute_preserved_energy_share(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
 
 
 def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = attention(kv_heads=2)
-    forms = weight_forms(tensors, heads)
-    new = project_onto_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
+    forms = compute_weight_forms(tensors, heads)
+    new = project_onto_latent(tensors, find_best_latent([forms.key, forms.value], 6), forms)
     from hf_attn_variants.conversion.report import attention_errors
 
     logits, values = attention_errors(tensors, new.fold_latent(), heads)
@@ -319,13 +319,13 @@ def test_dropped_value_directions_change_outputs_by_their_energy():
     text = calls()
     forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     form = forms.value
-    latent = best_latent([form], 2)
+    latent = find_best_latent([form], 2)
     new = project_onto_latent(tensors, latent, forms)
     changed = AttentionTensors(
         tensors.query_weight, tensors.key_weight, new.fold_latent(torch.float32).value_weight, tensors.output_weight
     )
     difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
-    expected = (1 - preserved_energy_share(form, latent)) * form.energy
+    expected = (1 - compute_preserved_energy_share(form, latent)) * form.energy
     # `UNSEEN` directions are in the form, and not in the text.
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
@@ -350,7 +350,7 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
     states = calls()[0].states + 5.0
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
     forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
-    new = project_onto_latent(tensors, best_latent([forms.value], 2), forms)
+    new = project_onto_latent(tensors, find_best_latent([forms.value], 2), forms)
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from hf_attn_variants import convert
-from hf_attn_variants.inspection.costs import cost_table
+from hf_attn_variants.inspection.costs import compute_cost_table
 from hf_attn_variants.inspection.speed import measure_speed
-from hf_attn_variants.training.engine.models import resolve_architecture
+from hf_attn_variants.training.engine.models import get_saved_model_class
 
 TINY = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
 SPECIAL = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
@@ -59,7 +59,7 @@ def test_mt5_classes_convert_in_memory_and_from_a_folder(name, tmp_path):
 @pytest.mark.thorough
 def test_mt5_is_counted_and_timed_with_its_transformers_class():
     config = mt5("MT5ForConditionalGeneration").config.to_dict()
-    rows = {row.name: row for row in cost_table(config).rows}
+    rows = {row.name: row for row in compute_cost_table(config).rows}
     assert rows["MQA"].kv_cache_bytes < rows["MHA"].kv_cache_bytes
     table = measure_speed(config, batch_size=1, length=4, max_new_tokens=2, rounds=1, device="cpu")
     assert table.rows[0].name == "transformers"
@@ -70,7 +70,7 @@ def test_former_t5_class_name_is_known(tmp_path, edit_config):
     edit_config(tmp_path, architectures=["T5WithLMHeadModel"])
     assert type(convert(tmp_path, 2)).__name__ == "AttnVariantT5ForConditionalGeneration"
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert resolve_architecture(str(tmp_path), config) is transformers.T5ForConditionalGeneration
+    assert get_saved_model_class(str(tmp_path), config) is transformers.T5ForConditionalGeneration
 
 
 def test_t5_encoder_model_uses_its_own_field(tmp_path):
@@ -78,7 +78,10 @@ def test_t5_encoder_model_uses_its_own_field(tmp_path):
     for fields in ({}, {"encoder_num_key_value_heads": 2}):
         with pytest.raises(ValueError, match="`num_key_value_heads`"):
             convert(model, 2, **fields)
-    rows = {row.name: row for row in cost_table(model.config.to_dict() | {"architectures": ["T5EncoderModel"]}).rows}
+    rows = {
+        row.name: row
+        for row in compute_cost_table(model.config.to_dict() | {"architectures": ["T5EncoderModel"]}).rows
+    }
     assert rows["MQA"].fields == {"encoder_num_key_value_heads": 1}
     assert rows["MQA"].parameters < rows["GQA-2"].parameters < rows["MHA"].parameters
     assert convert(model, encoder_num_key_value_heads=1).num_parameters() == rows["MQA"].parameters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts
-from hf_attn_variants.conversion.calibration.fitting import refit_output, relative_error
+from hf_attn_variants.conversion.calibration.fitting import refit_output_projection, relative_error
 from hf_attn_variants.conversion.calibration.recording import compute_attention
 
 WIDTH, HEADS, TOKENS = 48, 4, 12
@@ -50,7 +50,7 @@ def with_other_output(tensors, distance):
 def test_regression_with_much_text_equals_least_squares(bias):
     source = attention(0, bias)
     inputs = calls(40, seed=1)
-    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    actual = refit_output_projection(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
     torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
     if bias:
         torch.testing.assert_close(actual.output_bias, source.output_bias, atol=2e-3, rtol=0)
@@ -66,7 +66,7 @@ def test_regression_with_little_noisy_text_increases_no_error(bias, distance):
     targets = outputs(source, inputs, noise=0.3)
     wanted = outputs(source, others)
     before = relative_error(begun, heads(), others, wanted)
-    after = relative_error(refit_output(begun, heads(), inputs, targets), heads(), others, wanted)
+    after = relative_error(refit_output_projection(begun, heads(), inputs, targets), heads(), others, wanted)
     assert after <= before + 0.02
     assert relative_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
 
@@ -83,19 +83,19 @@ def test_regression_to_unrelated_outputs_predicts_about_the_mean():
         for i, batch in enumerate(others)
     ]
     assert relative_error(tensors, heads(), others, unlike) > 1.3
-    assert relative_error(refit_output(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
+    assert relative_error(refit_output_projection(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
 
 
 def test_regression_on_one_example_changes_nothing():
     source = attention(0)
     begun, inputs = with_other_output(source, 1.0), calls(1, seed=1, rows=1)
-    assert refit_output(begun, heads(), inputs, outputs(source, inputs)) is begun
+    assert refit_output_projection(begun, heads(), inputs, outputs(source, inputs)) is begun
 
 
 def test_batches_of_one_example_are_cross_validation_folds():
     source = attention(0)
     inputs = calls(80, seed=1, rows=1)
-    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    actual = refit_output_projection(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
     torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
 
 

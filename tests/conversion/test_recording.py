@@ -99,7 +99,7 @@ PATTERNED = [
 def contexts_of(model, batch):
     """Return the inputs of each attention's output projection, {path: tensors of its calls}."""
     actual = {}
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         read = actual.setdefault(path, [])
         module.get_submodule(site.output).register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
     with torch.no_grad():
@@ -128,7 +128,9 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
     paths = [module.name for module in plan.reduced_modules]
     calls = record_inputs(model, paths, [batch])
     expected = contexts_of(model, batch)
-    patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).key_range}
+    patterned = {
+        path for site, path, module in model.named_attention_modules() if module.get_submodule(site.core).key_range
+    }
     assert patterned and patterned <= {*paths} <= expected.keys()
     for module in plan.reduced_modules:
         tensors = module.read_tensors(reader.read)

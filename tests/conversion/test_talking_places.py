@@ -12,7 +12,7 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.plan import explain_not_calibrated
+from hf_attn_variants.conversion.plan import explain_why_not_calibrated
 from hf_attn_variants.hub.card import model_card
 
 BART = ENCODER_DECODERS[0]
@@ -78,7 +78,7 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     ):
         with pytest.raises(ValueError, match="`cross_talking_heads`"):
             convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
-    why = explain_not_calibrated(SimpleNamespace(source_config=two.config))
+    why = explain_why_not_calibrated(SimpleNamespace(source_config=two.config))
     assert "talking heads ('logits')" in why
 
 

@@ -11,13 +11,13 @@ from sklearn.metrics import f1_score
 from superglue_scores import choose_candidates, compute_superglue_metrics, format_submission
 from superglue_tasks import TASKS, SuperGlueSettings, get_superglue_task
 
-from hf_attn_variants.text_files import read_records
+from hf_attn_variants.text_files import read_table_rows
 
 
 def read(tmp_path, task, rows, has_labels=True):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    placed = [(record.place, record.values) for record in read_records(path)]
+    placed = [(record.place, record.values) for record in read_table_rows(path)]
     return superglue_data.make_examples(get_superglue_task(task), placed, has_labels)
 
 

@@ -27,7 +27,7 @@ from hf_attn_variants import cli
 from hf_attn_variants.commands.export import CTRANSLATE2_QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_model_tokens
-from hf_attn_variants.export.plain import source_model
+from hf_attn_variants.export.plain import resolve_source_model
 from hf_attn_variants.model_properties import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
 
@@ -398,7 +398,7 @@ def test_unsupported_models_raise_before_weights_are_read(row, head, fields, mes
     config.architectures = [head]
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_ctranslate2_support(*source_model(json.loads((tmp_path / "config.json").read_text())))
+        check_ctranslate2_support(*resolve_source_model(json.loads((tmp_path / "config.json").read_text())))
 
 
 def test_exported_tokens_have_unique_names(caplog):

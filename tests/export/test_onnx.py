@@ -224,12 +224,12 @@ def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_pat
 @pytest.mark.thorough
 def test_graph_with_other_outputs_raises_an_error(tmp_path):
     """Check a file with the graph of another model."""
-    from hf_attn_variants.export.onnx import _largest_difference, _write_graph
+    from hf_attn_variants.export.onnx import _compute_largest_difference, _write_graph
 
     model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
     [graph], [wrong] = build_model_graphs(model), build_model_graphs(other)
     _write_graph(graph, 18, tmp_path / "model.onnx")
     with torch.no_grad():
-        assert _largest_difference(graph, tmp_path / "model.onnx") < 1e-4
+        assert _compute_largest_difference(graph, tmp_path / "model.onnx") < 1e-4
         with pytest.raises(ValueError, match="last_hidden_state"):
-            _largest_difference(wrong, tmp_path / "model.onnx")
+            _compute_largest_difference(wrong, tmp_path / "model.onnx")

@@ -3,7 +3,7 @@
 import pytest
 from architectures import BERT, T5
 
-from hf_attn_variants.hub.card import heads_diagram
+from hf_attn_variants.hub.card import format_heads_diagram
 
 
 def cells(line):
@@ -12,7 +12,7 @@ def cells(line):
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_diagram_shows_each_group_above_its_head(kv_heads):
-    queries, keys = heads_diagram(BERT.config(num_key_value_heads=kv_heads)).splitlines()
+    queries, keys = format_heads_diagram(BERT.config(num_key_value_heads=kv_heads)).splitlines()
     size = 12 // kv_heads
     assert cells(queries) == [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
     assert cells(keys) == [[f"kv{g}"] for g in range(kv_heads)]
@@ -21,21 +21,21 @@ def test_diagram_shows_each_group_above_its_head(kv_heads):
 
 def test_diagram_abbreviates_many_heads():
     config = BERT.config_class(hidden_size=256, num_attention_heads=64, num_key_value_heads=16)
-    drawn = heads_diagram(config)
+    drawn = format_heads_diagram(config)
     assert max(map(len, drawn.splitlines())) <= 110
     assert "q0..q3" in drawn and "q60..q63" in drawn and "kv15" in drawn
 
 
 def test_t5_has_a_diagram_per_place_and_talking_heads_a_chain():
-    drawn = heads_diagram(T5.config("gqa_talking"))
+    drawn = format_heads_diagram(T5.config("gqa_talking"))
     assert drawn.index("decoder") < drawn.index("encoder:")
     assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in drawn
-    only = heads_diagram(BERT.config("weights"))
+    only = format_heads_diagram(BERT.config("weights"))
     assert "logits of 12 heads --> softmax of 12 heads --P_w [12 x 8]--> weights of 8 heads" in only
 
 
 def test_diagram_groups_layers_with_equal_heads():
-    drawn = heads_diagram(BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]}))
+    drawn = format_heads_diagram(BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]}))
     first, second = drawn.split("\n\n")
     assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
     assert cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and cells(second.splitlines()[2]) == [
@@ -45,10 +45,12 @@ def test_diagram_groups_layers_with_equal_heads():
 
 def test_diagram_names_latents_below_the_heads():
     config = T5.config(cross_kv_lora_rank=40, per_layer_values={"kv_lora_rank": [None, 8]})
-    *_, latents = heads_diagram(config).split("\n\n")
+    *_, latents = format_heads_diagram(config).split("\n\n")
     assert latents.splitlines() == [
         "Keys and values of the decoder's self-attention are computed from a latent of dimension 8 (layer 1) for each "
         "token.",
         "Keys and values of all cross-attention modules are computed from the input itself for each source token.",
     ]
-    assert "latent" not in heads_diagram(T5.config()) and "computed from" not in heads_diagram(T5.config())
+    assert "latent" not in format_heads_diagram(T5.config()) and "computed from" not in format_heads_diagram(
+        T5.config()
+    )

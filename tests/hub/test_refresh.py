@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import hf_attn_variants
 from hf_attn_variants.commands import refresh
 from hf_attn_variants.hub.card import is_unedited_card, model_card
-from hf_attn_variants.modeling.fields.composition import used_mechanisms
+from hf_attn_variants.modeling.fields.composition import get_used_mechanisms
 from hf_attn_variants.modeling.remote_code import get_code_files
 
 OLD_CODE = "raise SystemExit('the old code was run')\n"
@@ -48,7 +48,7 @@ def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
     assert refreshed(old, tmp_path / "new") == tmp_path / "new"
     after = contents(tmp_path / "new")
     config_class = hf_attn_variants.AttnVariantBertConfig
-    mechanisms = used_mechanisms(config_class.from_pretrained(old))
+    mechanisms = get_used_mechanisms(config_class.from_pretrained(old))
     code = get_code_files(config_class, "modeling_attn_variant_bert", mechanisms)
     assert {name: after.pop(name).decode() for name in code} == code
     tensors = [load_file(folder / "model.safetensors") for folder in (old, tmp_path / "new")]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import hf_attn_variants
 from benchmarks.versions.code_size import count_remote_code
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, MODELING_FOLDER, build_code
-from hf_attn_variants.modeling.fields.composition import MECHANISMS, used_mechanisms
+from hf_attn_variants.modeling.fields.composition import MECHANISMS, get_used_mechanisms
 
 # A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
 REPOSITORIES = {
@@ -84,13 +84,18 @@ def test_entry_points_and_fields_exist():
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_used_mechanisms_follow_the_fields(name):
     fields, mechanisms = REPOSITORIES[name]
-    assert used_mechanisms(BERT.config(**fields)) == mechanisms
+    assert get_used_mechanisms(BERT.config(**fields)) == mechanisms
 
 
 def test_value_in_one_layer_selects_the_mechanism():
-    assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents", "unequal_layers"}
-    assert used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {"talking_heads"}
-    assert used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
+    assert get_used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {
+        "latents",
+        "unequal_layers",
+    }
+    assert get_used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {
+        "talking_heads"
+    }
+    assert get_used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
 
 
 def test_grouped_bert_includes_no_other_mechanism(repositories):

@@ -19,7 +19,7 @@ from hf_attn_variants.inspection.attention_maps import (
     HeadProjection,
     _add_difference_matrices,
     attention_maps,
-    attention_page,
+    render_attention_page,
 )
 from hf_attn_variants.modeling.attention import attention_interface
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
@@ -205,7 +205,7 @@ def test_invalid_attention_map_arguments_raise_an_error(tokenizer):
 @pytest.mark.parametrize("architecture, variant", [("bert", "gqa_talking"), ("t5", "gqa"), ("albert", "talking")])
 def test_page_contains_every_value(tokenizer, architecture, variant):
     maps = maps_of(tokenizer, architecture, variant)
-    page = attention_page(maps, "</script><b>model</b>")
+    page = render_attention_page(maps, "</script><b>model</b>")
     assert "http" not in page and page.count("</script>") == 2
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
@@ -234,7 +234,9 @@ def test_page_fits_into_a_window(tokenizer, tmp_path, width, words):
     if browser is None:
         pytest.skip("there is no chromium to look at the page with")
     maps = attention_maps(make_model(), tokenizer, " ".join([TEXT] * 5).rsplit(" ", 30 - words)[0], max_length=32)
-    (tmp_path / "page.html").write_text(attention_page(maps, "somebody/a-model-with-a-name-of-many-words-" + "x" * 40))
+    (tmp_path / "page.html").write_text(
+        render_attention_page(maps, "somebody/a-model-with-a-name-of-many-words-" + "x" * 40)
+    )
     measured = "document.documentElement, document.getElementById('detail')"
     (tmp_path / "frame.html").write_text(
         f"""<iframe id="frame" src="page.html" style="border:0;width:{width}px;height:900px"></iframe>

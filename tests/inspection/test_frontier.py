@@ -27,13 +27,13 @@ from hf_attn_variants.inspection.frontier import (
     ConvertedAttentions,
     Frontier,
     FrontierRow,
+    _compute_mean_loss_difference,
     _limit_lengths,
     _mark_frontier,
-    _mean_loss_difference,
-    default_options,
+    list_default_variants,
+    list_requested_variants,
     load_source,
     measure_frontier,
-    requested_options,
     select_held_out_examples,
     select_variants,
 )
@@ -93,7 +93,7 @@ def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     fields = {"cross_kv_lora_rank": model.config.d_model}
     assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
     text = make_held_out_text(model, calibration.tokenizer, calibration)
-    above, error = _mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
+    above, error = _compute_mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
     assert abs(above) < 1e-6 and error < 1e-6
 
 
@@ -216,7 +216,7 @@ def test_bart_relative_is_measured_with_targets(head, tokenizer):
 def test_standard_error_is_computed_over_texts():
     # For texts of one word, this is the standard error of the mean.
     losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
-    mean, error = _mean_loss_difference(losses, torch.zeros_like(losses))
+    mean, error = _compute_mean_loss_difference(losses, torch.zeros_like(losses))
     assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
 
 
@@ -251,7 +251,10 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
     marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
-    assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
+    assert [
+        frontier.find_smallest_variant(loss) and frontier.find_smallest_variant(loss).name
+        for loss in (0.05, 0.1, 0.3, 9.0)
+    ] == [
         None,
         "a",
         "b",
@@ -261,13 +264,13 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
 
 def test_default_variants_are_valid_for_the_model():
     config = T5.config_class(d_model=512, d_kv=64, num_heads=8)
-    options = default_options(config, "num_key_value_heads", decodes=True)
+    options = list_default_variants(config, "num_key_value_heads", decodes=True)
     assert options[0] == {"cross_kv_lora_rank": 512} and {"num_key_value_heads": 1} in options
     assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
     for fields in options:
         T5.config_class.from_upstream(config, **fields)
     # an encoder has no full-width latent, which would save nothing
-    encoder = default_options(config, "encoder_num_key_value_heads", decodes=False)
+    encoder = list_default_variants(config, "encoder_num_key_value_heads", decodes=False)
     assert {item for fields in encoder for item in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert {"encoder_kv_lora_rank": 512} not in encoder
     heads = [fields["encoder_num_key_value_heads"] for fields in encoder if "encoder_num_key_value_heads" in fields]
@@ -280,12 +283,12 @@ def test_default_variants_are_valid_for_the_model():
 @pytest.mark.parametrize(("architecture", "head"), [(BERT, "BertForMaskedLM"), (T5, "T5ForConditionalGeneration")])
 def test_grouped_heads_are_merged_in_whole_groups(architecture, head, fields):
     config = architecture.config(**fields)
-    options = default_options(config, "num_key_value_heads", decodes=config.is_encoder_decoder)
+    options = list_default_variants(config, "num_key_value_heads", decodes=config.is_encoder_decoder)
     counts = [option["num_key_value_heads"] for option in options if "num_key_value_heads" in option]
     assert counts == ([2, 1] if "num_key_value_heads" in fields else [4, 2, 1])  # of 12 query heads, not 3
     model = architecture.model(head, **fields)
     for count in counts:
-        assert convert_model(model, count).config.layer_value("num_key_value_heads", 1) == count
+        assert convert_model(model, count).config.get_layer_value("num_key_value_heads", 1) == count
 
 
 @pytest.mark.parametrize(
@@ -338,7 +341,7 @@ def test_given_values_are_combined_in_a_grid():
         "cross_kv_lora_rank": [16],
         "encoder_kv_lora_rank": None,
     }
-    assert requested_options(given) == [
+    assert list_requested_variants(given) == [
         {"kv_lora_rank": 8, "cross_kv_lora_rank": 16},
         {"kv_lora_rank": 4, "cross_kv_lora_rank": 16},
         {"num_key_value_heads": 2},
@@ -387,7 +390,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
     text = make_held_out_text(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
-    above, error = _mean_loss_difference(text.losses(converted), text.losses(model))
+    above, error = _compute_mean_loss_difference(text.losses(converted), text.losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)

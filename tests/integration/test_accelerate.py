@@ -59,7 +59,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, head, variant)
         recomputed = []
         if checkpointing:
             enable_gradient_checkpointing(model)
-        for _, _, attention in model.named_attentions():
+        for _, _, attention in model.named_attention_modules():
             attention.register_forward_hook(lambda *_, calls=recomputed: calls.append(1))
         model(**architecture.batch(head, labels=True)).loss.backward()
         gradients.append(({name: parameter.grad for name, parameter in model.named_parameters()}, len(recomputed)))

@@ -160,7 +160,7 @@ def test_lora_finds_its_target_modules(architecture):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
     expected = {"q", "v"} if architecture is T5 else {"query", "value"}
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(adapted)} == expected
-    assert len(trainable(adapted)) == 2 * 2 * len(list(model.named_attentions()))
+    assert len(trainable(adapted)) == 2 * 2 * len(list(model.named_attention_modules()))
 
 
 @pytest.mark.parametrize("config_class", ["IA3Config", "AdaLoraConfig", "LoHaConfig", "VeraConfig"])

@@ -97,7 +97,7 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
     head = next(iter(architecture.heads))
     model, batch = architecture.model(head, "gqa", **ADDITIVE), architecture.batch(head)
     names = {name for name, _ in model.named_parameters() if ".score." in name}
-    assert len(names) == 3 * len(list(model.named_attentions()))
+    assert len(names) == 3 * len(list(model.named_attention_modules()))
     calls = []
 
     def counted(*args, **options):
@@ -117,7 +117,9 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
             interface._local_mapping, hf_attn_variants.modeling.attention.attention_interface.SDPA, counted
         )
         expected = model(**batch)[0]
-    assert len(calls) == sum(model.count_module_runs(model.config, path) for _, path, _ in model.named_attentions())
+    assert len(calls) == sum(
+        model.count_module_runs(model.config, path) for _, path, _ in model.named_attention_modules()
+    )
     real = (
         batch["attention_mask"].bool() if actual[0].shape[:2] == batch.get("attention_mask", actual[0]).shape else ...
     )
@@ -222,7 +224,7 @@ def by_the_formula_of_each(module, query, key, value, attention_mask, **options)
 def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     head = next(iter(row.heads))
     model, batch = row.model(head, **PLACES[place]), row.batch(head)
-    for site, _, module in model.named_attentions():
+    for site, _, module in model.named_attention_modules():
         assert (module.get_submodule(site.core).score is not None) == (site.place_prefix == place)
     with torch.no_grad():
         actual = model(**batch)[0]
@@ -277,7 +279,7 @@ def test_per_place_score_errors_name_the_field(tmp_path):
     assert T5.config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
     crossing = BERT.config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
     model = hf_attn_variants.AttnVariantBertLMHeadModel(crossing)
-    scored = [path for site, path, module in model.named_attentions() if module.self.score is not None]
+    scored = [path for site, path, module in model.named_attention_modules() if module.self.score is not None]
     assert len(scored) == 2 and all(path.endswith("crossattention") for path in scored)
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
     assert describe_scores(T5.config(**ADDITIVE), both) == ["additive scores"]

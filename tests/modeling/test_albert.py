@@ -26,7 +26,7 @@ def test_albert_layer_groups_equal_transformers(tmp_path):
 
 def test_albert_layers_of_a_group_share_one_attention():
     model = ALBERT.model("AlbertModel", "gqa_talking", **GROUPS)
-    attentions = [(name, module) for _, name, module in model.named_attentions()]
+    attentions = [(name, module) for _, name, module in model.named_attention_modules()]
     assert len(attentions) == 4
     assert len({id(module.logits_proj) for _, module in attentions}) == 4
     for _, module in attentions:

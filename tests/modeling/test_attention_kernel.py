@@ -88,7 +88,7 @@ def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack
 
 
 def changed_sites(model):
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         if module.get_submodule(site.core).kernel is not None:
             yield site.name, path
 

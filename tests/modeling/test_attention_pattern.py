@@ -229,7 +229,7 @@ def test_layers_have_separate_windows():
     """Check that None is a layer without a window, also under a mask that is not causal."""
     by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
     config = BERT.config("mha", **by_layer)
-    assert (config.attention_window, config.layer_value("attention_window", 1)) == (4, None)
+    assert (config.attention_window, config.get_layer_value("attention_window", 1)) == (4, None)
     for architecture, head in ((BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")):
         model = architecture.model(head, **by_layer)
         batch = architecture.batch(head)

@@ -27,18 +27,18 @@ PATTERNS = {
         {"attention_block_size": 3, "num_random_blocks": 2, "attention_seed": 5},
         [partial(reference_patterns.keys_in_random_blocks, block=3, random=2, seed=5)],
     ),
-    "strided": ({"attention_block_size": 4}, [partial(reference_patterns.keys_by_stride, stride=4)]),
+    "strided": ({"attention_block_size": 4}, [partial(reference_patterns.keys_in_strided_pattern, stride=4)]),
     "strided, split": (
         {"attention_block_size": 4, "split_attention_heads": True},
-        [partial(reference_patterns.keys_by_stride, stride=4, part=part) for part in (1, 2)],
+        [partial(reference_patterns.keys_in_strided_pattern, stride=4, part=part) for part in (1, 2)],
     ),
     "fixed": (
         {"attention_block_size": 4, "num_summary_tokens": 2},
-        [partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=2)],
+        [partial(reference_patterns.keys_in_fixed_pattern, block=4, summary=2)],
     ),
     "fixed, split": (
         {"attention_block_size": 4, "num_summary_tokens": 1, "split_attention_heads": True},
-        [partial(reference_patterns.keys_of_fixed_pattern, block=4, summary=1, part=part) for part in (1, 2)],
+        [partial(reference_patterns.keys_in_fixed_pattern, block=4, summary=1, part=part) for part in (1, 2)],
     ),
     "local_blocks": (
         {"attention_block_size": 5},

@@ -40,7 +40,7 @@ def test_variant_fields_map_to_their_query_head_fields(architecture):
     assert fields[: len(kv_fields)] == kv_fields
     assert not {*fields} & architecture.upstream_config_class(**architecture.tiny).to_dict().keys()
     assert [config.query_heads(name) for name in kv_fields] == [12] * len(kv_fields)
-    assert config.head_fields() == ("num_attention_heads", *kv_fields, "num_softmax_heads", "num_value_heads")
+    assert config.head_count_fields() == ("num_attention_heads", *kv_fields, "num_softmax_heads", "num_value_heads")
 
 
 # (what somebody may write, the field that is meant)
@@ -123,8 +123,8 @@ def test_transformers_fields_and_user_notes_are_accepted(architecture):
     known |= set(transformers.GenerationConfig().to_dict())
     known -= set(hf_attn_variants.AttnVariantT5Config.variant_fields())
     assert len(known) > 80
-    architecture.config_class.check_names(known)
-    architecture.config_class.check_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])
+    architecture.config_class.check_field_names(known)
+    architecture.config_class.check_field_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])
     assert architecture.config(my_note="a").my_note == "a"
 
 

@@ -36,7 +36,7 @@ def test_configuration_has_the_fields_of_its_architecture(row):
     assert own.keys() == expected
     for name, item in own.items():
         prefix, entry = get_field_row(name)
-        assert item.default == entry.default_of(prefix) and item.metadata["variant"] is True
+        assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
         assert {*item.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
         assert ("inherits" in item.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
@@ -92,7 +92,7 @@ def test_choices_of_a_new_field_are_checked(monkeypatch, default):
         output_gate: str | None = variant_field("output_gate")
 
     by_layer = {"output_gate": ["tanh", "sigmoid"]}
-    assert GatedConfig(num_hidden_layers=2, per_layer_values=by_layer).layer_value("output_gate", 0) == "tanh"
+    assert GatedConfig(num_hidden_layers=2, per_layer_values=by_layer).get_layer_value("output_gate", 0) == "tanh"
     assert GatedConfig().output_gate == default and GatedConfig(output_gate="tanh").output_gate == "tanh"
     with pytest.raises(ValueError, match="`output_gate`"):
         GatedConfig(output_gate="sigmoi")

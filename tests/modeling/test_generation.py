@@ -43,8 +43,8 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
     value_heads = config.num_value_heads if k == config.num_attention_heads else k
     for part, length in ((cache.self_attention_cache, LENGTH), (cache.cross_attention_cache, 5)):
         for layer in part.layers:
-            assert layer.keys.shape == (3, k, length, config.attention_head_dim())
-            assert layer.values.shape == (3, value_heads, length, config.attention_value_dim())
+            assert layer.keys.shape == (3, k, length, config.get_attention_head_dim())
+            assert layer.values.shape == (3, value_heads, length, config.get_attention_value_dim())
 
 
 @pytest.mark.parametrize("variant", CACHED)

@@ -77,7 +77,7 @@ def test_prefixed_field_exists_or_raises_an_error(row, prefix):
         name = prefix + field
         if name not in known:
             with pytest.raises(ValueError, match=f"`{name}` .*Did you mean"):
-                row.config_class.check_names([name])
+                row.config_class.check_field_names([name])
 
 
 def edited(field, draw):
@@ -100,7 +100,7 @@ def test_misspelled_field_raises_an_error(data):
     name = edited(field, data.draw)
     if not hasattr(row.config_class, name) and name not in UPSTREAM and name.isidentifier():
         with pytest.raises(ValueError, match=f"`{name}`"):
-            row.config_class.check_names([name])
+            row.config_class.check_field_names([name])
 
 
 UPSTREAM = {
@@ -121,7 +121,7 @@ NOTES = (
 @EVERY_ROW
 def test_transformers_field_names_are_not_misspellings(row):
     assert len(UPSTREAM) > 90
-    row.config_class.check_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
+    row.config_class.check_field_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
 
 
 def _runs_of_letters(name):

@@ -9,7 +9,7 @@ from hf_attn_variants.modeling.mechanisms.head_sharing import (
     GroupedQuery,
     HeadSharing,
     MultiQuery,
-    consecutive_groups,
+    get_consecutive_groups,
     get_head_sharing,
 )
 
@@ -43,5 +43,5 @@ def test_head_sharing_reports_its_field():
 def test_query_head_groups_equal_transformers(count):
     """Check the groups against Transformers, which repeats each key/value head for its query heads."""
     repeated = repeat_kv(torch.arange(count).view(1, count, 1, 1), 8 // count).flatten().tolist()
-    read = {head: group for group, heads in enumerate(consecutive_groups(8, count)) for head in heads}
+    read = {head: group for group, heads in enumerate(get_consecutive_groups(8, count)) for head in heads}
     assert [read[head] for head in range(8)] == repeated

@@ -96,7 +96,7 @@ def test_talking_heads_projections_have_their_initial_values(architecture, init)
     fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
     config = architecture.config(**fields)
     model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
-    for site, _, module in model.named_attentions():
+    for site, _, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
         for projection in (core.logits_proj, core.weights_proj):
             if init == "identity":
@@ -146,7 +146,7 @@ def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, ma
         config = architecture.config(variant, num_attention_heads=12, vocab_size=2000)
         model = make(getattr(hf_attn_variants, f"AttnVariant{head}"), config).eval()
         made = []
-        for site, _, module in model.named_attentions():
+        for site, _, module in model.named_attention_modules():
             for path in (site.key, site.value):
                 linear = module.get_submodule(path)
                 linear.register_forward_hook(lambda _, __, output, made=made: made.append(output.std().item()))

@@ -37,7 +37,7 @@ def positions(head, names):
 
 
 def kernels(model):
-    cores = (module.get_submodule(site.core) for site, _, module in model.named_attentions())
+    cores = (module.get_submodule(site.core) for site, _, module in model.named_attention_modules())
     return [core.kernel and core.kernel.name for core in cores]
 
 

@@ -9,7 +9,7 @@ from fixtures.caches import get_cache, with_cache
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_attn_variants.modeling.attention.latent_attention import is_short_latent
+from hf_attn_variants.modeling.attention.latent_attention import should_store_expanded_latent
 
 pytestmark = pytest.mark.cross_product
 
@@ -266,7 +266,7 @@ def test_keys_and_values_of_short_encoder_outputs_are_cached(monkeypatch):
     model = t5(WIDTH)
     batch, first, last = pieces()
     latent = torch.empty(BATCH, 1, LENGTH, WIDTH)
-    assert is_short_latent(latent) and not is_short_latent(latent.repeat(2, 1, 1, 1))
+    assert should_store_expanded_latent(latent) and not should_store_expanded_latent(latent.repeat(2, 1, 1, 1))
     cache = start(model, batch, first)
     cross = model.decoder.block[1].layer[1].EncDecAttention
     cross.k.register_forward_hook(lambda *_: pytest.fail("keys were made again"))

@@ -69,7 +69,7 @@ def outputs(model, batch):
 @EVERY_ARCHITECTURE
 def test_attention_modules_use_the_values_of_their_layer(architecture):
     model, actual = mixed(architecture), []
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         heads, (key, value) = (
             site.get_heads(model.config, path),
             (module.get_submodule(p) for p in (site.key, site.value)),

@@ -61,7 +61,7 @@ def test_training_step_gives_every_parameter_a_gradient(architecture, head, vari
     # A single-class output or a padding token's row may have no gradient; a parameter of the attention always has.
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert missing == []
-    for site, name, module in model.named_attentions():
+    for site, name, module in model.named_attention_modules():
         for path, parameter in module.named_parameters():
             if path != f"{site.key}.bias":  # a shift of all logits of a query changes nothing
                 assert parameter.grad.abs().max() > 0, f"{name}.{path}"
@@ -142,7 +142,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
             checkpoint_layers(model)
         result = model(**batch, use_cache=False)
         (result.loss if "loss" in result else result.last_hidden_state.sum()).backward()
-        attentions = [module for _, _, module in model.named_attentions()]
+        attentions = [module for _, _, module in model.named_attention_modules()]
         gradients.append([parameter.grad for module in attentions for parameter in module.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, checkpointed, atol=1e-6, rtol=1e-5)
@@ -178,12 +178,14 @@ def test_parameter_count_equals_the_formula(architecture, variant):
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference, latents = model.config, 0, {}
-    for (site, path, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
+    for (site, path, module), (_, _, whole) in zip(
+        model.named_attention_modules(), plain.named_attention_modules(), strict=True
+    ):
         heads = site.get_heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs, has_bias = whole.get_submodule(site.key).in_features, query.bias is not None
         rank = key_inputs if heads.rank is None else heads.rank
-        d, d_v = config.attention_head_dim(), config.attention_value_dim()
+        d, d_v = config.get_attention_head_dim(), config.get_attention_value_dim()
         rows = (2 * config.num_attention_heads * d, key_inputs), (heads.key * d + heads.value * d_v, rank)
         before, after = (count * (inputs + has_bias) for count, inputs in rows)
         difference += before - after
@@ -208,9 +210,9 @@ def test_attention_module_uses_the_head_count_of_its_place():
     values = {"num_key_value_heads": 2, "encoder_num_key_value_heads": 4, "kv_lora_rank": 16, "cross_kv_lora_rank": 64}
     config = SimpleNamespace(
         query_heads=counts.get,
-        layer_value=lambda name, layer: values.get(name),
-        attention_head_dim=lambda name: 3,
-        attention_value_dim=lambda name: 7,
+        get_layer_value=lambda name, layer: values.get(name),
+        get_attention_head_dim=lambda name: 3,
+        get_attention_value_dim=lambda name: 7,
         get_talking_heads=lambda prefix, layer: TalkingHeadsSettings("both", 6, 5, dynamic=(prefix, str(layer))),
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
@@ -245,7 +247,7 @@ def test_every_talking_heads_projection_affects_outputs(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
     before = outputs(model, batch).last_hidden_state
-    for site, name, module in model.named_attentions():
+    for site, name, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
         for path, parameter in core.named_parameters(recurse=False):
             with torch.no_grad():

@@ -77,14 +77,14 @@ def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path
     model = architecture.model(head, "mha")
     counts = dict.fromkeys(architecture.config_class.kv_heads_fields(), 2)
     with torch.no_grad():
-        for site, path, module in model.named_attentions():
+        for site, path, module in model.named_attention_modules():
             heads = site.get_heads(model.config, path)
             for role in (site.key, site.value):
                 for parameter in module.get_submodule(role).parameters():
                     groups = parameter.view(2, heads.key // 2, heads.head_dim, -1)
                     groups.copy_(groups[:, :1].clone())
     grouped = convert(model, method="mean", **counts)
-    assert {site.get_heads(grouped.config, path).key for site, path, _ in grouped.named_attentions()} == {2}
+    assert {site.get_heads(grouped.config, path).key for site, path, _ in grouped.named_attention_modules()} == {2}
     assert grouped.num_parameters() < model.num_parameters()
     same_outputs(grouped.eval(), model, architecture.batch(head))
 

@@ -112,7 +112,10 @@ def test_untied_output_layer_stays_untied(tmp_path):
 
 def test_encoder_and_decoder_have_separate_head_counts():
     model = T5.model("T5Model", num_key_value_heads=2, encoder_num_key_value_heads=6)
-    rows = {(site.name, module.k.out_features, module.v.out_features) for site, _, module in model.named_attentions()}
+    rows = {
+        (site.name, module.k.out_features, module.v.out_features)
+        for site, _, module in model.named_attention_modules()
+    }
     assert rows == {("encoder", 48, 48), ("decoder", 16, 16), ("cross", 16, 16)}
     assert AttnVariantT5Config(num_heads=8, num_key_value_heads=2).encoder_num_key_value_heads == 8
     with pytest.raises(ValueError, match="`encoder_num_key_value_heads`"):
@@ -177,7 +180,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         for layer in part.layers:
             assert layer.keys.shape == (BATCH, k, LENGTH, 8)
-            assert layer.values.shape == (BATCH, value_heads, LENGTH, config.attention_value_dim())
+            assert layer.values.shape == (BATCH, value_heads, LENGTH, config.get_attention_value_dim())
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
@@ -287,7 +290,7 @@ def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
 def test_attention_implementation_applies_to_encoder_and_decoder():
     model = T5.model("T5ForSequenceClassification", "gqa")
     model.set_attn_implementation("eager")
-    names = {module.config._attn_implementation for _, _, module in model.named_attentions()}
+    names = {module.config._attn_implementation for _, _, module in model.named_attention_modules()}
     assert len(names) == 1 and "eager" in names.pop()
 
 

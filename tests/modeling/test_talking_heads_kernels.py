@@ -227,7 +227,7 @@ def test_kernel_backend_is_selected_and_validated():
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
     with pytest.raises(ValueError, match="`dropout`"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
-    assert not triton_attention.is_supported(Operands(query, key, value))
+    assert not triton_attention.supports_operands(Operands(query, key, value))
     with pytest.raises(ValueError, match="`backend` must be"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64

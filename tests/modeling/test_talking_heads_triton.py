@@ -35,7 +35,7 @@ def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**10)
     for rows in (1, 31, 512, 4096, 5000):
         for fitting in (1, 33, 48, 512, 1000):
-            chunks = list(triton_attention._chunks(1, rows, 2**10 // fitting))
+            chunks = list(triton_attention._yield_chunks(1, rows, 2**10 // fitting))
             most = max(row.stop - row.start for _, row in chunks)
             fitting_now = max(1, 2**10 // (2**10 // fitting))
             assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
@@ -244,6 +244,6 @@ def test_package_loads_without_triton():
         "from hf_attn_variants.modeling.ops import triton_attention\n"
         "from hf_attn_variants.modeling.ops.blocked_attention import Operands\n"
         "x = torch.ones(1, 2, 3, 4)\n"
-        "assert triton_attention.triton is None and not triton_attention.is_supported(Operands(x, x, x))\n"
+        "assert triton_attention.triton is None and not triton_attention.supports_operands(Operands(x, x, x))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)

@@ -106,7 +106,7 @@ def with_the_formula(monkeypatch, model):
         output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
 
-    for site, _, module in model.named_attentions():
+    for site, _, module in model.named_attention_modules():
         module.get_submodule(site.core).register_forward_pre_hook(note, with_kwargs=True)
     monkeypatch.setitem(attention_interface.OWN_FUNCTIONS, SDPA, formula)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, SDPA, formula)
@@ -149,7 +149,7 @@ def padded(row, side):
 @EVERY_CASE
 def test_each_place_equals_the_formula_with_its_own_projections(row, case, monkeypatch):
     model = made(row, case).double()
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         expected = CASES[case][1].get(site.name, set())
         expected = expected[site.get_layer_index(model.config, path)] if isinstance(expected, list) else expected
         assert projections(module.get_submodule(site.core)).keys() == expected, path
@@ -173,7 +173,7 @@ def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
 )
 def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected, monkeypatch):
     model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
-    for site, path, module in model.named_attentions():
+    for site, path, module in model.named_attention_modules():
         wanted = expected.get(site.name, set())
         wanted = wanted[site.get_layer_index(model.config, path)] if isinstance(wanted, list) else wanted
         assert projections(module.get_submodule(site.core)).keys() == wanted
@@ -185,7 +185,7 @@ def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected
 def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
     model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
-    first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attentions())
+    first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attention_modules())
     assert not first and {name: (*item.shape,) for name, item in second.items()} == {
         "logits_proj": (12, 8),
         "weights_proj": (8, 6),

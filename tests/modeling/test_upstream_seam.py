@@ -87,7 +87,7 @@ def test_changed_method_error_names_the_method_and_a_workaround():
     with pytest.raises(TransformersChangedError, match="`Layer` has no `reorder_cache`"):
         transformers_internals.check_method(Layer, "reorder_cache", ())
     with pytest.raises(TransformersChangedError, match="no longer calls `_reorder_cache`"):
-        transformers_internals.check_called(Layer, "forward", "_reorder_cache")
+        transformers_internals.check_method_calls(Layer, "forward", "_reorder_cache")
     with (
         pytest.raises(TransformersChangedError, match="cannot import name 'T6Attention'"),
         transformers_internals.guarded_imports(),
@@ -137,14 +137,14 @@ def test_auto_classes_agree_with_transformers(monkeypatch):
     heads = ("Model", "ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "m2m_100", "M2M100ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "m2m_100", "M2M100ForCausalLM")
-    assert configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads) == {
+    assert configuration_attn_variants._get_variant_auto_classes("m2m_100", "M2M100", heads) == {
         "AutoModel": "AttnVariantM2M100Model",
         "AutoModelForMaskedLM": "AttnVariantM2M100ForConditionalGeneration",
         "AutoModelForSeq2SeqLM": "AttnVariantM2M100ForConditionalGeneration",
     }
     monkeypatch.delitem(modeling_auto.MODEL_MAPPING_NAMES, "m2m_100")
     with pytest.raises(TransformersChangedError, match="`AutoModel` has no class for m2m_100"):
-        configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads)
+        configuration_attn_variants._get_variant_auto_classes("m2m_100", "M2M100", heads)
 
 
 @EVERY_ARCHITECTURE

@@ -17,7 +17,7 @@ from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import (
-    cost_table,
+    compute_cost_table,
     count_attention_parameters,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
@@ -102,7 +102,7 @@ def with_the_formula(monkeypatch):
         sizes.append(maps[2].out_features)
         return by_the_formula(self, maps, states, mask, encoder_outputs, None)
 
-    def outputs_and_bias(self, states, memory, mask, cache, position_bias, kwargs):
+    def compute_outputs_and_bias(self, states, memory, mask, cache, position_bias, kwargs):
         if position_bias is None and self.has_relative_attention_bias:
             length = states.shape[1]
             position_bias = self.compute_bias(length, length, states.device, 0)
@@ -111,7 +111,7 @@ def with_the_formula(monkeypatch):
         return output @ self.o.weight.T, position_bias, weights
 
     monkeypatch.setattr(AttentionVariantMixin, "attend_with_projections", attend_with_projections)
-    monkeypatch.setattr(T5FamilyAttentionMixin, "outputs_and_bias", outputs_and_bias)
+    monkeypatch.setattr(T5FamilyAttentionMixin, "compute_outputs_and_bias", compute_outputs_and_bias)
     return sizes
 
 
@@ -152,8 +152,8 @@ def padded(tensor, axis, heads, size):
 def widened(model, states):
     """Return the state of the model with values as wide as keys, filled with zeros."""
     states, config = dict(states), model.config
-    for site, path, module in model.named_attentions():
-        heads, d = site.get_heads(config, path), config.attention_head_dim(site.kv_heads_field)
+    for site, path, module in model.named_attention_modules():
+        heads, d = site.get_heads(config, path), config.get_attention_head_dim(site.kv_heads_field)
         root = next(name for name, item in model.named_modules() if item is module) + "."
         for part in ("weight", "bias"):
             if (name := f"{root}{site.value}.{part}") in states:
@@ -244,7 +244,7 @@ def test_cached_values_keep_their_size_and_outputs(name, size, heads):
     batch = decoder_batch(ROW[name], DECODERS[name])
     steps, cache = in_steps(model, batch)
     torch.testing.assert_close(steps, at_once(model, batch), atol=1e-4, rtol=0)
-    count, d = model.config.num_key_value_heads, model.config.attention_head_dim()
+    count, d = model.config.num_key_value_heads, model.config.get_attention_head_dim()
     for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)):
         for layer in part.layers if part is not None else ():
             assert layer.keys.shape[1::2] == (count, d) and layer.values.shape[1::2] == (count, size)
@@ -307,9 +307,9 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
 def test_value_size_changes_parameter_and_cache_counts(row):
     few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
-    for site, _, module in few.named_attentions():
+    for site, _, module in few.named_attention_modules():
         heads = few.config.query_heads(site.kv_heads_field)
-        saved = (few.config.attention_head_dim(site.kv_heads_field) - SMALL) * heads
+        saved = (few.config.get_attention_head_dim(site.kv_heads_field) - SMALL) * heads
         bias = saved if module.get_submodule(site.value).bias is not None else 0
         numbers += 2 * saved * width + bias
         tokens += saved * (site.get_stack_name(few.config) == "decoder")
@@ -327,7 +327,7 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     late = ("value_head_dim", "per_layer_values")
     configs = (config, {name: value for name, value in config.items() if name not in late})
-    table, plain = (cost_table(item, length=16, source_length=16) for item in configs)
+    table, plain = (compute_cost_table(item, length=16, source_length=16) for item in configs)
     assert [row.name for row in table.rows] == [
         f"{name} + values of {SMALL}" for name in ("MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA")
     ]
@@ -353,7 +353,7 @@ def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
     with torch.no_grad():
         assert again(**batch)[0].equal(model(**batch)[0])
     plain = row.config()
-    sizes = {plain.attention_head_dim(name) for name in plain.kv_heads_fields()}
+    sizes = {plain.get_attention_head_dim(name) for name in plain.kv_heads_fields()}
     same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
     for config in (plain, same):
         values = config.to_dict()
@@ -365,7 +365,7 @@ def test_t5_output_projection_is_initialized_for_the_value_size():
     fields = {"d_model": 64, "num_heads": 8, "d_kv": 16, "d_ff": 64, "num_layers": 1, "initializer_factor": 1.0}
     torch.manual_seed(0)
     model = type(T5.model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
-    for _, _, module in model.named_attentions():
+    for _, _, module in model.named_attention_modules():
         assert module.o.weight.std().item() == pytest.approx((8 * 64) ** -0.5, rel=0.05)
         assert module.v.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
 

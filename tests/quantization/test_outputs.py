@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
-from hf_attn_variants.quantization.int8_weight import Int8Weight, time_in_turns
-from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
+from hf_attn_variants.quantization.int8_weight import Int8Weight, time_calls_in_turn
+from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, supports_bfloat16
 
 T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
 BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
@@ -159,23 +159,23 @@ def test_int8_plan_selects_a_fast_path():
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
     with torch.no_grad():
-        float32, int8 = time_in_turns(lambda: linear(states), lambda: packed(states))
+        float32, int8 = time_calls_in_turn(lambda: linear(states), lambda: packed(states))
     assert int8 < 5 * float32, str(plan)
     assert str(plan).startswith(plan.paths[0].name)
 
 
 def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
-    class Wrong(int8_weight.OneDnnProduct):
+    class Wrong(int8_weight.OneDnnPath):
         def multiply(self, numbers, bits):
             return super().multiply(numbers, bits) / 2
 
-    class Gone(int8_weight.OneDnnProduct):
+    class Gone(int8_weight.OneDnnPath):
         def multiply(self, numbers, bits):
             raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.EngineProduct))
+    monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.QuantizedEnginePath))
     actual = int8_weight._find_correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
-    assert actual == (int8_weight.EngineProduct,)
+    assert actual == (int8_weight.QuantizedEnginePath,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -201,7 +201,7 @@ def test_values_beyond_16_bits_do_not_overflow(way):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_layer_equals_its_reference(bias):
-    if not has_bfloat16():
+    if not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear = torch.nn.Linear(70, 48, bias=bias)
     made = Bfloat16Linear(linear)
@@ -227,7 +227,7 @@ def test_bfloat16_layer_equals_its_reference(bias):
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
 def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
     """Check inference mode, whose tensors are of another kind, and simultaneous threads."""
-    if cls is Bfloat16Linear and not has_bfloat16():
+    if cls is Bfloat16Linear and not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
     made = cls(linear)
@@ -244,7 +244,7 @@ def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
 def test_compiled_int8_model_is_one_graph_with_equal_outputs(way, cls):
-    if cls is Bfloat16Linear and not has_bfloat16():
+    if cls is Bfloat16Linear and not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
     made = cls(linear)

@@ -372,7 +372,7 @@ def test_input_outliers_are_detected():
 def test_slower_int8_gives_a_warning(monkeypatch, caplog):
     transformers.logging.enable_propagation()
     for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
-        monkeypatch.setattr(in_place, "time_in_turns", lambda *calls, int8=int8: [1.0, int8])
+        monkeypatch.setattr(in_place, "time_calls_in_turn", lambda *calls, int8=int8: [1.0, int8])
         caplog.clear()
         with caplog.at_level(logging.INFO, "transformers"):
             quantize(tiny_model("bart"))

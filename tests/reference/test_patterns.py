@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from hf_attn_variants.reference.patterns import (
-    keys_by_stride,
+    keys_in_fixed_pattern,
     keys_in_local_block,
     keys_in_random_blocks,
+    keys_in_strided_pattern,
     keys_in_window,
-    keys_of_fixed_pattern,
     pattern_mask,
     sliding_window_attention,
     sliding_window_mask,
@@ -51,14 +51,15 @@ def test_key_by_key_attention_equals_masked_full_attention(fields):
 
 
 BLOCKS = {
-    "strided": (keys_by_stride, {"stride": 2}, ["###.#", "####.", "#####", ".####", "#.###"]),
+    "strided": (keys_in_strided_pattern, {"stride": 2}, ["###.#", "####.", "#####", ".####", "#.###"]),
     "strided, near, causal": (
-        keys_by_stride, {"stride": 2, "part": 1, "causal": True}, ["#....", "##...", "###..", ".###.", "..###"],
+        keys_in_strided_pattern, {"stride": 2, "part": 1, "causal": True}, ["#....", "##...", "###..", ".###.",
+        "..###"],
     ),
-    "strided, far": (keys_by_stride, {"stride": 2, "part": 2}, ["#.#.#", ".#.#.", "#.#.#", ".#.#.", "#.#.#"]),
-    "fixed": (keys_of_fixed_pattern, {"block": 2, "summary": 1}, ["##.#.", "##.#.", ".###.", ".###.", ".#.##"]),
+    "strided, far": (keys_in_strided_pattern, {"stride": 2, "part": 2}, ["#.#.#", ".#.#.", "#.#.#", ".#.#.", "#.#.#"]),
+    "fixed": (keys_in_fixed_pattern, {"block": 2, "summary": 1}, ["##.#.", "##.#.", ".###.", ".###.", ".#.##"]),
     "fixed, far, causal": (
-        keys_of_fixed_pattern,
+        keys_in_fixed_pattern,
         {"block": 2, "summary": 1, "part": 2, "causal": True},
         ["#....", ".#...", ".##..", ".#.#.", ".#.##"],
     ),

@@ -207,19 +207,19 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
-    whole = frontier.SavedFrontier.save
+    whole = frontier.FrontierFile.save
 
     def stopped(self, frontier, left):
         whole(self, frontier, left)
         if left == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(frontier.SavedFrontier, "save", stopped)
+    monkeypatch.setattr(frontier.FrontierFile, "save", stopped)
     assert cli.main([str(item) for item in argv]) == 130
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
-    monkeypatch.setattr(frontier.SavedFrontier, "save", whole)
+    monkeypatch.setattr(frontier.FrontierFile, "save", whole)
     assert "belongs to an interrupted call with different" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0

@@ -6,14 +6,14 @@ from fixtures.caches import get_cache
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 from hf_attn_variants import share_memory
-from hf_attn_variants.shared_memory.attention import SharesMemory, SourceLayer
+from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, SharedMemoryMixin
 
 IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
 def upstream_calls(model, monkeypatch):
     """A list that grows with each call of Transformers' forward in the model's first cross-attention."""
-    module = next(item for item in model.modules() if isinstance(item, SharesMemory))
+    module = next(item for item in model.modules() if isinstance(item, SharedMemoryMixin))
     calls, forward = [], module.plain.forward
     monkeypatch.setattr(
         module.plain, "forward", lambda self, *args, **kw: calls.append(self is module) or forward(self, *args, **kw)
@@ -40,7 +40,7 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
     batch = {key: item.double() if item.is_floating_point() else item for key, item in source_batch(name).items()}
     reads = []
     for module in shared.modules():
-        if isinstance(module, SharesMemory):
+        if isinstance(module, SharedMemoryMixin):
             absorbs = module._should_absorb_projections
             object.__setattr__(
                 module, "_should_absorb_projections", lambda *args, one=absorbs: reads.append(one(*args)) or reads[-1]
@@ -50,7 +50,7 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
         assert not any(reads) and reads
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-9, rtol=1e-9)
         layers = get_cache(ours).cross_attention_cache.layers
-        assert all(type(layer) is SourceLayer and layer.source is layers[0].source for layer in layers)
+        assert all(type(layer) is EncoderOutputsLayer and layer.source is layers[0].source for layer in layers)
         reads.clear()
         shared(**batch, decoder_input_ids=IDS[:, :1])
         assert all(reads) and reads
@@ -59,18 +59,18 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
 def test_cache_form_can_be_changed_in_place():
     model, batch = share_memory(tiny_model("t5")), source_batch("t5")
     expected = model.generate(**batch, max_new_tokens=6, num_beams=2)
-    plain = {type(item).plain for item in model.modules() if isinstance(item, SharesMemory)}
+    plain = {type(item).plain for item in model.modules() if isinstance(item, SharedMemoryMixin)}
     assert share_memory(model, cross_cache="encoder_outputs") is model
-    kinds = {item.cross_cache for item in model.modules() if isinstance(item, SharesMemory)}
+    kinds = {item.cross_cache for item in model.modules() if isinstance(item, SharedMemoryMixin)}
     assert kinds == {"encoder_outputs"}
     assert torch.equal(model.generate(**batch, max_new_tokens=6, num_beams=2), expected)
     share_memory(model, False)
     assert {type(item) for item in model.modules()} >= plain
-    assert not any(isinstance(item, SharesMemory) for item in model.modules())
+    assert not any(isinstance(item, SharedMemoryMixin) for item in model.modules())
 
 
 def test_invalid_cache_form_raises_without_changes():
     model = tiny_model("t5")
     with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
-    assert not any(isinstance(item, SharesMemory) for item in model.modules())
+    assert not any(isinstance(item, SharedMemoryMixin) for item in model.modules())

@@ -16,7 +16,7 @@ from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 import hf_attn_variants
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, get_sentence_rows
-from hf_attn_variants.shared_memory.attention import SharesMemory, cross_attentions
+from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, cross_attentions
 from hf_attn_variants.shared_memory.share import EXPANSION_METHOD
 
 OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
@@ -34,7 +34,7 @@ def states_of(model):
 
 
 def is_shared(model):
-    return all(isinstance(module, SharesMemory) for _, module in cross_attentions(model))
+    return all(isinstance(module, SharedMemoryMixin) for _, module in cross_attentions(model))
 
 
 @pytest.mark.thorough
@@ -105,7 +105,7 @@ def test_exception_while_sharing_leaves_the_model_unchanged(monkeypatch):
 
     model = tiny_model("bart")
     before = states_of(model)
-    monkeypatch.setattr(share.SharedExpansion, "__init__", lambda self, model: 1 / 0)
+    monkeypatch.setattr(share.SharedInputExpansion, "__init__", lambda self, model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         share_memory(model)
     monkeypatch.undo()
@@ -126,9 +126,9 @@ def test_copies_and_pickles_share_independently(name, form):
         assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION_METHOD].module is item
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
         share_memory(item, False)
-        assert not any(isinstance(module, SharesMemory) for module in item.modules()) and EXPANSION_METHOD not in vars(
-            item
-        )
+        assert not any(
+            isinstance(module, SharedMemoryMixin) for module in item.modules()
+        ) and EXPANSION_METHOD not in vars(item)
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
 
@@ -404,7 +404,7 @@ def test_later_wrappers_must_be_removed_before_unsharing():
     assert is_shared(model)
     del attention.forward
     share_memory(model, False)
-    assert not any(isinstance(module, SharesMemory) for module in model.modules())
+    assert not any(isinstance(module, SharedMemoryMixin) for module in model.modules())
 
 
 def test_later_change_of_implementation_uses_transformers_forward(source_form):

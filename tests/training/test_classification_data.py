@@ -20,7 +20,7 @@ from hf_attn_variants.training.classification.data import (
     find_text_columns,
     infer_problem_type,
     load_classification_data,
-    read_cell,
+    parse_label_cell,
     sort_class_names,
 )
 from hf_attn_variants.training.engine import tables
@@ -132,7 +132,7 @@ def test_up_to_two_hundred_labels_are_classes():
     ],
 )
 def test_label_cell_is_parsed(value, separator, expected):
-    assert read_cell(value, separator, "here") == expected
+    assert parse_label_cell(value, separator, "here") == expected
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_label_cell_is_parsed(value, separator, expected):
 )
 def test_invalid_label_cell_raises_an_error(value, separator, message):
     with pytest.raises(ValueError, match=f"^here: {message}"):
-        read_cell(value, separator, "here")
+        parse_label_cell(value, separator, "here")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from hf_attn_variants.training.classification.task import (
     compute_metric_details,
     make_classification_objective,
     plot_confusion_matrix,
+    reorder_labels_for_model,
     shorten_class_name,
-    to_model_labels,
 )
 from hf_attn_variants.training.engine.models import LabelMap
 from hf_attn_variants.training.engine.settings import is_greater_better
@@ -180,9 +180,9 @@ def test_weighted_loss_equals_torch():
 
 def test_labels_follow_the_order_of_the_outputs():
     order = LabelMap((2, 0, 1))  # output 0 is the task's class 2
-    assert to_model_labels(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
-    assert to_model_labels(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
-    assert to_model_labels(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
+    assert reorder_labels_for_model(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
+    assert reorder_labels_for_model(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
+    assert reorder_labels_for_model(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
 
 
 # The picture

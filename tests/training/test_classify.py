@@ -93,7 +93,7 @@ def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, ta
     for name in ("train", dev_name):
         data = loaded[name].data
         labels = data["label"][:]
-        labels = labels if spec.is_regression else [spec.labels[i] if spec.submits_names else i for i in labels]
+        labels = labels if spec.is_regression else [spec.labels[i] if spec.submits_class_names else i for i in labels]
         texts = [data[f"text{i + 1}"][:] for i in range(len(spec.text_columns))]
         paths[name] = write_csv(tmp_path / f"{name}.csv", columns, zip(*texts, labels, strict=True))
     shared = ["--max_train_steps", 4, "--eval_steps", 2, "--group_by_length"]

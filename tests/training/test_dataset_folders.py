@@ -10,7 +10,7 @@ from hf_attn_variants.commands.training import classify, ner, seq2seq
 from hf_attn_variants.training.classification.data import load_classification_data
 from hf_attn_variants.training.ner.task import load_sentences
 from hf_attn_variants.training.pretraining import TextSettings
-from hf_attn_variants.training.pretraining.text_stream import open_text
+from hf_attn_variants.training.pretraining.text_stream import open_text_splits
 from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
 
 parse_args = classify.parse_args
@@ -46,7 +46,7 @@ def test_dataset_folder_gives_the_same_text_pairs(tmp_path):
 @pytest.mark.parametrize("name", ["train.tsv", "train.txt"])
 def test_dataset_folder_gives_the_same_pretraining_text(tmp_path, name):
     write(tmp_path, name, [[text] for text in (["text"] if name.endswith("tsv") else []) + TEXTS])
-    [source] = open_text(TextSettings(dataset_name=str(tmp_path))).train
+    [source] = open_text_splits(TextSettings(dataset_name=str(tmp_path))).train
     assert [text for _, text in source.read_articles()] == TEXTS
     assert list(source.read_articles(3)) == [(3, "1.0"), (4, "7")]
 

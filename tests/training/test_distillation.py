@@ -17,7 +17,7 @@ from hf_attn_variants.training.uptraining.objective import (
     Teacher,
     TermWeights,
     UptrainingObjective,
-    check_teacher,
+    check_teacher_config,
     compute_embedding_distance,
     compute_label_divergence,
     compute_layer_error,
@@ -263,6 +263,6 @@ def test_incompatible_teacher_error_names_the_teacher(field, message):
     same = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 7, "is_encoder_decoder": False}
     student, teacher = (types.SimpleNamespace(**{**same, field: value}) for value in (2, 1))
     with pytest.raises(ValueError, match=message):
-        check_teacher(student, teacher, hidden_states=True, attention_outputs=False, embedding=False)
+        check_teacher_config(student, teacher, hidden_states=True, attention_outputs=False, embedding=False)
     if field != "vocab_size":
-        check_teacher(student, teacher, hidden_states=False, attention_outputs=False, embedding=False)
+        check_teacher_config(student, teacher, hidden_states=False, attention_outputs=False, embedding=False)

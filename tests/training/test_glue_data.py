@@ -7,7 +7,7 @@ from transformers import AlbertConfig, AutoTokenizer, T5Config
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
 from hf_attn_variants.training.engine.models import configure_token_types
-from hf_attn_variants.training.glue.task import load_ax, load_glue, read_tsv
+from hf_attn_variants.training.glue.task import load_ax_diagnostics, load_glue, read_tsv
 
 
 def write(path, text, encoding="utf-8"):
@@ -95,7 +95,7 @@ def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
     for name in ("train", "dev_matched"):
         (tmp_path / f"{name}.tsv").write_text((glue / f"MNLI/{name}.tsv").read_text())
     assert list(load_glue(get_task("mnli"), str(tmp_path))) == ["train", "validation_matched"]
-    assert load_ax(str(tmp_path)) is None and len(load_ax(str(glue / "MNLI"))) == 2
+    assert load_ax_diagnostics(str(tmp_path)) is None and len(load_ax_diagnostics(str(glue / "MNLI"))) == 2
     (tmp_path / "dev_matched.tsv").unlink()
     with pytest.raises(OSError, match=r"dev_matched\.tsv"):
         load_glue(get_task("mnli"), str(tmp_path))

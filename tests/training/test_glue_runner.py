@@ -349,7 +349,7 @@ def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
     ],
 )
 def test_early_errors_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     monkeypatch.setattr(session, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises((ValueError, OSError), match=message):
         run(task, *flags, output_dir=tmp_path / "not/made")
@@ -376,8 +376,8 @@ def test_resume_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         step(loop, group)
 
-    step, flags, out = TrainingLoop._step, ["cola", "--max_train_steps", 4], tmp_path / "out"
-    monkeypatch.setattr(TrainingLoop, "_step", interrupted)
+    step, flags, out = TrainingLoop._run_optimizer_step, ["cola", "--max_train_steps", 4], tmp_path / "out"
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", interrupted)
     with pytest.raises(KeyboardInterrupt, match="There is no checkpoint in"):
         run(*flags)
     assert (out / "train_log.jsonl").is_file()
@@ -392,7 +392,7 @@ def test_resume_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
         run(*flags, "--overwrite_output_dir")
     with pytest.raises(ValueError, match="--resume_from_checkpoint latest"):
         run(*flags)
-    monkeypatch.setattr(TrainingLoop, "_step", step)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", step)
     assert run(*flags, "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 
 
@@ -407,8 +407,8 @@ def test_first_signal_prints_valid_resume_flags(number, name, run, monkeypatch):
     def at_start(args, config):
         raise KeyboardInterrupt
 
-    plain, before = TrainingLoop._step, signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(TrainingLoop, "_step", step)
+    plain, before = TrainingLoop._run_optimizer_step, signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", step)
     flags = ("cola", "--max_train_steps", 4, "--overwrite_output_dir")
     advice = r"The last checkpoint is .*checkpoint-2. .*latest instead of --overwrite_output_dir"
     try:
@@ -416,7 +416,7 @@ def test_first_signal_prints_valid_resume_flags(number, name, run, monkeypatch):
             run(*flags)
     finally:
         signal.signal(signal.SIGINT, before)
-    monkeypatch.setattr(TrainingLoop, "_step", plain)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
         loading.setattr("hf_attn_variants.training.classification.task.load_tokenizer", at_start)
         with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C. No files were changed.$"):

@@ -21,8 +21,8 @@ from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as convert_command
 from hf_attn_variants.commands.training import seq2seq, uptrain
 from hf_attn_variants.model_properties import set_languages
-from hf_attn_variants.training.engine.dataloaders import make_pair_collator
-from hf_attn_variants.training.engine.optimization import compute_target_logits, make_label_objective
+from hf_attn_variants.training.engine.dataloaders import make_source_target_collator
+from hf_attn_variants.training.engine.optimization import compute_target_logits, make_cross_entropy_objective
 
 MODELS = {
     "mbart": (MBartConfig, MBartForConditionalGeneration),
@@ -77,10 +77,12 @@ def test_batches_equal_those_of_the_transformers_collator(folders, kind):
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[kind])
     start = set_languages(tokenizer, model.config, *LANGUAGES[kind])
     rows = [("the dog sees", "SEES DOG THE"), ("a cat", "CAT A")]
-    ours = make_pair_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)([(row, (0, 0)) for row in rows])
+    ours = make_source_target_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)(
+        [(row, (0, 0)) for row in rows]
+    )
     theirs = AutoTokenizer.from_pretrained(folders[kind])
     theirs.src_lang, theirs.tgt_lang = LANGUAGES[kind]
-    objective = make_label_objective(compute_target_logits)
+    objective = make_cross_entropy_objective(compute_target_logits)
     features = [theirs(source, text_target=target) for source, target in rows]
     expected = DataCollatorForSeq2Seq(theirs, model)(features)
     assert torch.equal(ours["input_ids"], expected["input_ids"]) and torch.equal(ours["labels"], expected["labels"])

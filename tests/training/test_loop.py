@@ -265,7 +265,7 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
     AcceleratorState._reset_state(reset_partial_state=True)
     loop = make_loop(tmp_path, evaluate=lambda: {"accuracy": 1.0}, resume_from_checkpoint="latest")
-    assert loop.run().step == 3 and not loop.has_current_scores()
+    assert loop.run().step == 3 and not loop.has_evaluated_final_weights()
 
 
 def test_final_scores_belong_to_the_final_weights(tmp_path):
@@ -276,7 +276,7 @@ def test_final_scores_belong_to_the_final_weights(tmp_path):
     (tmp_path / "stopped").mkdir()
     stopped = make_loop(tmp_path / "stopped", total_steps=50, evaluate=evaluate_and_run_out_of_time, eval_steps=2)
     stopped.run()
-    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.has_current_scores()
+    assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.has_evaluated_final_weights()
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
@@ -284,11 +284,11 @@ def test_final_scores_belong_to_the_final_weights(tmp_path):
         result = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda result=result: {"a": next(result)}, eval_steps=1, **best)
         loop.run()
-        assert loop.has_current_scores() == current
+        assert loop.has_evaluated_final_weights() == current
         AcceleratorState._reset_state(reset_partial_state=True)
     last = make_loop(tmp_path / "down", evaluate=lambda: {"a": 1.0}, eval_steps=1)
     last.run()
-    assert last.has_current_scores()
+    assert last.has_evaluated_final_weights()
 
 
 def test_last_losses_are_checked_without_a_full_log_window(tmp_path):
@@ -304,9 +304,9 @@ def test_losses_are_checked_with_a_delay_of_one_step(tmp_path):
     looked = []
 
     class Watched(TrainingLoop):
-        def _check_last_loss(self):
+        def _record_last_loss(self):
             looked.append(self._pending and self._pending[0])
-            super()._check_last_loss()
+            super()._record_last_loss()
 
     loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
     loop.__class__ = Watched

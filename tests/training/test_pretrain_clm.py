@@ -34,7 +34,7 @@ from hf_attn_variants import (
 from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.optimization import compute_label_sums, make_label_objective
+from hf_attn_variants.training.engine.optimization import compute_label_statistics, make_cross_entropy_objective
 from hf_attn_variants.training.pretraining.task import (
     CausalLMPreparer,
     compute_causal_logits,
@@ -134,9 +134,11 @@ def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
 @pytest.mark.parametrize("name", MODELS)
 def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
     model, (blocks, batch) = model_of(name), batch_of(tokenizer)
-    actual = make_label_objective(compute_causal_logits).loss_sum(model, batch)
-    sums = compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
-    assert make_label_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
+    actual = make_cross_entropy_objective(compute_causal_logits).loss_sum(model, batch)
+    sums = compute_label_statistics(compute_causal_logits(model, batch), batch["labels"])
+    assert (
+        make_cross_entropy_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
+    )
     torch.testing.assert_close(actual, sums[:, 0].sum())
     for i, block in enumerate(blocks):
         ids = torch.tensor([[tokenizer.cls_token_id, *block]])
@@ -253,14 +255,14 @@ def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_causal_raise_before_writing(run, more, message, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     with pytest.raises(ValueError, match=message):
         run(*more, "--max_train_steps", 1)
     assert not run.out.exists()
 
 
 def test_checkpoint_without_a_causal_class_raises_an_error(run, tiny_bert, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     size = len(tokenizer)
     configs = {
         "albert": (AlbertConfig(vocab_size=size), r"\(albert\)"),

@@ -142,7 +142,7 @@ def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
 @pytest.mark.parametrize("task", ["nsp", "sop"])
 def test_half_of_the_sentence_pairs_are_changed(tokenizer, blocks, task):
     prepare = MaskedLMPreparer(tokenizer, 64, 0.15, seed=1, sentence_task=task)
-    assert prepare.block_length == 61 and prepare.takes_other_block is (task == "nsp")
+    assert prepare.block_length == 61 and prepare.requires_other_block is (task == "nsp")
     changed, cuts = 0, set()
     for i, block in enumerate(blocks * 4):
         other = blocks[(i + 7) % len(blocks)]
@@ -488,7 +488,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     flags += ["--metric_for_best_model", "loss"]
     expected, whole = run(*flags, out=tmp_path / "whole")
     assert expected["epoch"] >= 1
-    step = TrainingLoop._step
+    step = TrainingLoop._run_optimizer_step
     stops = [10, 23]
 
     def die(self, group):
@@ -497,7 +497,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
             raise KeyboardInterrupt
         step(self, group)
 
-    monkeypatch.setattr(TrainingLoop, "_step", die)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", die)
     cut = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
         run(*flags, out=cut)
@@ -670,7 +670,7 @@ def test_roberta_positions_start_after_the_padding_index(run, tokenizer, tmp_pat
 
 
 def test_held_out_text_without_masks_raises_before_training(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     (tmp_path / "short.txt").write_text("a\n")
     with pytest.raises(ValueError, match=r"short\.txt"):
         run(*STEPS, *scratch(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)

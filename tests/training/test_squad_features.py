@@ -12,7 +12,7 @@ from hf_attn_variants.training.squad.data import (
     NO_ANSWER,
     Answer,
     Question,
-    find_predictions,
+    extract_predictions,
     make_nbest_entries,
     make_window_collator,
     make_windows,
@@ -123,7 +123,7 @@ def test_logits_at_the_answer_give_its_text(questions, windows):
             starts[i, window.start] = ends[i, window.end] = 10.0
         else:
             starts[i, NO_ANSWER] = ends[i, NO_ANSWER] = 4.0
-    predictions = find_predictions(questions, windows, starts, ends)
+    predictions = extract_predictions(questions, windows, starts, ends)
     for question, prediction in zip(questions, predictions, strict=True):
         expected = question.answers[0].text if question.answers else ""
         assert prediction.id == question.id and prediction.answer(0.0) == expected
@@ -138,7 +138,7 @@ def test_predicted_spans_are_ordered_short_and_within_the_context(questions, win
     generator = np.random.default_rng(0)
     starts, ends = (generator.normal(size=(len(windows), LENGTH)) for _ in range(2))
     for longest in (1, 3):
-        predictions = find_predictions(questions, windows, starts, ends, n_best=5, max_answer_length=longest)
+        predictions = extract_predictions(questions, windows, starts, ends, n_best=5, max_answer_length=longest)
         for question, prediction in zip(questions, predictions, strict=True):
             own = [i for i, w in enumerate(windows) if w.question == questions.index(question)]
             best = -np.inf
@@ -152,5 +152,5 @@ def test_predicted_spans_are_ordered_short_and_within_the_context(questions, win
             assert prediction.null.score == pytest.approx(min(starts[i, 0] + ends[i, 0] for i in own))
             assert all(span.text in question.context and span.text for span in prediction.spans)
             assert len(prediction.spans) <= 5
-    everything = find_predictions(questions, windows, starts, ends, n_best=LENGTH, max_answer_length=LENGTH)
+    everything = extract_predictions(questions, windows, starts, ends, n_best=LENGTH, max_answer_length=LENGTH)
     assert all(p.spans[0].score >= q.spans[0].score for p, q in zip(everything, predictions, strict=True))

@@ -40,7 +40,7 @@ def test_answer_scores_equal_hand_computed_values(prediction, truth, exact, f1):
 
 def test_empty_normalized_answers_follow_the_official_scripts():
     assert score_answer("the", ["a"]) == (1.0, 0.0)
-    assert score_answer("the", ["a"], both_empty=1.0) == (1.0, 1.0)
+    assert score_answer("the", ["a"], score_if_both_empty=1.0) == (1.0, 1.0)
 
 
 def test_best_of_several_answers_counts():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hf_attn_variants.training.pretraining import MaskedLMSettings, text_stream
-from hf_attn_variants.training.pretraining.text_stream import open_text_sources
+from hf_attn_variants.training.pretraining.text_stream import open_pretraining_text
 
 ROWS = [f"row {i}" for i in range(40)]
 
@@ -20,7 +20,7 @@ def open_folder(tmp_path):
     def call(files, **flags):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
-        return open_text_sources(
+        return open_pretraining_text(
             MaskedLMSettings(
                 dataset_name=str(tmp_path),
                 model_type="bert",

@@ -67,7 +67,7 @@ def test_masked_lm_head_counts_only_masked_tokens():
     objective = make_masked_lm_objective(model)
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
-    tokens, flops = TrainingCost(model, objective.head_on_items_only).count(batch, items=3)
+    tokens, flops = TrainingCost(model, objective.applies_head_to_items_only).count(batch, items=3)
     result = executed(model, batch, objective.loss_sum)
     assert tokens == 18 and flops == result
 
@@ -83,7 +83,7 @@ def test_masked_lm_head_is_recognized_under_any_name(name):
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
     objective, batch = make_masked_lm_objective(model), batch_of(9, labels=labels)
-    flops = TrainingCost(model, objective.head_on_items_only).count(batch, items=3)[1]
+    flops = TrainingCost(model, objective.applies_head_to_items_only).count(batch, items=3)[1]
     assert flops == executed(model, batch, objective.loss_sum)
 
 

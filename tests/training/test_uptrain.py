@@ -471,14 +471,14 @@ def test_teacher_with_nan_outputs_raises_before_training(run, bert, tmp_path):
     ],
 )
 def test_uptraining_errors_are_raised_before_training(run, objective, more, message, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     without_teacher = more[:2] == ["--teacher", ""]
     with pytest.raises((ValueError, OSError), match=message):
         run(objective, *(more[2:] if without_teacher else more), **({"teacher": None} if without_teacher else {}))
 
 
 def test_incompatible_models_error_names_the_models(run, bert, grouped_t5, t5, tiny_bert, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     with pytest.raises(ValueError, match="--objective"):
         run("mlm", model=grouped_t5, teacher=None)
     with pytest.raises(ValueError, match="vocab_size"):
@@ -497,7 +497,7 @@ def test_incompatible_models_error_names_the_models(run, bert, grouped_t5, t5, t
 
 
 def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     with pytest.raises(ValueError, match=r"--max_target_length must be at least 2"):
         run("seq2seq", "--max_target_length", 1, model=t5, teacher=None)
     folder = shutil.copytree(t5, tmp_path / "t5" / "endless")
@@ -522,7 +522,7 @@ def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatc
 
 
 def test_held_out_text_without_masked_tokens_raises_an_error(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     (tmp_path / "short.txt").write_text("dog\n")
     with pytest.raises(ValueError, match="contribute to the loss"):
         run("mlm", "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01, teacher=None)
@@ -533,7 +533,7 @@ def test_resumed_uptraining_uses_the_same_evaluation_text(run, source, tmp_path,
     for name, rows in (("dev1.txt", lines[:5]), ("dev2.txt", lines[5:10])):
         (tmp_path / name).write_text("".join(rows))
     run("mlm", "--checkpointing_steps", 2, "--validation_file", tmp_path / "dev1.txt", teacher=None)
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     with pytest.raises(ValueError, match=r"hash of the held-out data was .* and is"):
         more = ["--validation_file", tmp_path / "dev2.txt", "--resume_from_checkpoint", "latest"]

@@ -79,13 +79,13 @@ def settings_of(**changed):
 
 
 def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeypatch):
-    seen, step = [], TrainingLoop._step
+    seen, step = [], TrainingLoop._run_optimizer_step
 
     def watched(self, group):
         seen.append([{name: tensor.clone() for name, tensor in batch.items()} for batch in group])
         step(self, group)
 
-    monkeypatch.setattr(TrainingLoop, "_step", watched)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", watched)
     steps = ["--max_train_steps", 4, "--seed", 7, "--gradient_accumulation_steps", 2]
     steps += ["--per_device_train_batch_size", 5]
     results = run(*steps, "--noise_density", 0.2)
@@ -257,14 +257,14 @@ def test_given_settings_change_the_schedule():
     ],
 )
 def test_stream_uptraining_errors_are_raised_before_any_work(run, more, message, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not run.out.exists()
 
 
 def test_invalid_pretraining_text_raises_an_error(run, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     steps = ["--max_train_steps", 1]
     with pytest.raises(ValueError, match="--validation_file"):
         run(*steps, files=["--train_file", text / "train-0.txt.gz"])
@@ -290,7 +290,7 @@ def test_dataset_is_read_as_a_stream(run, tmp_path):
 
 
 def test_models_with_another_objective_raise_an_error(run, tiny_bert, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
+    monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     steps = ["--max_train_steps", 1]
     bert = make_bert(tmp_path / "bert", tiny_bert)
     with pytest.raises(ValueError, match=r"\(bert\)"):

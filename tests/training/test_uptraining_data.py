@@ -8,7 +8,7 @@ from hf_attn_variants.training.engine.dataloaders import (
     TextRows,
     hash_texts,
     make_masked_text_collator,
-    make_pair_collator,
+    make_source_target_collator,
     make_text_collator,
 )
 from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
@@ -58,7 +58,7 @@ def test_masks_depend_only_on_the_key(tokenizer):
 
 
 def test_decoder_inputs_are_shifted_targets(tokenizer):
-    collate = make_pair_collator(tokenizer, 16, None, 5, decoder_start_token_id=7, source_prefix="the ")
+    collate = make_source_target_collator(tokenizer, 16, None, 5, decoder_start_token_id=7, source_prefix="the ")
     batch = collate([(("dog", "the cat and the dog"), (0, 0)), (("house in the", "dog"), (0, 1))])
     assert tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True) == ["the dog", "the house in the"]
     assert batch["labels"].shape == (2, 5) and (batch["labels"][1] == -100).tolist() == [False] * 3 + [True] * 2

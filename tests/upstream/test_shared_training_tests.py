@@ -53,7 +53,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
         pytest.skip("it checkpoints nothing")
     model.requires_grad_(False)
     model.enable_input_require_grads()
-    _, _, last = list(model.named_attentions())[-1]
+    _, _, last = list(model.named_attention_modules())[-1]
     adapter = next(item for item in last.modules() if isinstance(item, torch.nn.Linear))
     adapter.requires_grad_(True)
     result = []

@@ -97,7 +97,7 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
         message = "Only %d of the %d calibration texts are different. Provide more varied texts."
         logger.warning(message, distinct_texts, len(joined))
-    special, unknown = _special_tokens(tokenizer), getattr(tokenizer, "unk_token_id", None)
+    special, unknown = _get_special_token_ids(tokenizer), getattr(tokenizer, "unk_token_id", None)
     tokens = [token for row in encoded for token in row if token not in special]
     if len(tokens) < MIN_CHECKED_TOKENS:
         return
@@ -119,7 +119,7 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
     words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
     if len(words) < MIN_CHECKED_TOKENS / 4:
         return
-    special = _special_tokens(tokenizer)
+    special = _get_special_token_ids(tokenizer)
     word_tokens = tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"]
     pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
@@ -131,7 +131,7 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
         )
 
 
-def _special_tokens(tokenizer: Any) -> set[int]:
+def _get_special_token_ids(tokenizer: Any) -> set[int]:
     """Return the ids of a tokenizer's special tokens, except the unknown token, which represents a word."""
     return set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
 
@@ -291,8 +291,8 @@ def make_batches(
     encoded, segments, targets = _tokenize_examples(model, tokenizer, calibration, (fit_rows, held_out))
     if calibration.max_length is None:
         share = FIT_TOKENS * len(held_out) // len(encoded)
-        fit_rows = _limit_tokens(fit_rows, encoded, FIT_TOKENS - share)
-        held_out = _limit_tokens(held_out, encoded, share)
+        fit_rows = _truncate_to_token_limit(fit_rows, encoded, FIT_TOKENS - share)
+        held_out = _truncate_to_token_limit(held_out, encoded, share)
     chunks: Any = group_by_length(calibration, list(map(len, encoded)), (fit_rows, held_out))
     if get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
@@ -303,7 +303,7 @@ def make_batches(
     return batches
 
 
-def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
+def _truncate_to_token_limit(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Return the leading examples that have at most `limit` tokens in total, but at least one example."""
     total, count = 0, 0
     while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= limit):
@@ -326,7 +326,7 @@ def make_untruncated_batches(
     """
     calibration = add_text_lengths(calibration, tokenizer, model.config)
     rows = split_examples(calibration, generator)[1]
-    texts, length = [calibration.texts[row] for row in rows], calibration.measured_length
+    texts, length = [calibration.texts[row] for row in rows], calibration.evaluation_length
     encoded, segments = tokenize_texts(model.config, tokenizer, texts, length)
     targets = None
     if calibration.target_texts is not None:
@@ -340,7 +340,7 @@ def make_untruncated_batches(
 def split_examples(calibration: Calibration, generator: torch.Generator) -> ExampleSplit:
     """Split the examples at random, and return the indices of the fitting examples and of the held-out examples."""
     permutation = torch.randperm(len(calibration.examples), generator=generator).tolist()
-    return permutation[calibration.held_out_count :], permutation[: calibration.held_out_count]
+    return permutation[calibration.num_held_out :], permutation[: calibration.num_held_out]
 
 
 def group_by_length(
@@ -481,7 +481,7 @@ def _tokenize_examples(
     positions = max_input_length(config)
     if should_join_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
-        special = _special_tokens(tokenizer)
+        special = _get_special_token_ids(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, split):  # joined separately, so that no fitting passage contains a held-out text
             part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]

@@ -28,17 +28,17 @@ from ...progress import is_interactive, progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import (
     AttentionTensors,
+    CalibratedLatent,
     CalibratedMethod,
     HeadCounts,
     LatentForms,
-    LatentInText,
     LayerContext,
     MeanPooling,
-    best_latent,
+    find_best_latent,
 )
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..plan import ConversionPlan, explain_not_calibrated, make_seeded_generator
+from ..plan import ConversionPlan, explain_why_not_calibrated, make_seeded_generator
 from ..report import CalibrationResult
 from .batches import (
     Batch,
@@ -132,7 +132,7 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
         name = plan.model_class.__name__.removeprefix("AttnVariant")
         raise ValueError(f"`calibration` must be {kind} for {name}. Set it (--{option}).")
-    if (reason := explain_not_calibrated(plan)) is not None:
+    if (reason := explain_why_not_calibrated(plan)) is not None:
         raise ValueError(
             f'`method` {plan.method.name!r} is not supported for this model because {reason}. Use method "mean".'
         )
@@ -254,13 +254,13 @@ class CalibrationRun:
         sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
-            if calls.heads.relation == "pool":
+            if calls.heads.kv_head_change == "pool":
                 self._new_heads[name] = tensors.to("cpu")
             self._forms[name] = compute_latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
+            self._latents[latent] = find_best_latent(forms, readers[0].heads.new_rank)
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
         """Fit every module that changes, and return the new projections, {module name: projections}."""
@@ -271,7 +271,7 @@ class CalibrationRun:
             tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
             if calls.heads.latent_change == "compress":
                 tensors = self._convert_to_latent(calls, tensors)
-            if calls.module.gets_kernel:
+            if calls.module.adds_kernel:
                 tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
                 tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
             converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
@@ -308,7 +308,7 @@ class CalibrationRun:
 
     def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
         """Return the projections of a module after converting its heads."""
-        if calls.heads.relation != "pool":
+        if calls.heads.kv_head_change != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
         return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
@@ -320,8 +320,8 @@ class CalibrationRun:
             forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
-            weight = best_latent([forms.key, forms.value], heads.new_rank)
-        latent = LatentInText(weight, forms, module.site.shares_latent)
+            weight = find_best_latent([forms.key, forms.value], heads.new_rank)
+        latent = CalibratedLatent(weight, forms, module.site.shares_latent)
         return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
 
 
@@ -342,7 +342,7 @@ def _add_error_details(
     details = dict(converted.details)
     if "output_relative_error" not in details:
         details["output_relative_error"] = round_error(layer.held_out_error(converted))
-    if heads.relation != "pool" or converted.kernel is not None:
+    if heads.kv_head_change != "pool" or converted.kernel is not None:
         return replace(converted, details=details)
     averaged = MeanPooling().pool(tensors, heads, layer)
     error, averaged_error = details["output_relative_error"], round_error(layer.held_out_error(averaged))

@@ -53,11 +53,11 @@ def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tu
         finite.
     """
     inputs, targets, calibration, generator = layer.inputs, layer.targets, layer.calibration, layer.generator
-    coordinates = _Whitened(tensors, heads, inputs)
-    rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
+    coordinates = _WhitenedProjections(tensors, heads, inputs)
+    rate, size = calibration.get_fit_option("fit_learning_rate"), calibration.get_fit_option("fit_batch_size")
     groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in coordinates.parameters]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
-    steps = calibration.fit_option("fit_steps")
+    steps = calibration.get_fit_option("fit_steps")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
     best, best_error, best_step = tensors, math.inf, 0
     for step in range(1, steps + 1):
@@ -122,7 +122,7 @@ def round_error(error: float | None) -> float | None:
     return None if error is None else round(error, 4)
 
 
-class _Whitened:
+class _WhitenedProjections:
     """A module's projections in whitened coordinates W C^1/2, with biases as the last columns of W.
 
     C is the second-moment matrix of the input to W, which consists of hidden states, latents or head outputs. If the
@@ -134,7 +134,7 @@ class _Whitened:
         self._original = tensors
         contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
-        key_value_states = (batch.key_value_states[batch.key_mask()] for batch in inputs)
+        key_value_states = (batch.key_value_states[batch.get_key_mask()] for batch in inputs)
         self._input_names = {
             "query": "states",
             "key": "key_value_states",
@@ -151,7 +151,7 @@ class _Whitened:
             self._roots["key_value_states"] = _compute_roots(key_value_states, has_bias)
         else:
             self._input_names |= {"key": "latent", "value": "latent", "latent": "key_value_states"}
-            latents = (tensors.latent(batch.key_value_states[batch.key_mask()]) for batch in inputs)
+            latents = (tensors.latent(batch.key_value_states[batch.get_key_mask()]) for batch in inputs)
             self._roots |= {
                 "key_value_states": _compute_roots(key_value_states, False),
                 "latent": _compute_roots(latents, has_bias),
@@ -198,7 +198,7 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
     moment: Any = 0.0
     count = 0
     for part in rows:
-        part = _append_one(part) if with_bias else part
+        part = _append_bias_input(part) if with_bias else part
         moment, count, dtype = moment + (part.T @ part).double(), count + part.shape[0], part.dtype
     moment = moment / count
     moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-30))
@@ -206,7 +206,7 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
     return (vectors * values.rsqrt()).to(dtype), (vectors * values.sqrt()).to(dtype)
 
 
-def _append_one(states: torch.Tensor) -> torch.Tensor:
+def _append_bias_input(states: torch.Tensor) -> torch.Tensor:
     """Append a column of ones to the states, as the input for the bias."""
     return nn.functional.pad(states, (0, 1), value=1.0)
 
@@ -217,7 +217,7 @@ def _root_mean_square(tensor: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def refit_output(
+def refit_output_projection(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Refit the output projection and bias by regressing the target outputs on the head outputs.
@@ -247,7 +247,7 @@ def refit_output(
     strength, base = min(errors, key=errors.__getitem__)
     if strength is None:
         return tensors
-    return _replace_output(tensors, _RidgeRegression(all_moments, has_bias), strength, base)
+    return _replace_output_projection(tensors, _RidgeRegression(all_moments, has_bias), strength, base)
 
 
 @torch.no_grad()
@@ -256,15 +256,15 @@ def iterate_output_refits(
 ) -> Iterator[AttentionTensors]:
     """Yield the results of refitting the output projection towards the current one with each of `REFIT_STRENGTHS`.
 
-    Takes the same arguments as `refit_output`.
+    Takes the same arguments as `refit_output_projection`.
     """
     moments = _sum_moments(_compute_folds(tensors, heads, inputs, targets))
     regression = _RidgeRegression(moments, tensors.output_bias is not None)
     for strength in REFIT_STRENGTHS:
-        yield _replace_output(tensors, regression, strength, 0)
+        yield _replace_output_projection(tensors, regression, strength, 0)
 
 
-def _replace_output(
+def _replace_output_projection(
     tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, base: int
 ) -> AttentionTensors:
     """Replace the output projection with the solution of a regression (see `_RidgeRegression.solve`)."""
@@ -316,7 +316,7 @@ class _Moments:
 def _compute_folds(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
-    """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output`."""
+    """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output_projection`."""
     folds: dict[int, _Moments] = {}
     # An example's index in its batch determines its fold, so that it stays in the same fold if a forward pass calls
     # the module several times (ALBERT). If all batches contain a single example, the batch number determines the fold.

@@ -11,7 +11,7 @@ Heads can be reordered, and `find_best_groups` chooses the groups that lose the 
 - Values: The shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2. Z is the
   second-moment matrix of the group's values after averaging with the attention weights of its heads.
 - Output: W_o and its bias are fitted for all heads together by regressing the original attention outputs on the
-  outputs of the new heads (`fitting.refit_output`). One head can thus compensate for the losses of another.
+  outputs of the new heads (`fitting.refit_output_projection`). One head can thus compensate for the losses of another.
 
 All computations use float64 moments of dimension h*d or less. Afterwards, all projections are fitted with Adam
 (`fitting`).
@@ -46,14 +46,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...modeling.mechanisms.head_sharing import consecutive_groups
+from ...modeling.mechanisms.head_sharing import get_consecutive_groups
 from ..attention_tensors import (
     AttentionInputs,
     AttentionTensors,
+    CalibratedLatent,
     CalibratedMethod,
     HeadCounts,
     LatentForms,
-    LatentInText,
     LayerContext,
     QuadraticErrorForm,
     join_heads,
@@ -63,7 +63,7 @@ from ..attention_tensors import (
     split_heads,
 )
 from ..calibration_settings import FIT_DEFAULTS
-from .fitting import fit, iterate_output_refits, refit_output, round_error
+from .fitting import fit, iterate_output_refits, refit_output_projection, round_error
 from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ def compute_latent_forms(
             energies[role] += _compute_energy(mix, batch.key_value_states, projections[role], products[role])
         sums += torch.einsum("bhm,bmi->hi", mixes[1].sum(2), batch.key_value_states).double()
         queries += int(batch.valid.sum())
-    mean_read = None
+    value_input_means = None
     if tensors.value_bias is not None:
         # The bias can reproduce the mean input of a value head, so the mean is subtracted from the form.
-        mean_read = sums.unflatten(0, (-1, shared)).mean(1) / queries  # [k, D]
-        center = mean_read.repeat_interleave(shared, dim=0)
+        value_input_means = sums.unflatten(0, (-1, shared)).mean(1) / queries  # [k, D]
+        center = value_input_means.repeat_interleave(shared, dim=0)
         for head in range(count):
             # sum (z - c)(z - c)^T = sum z z^T - correction
             correction = torch.outer(sums[head], center[head])
@@ -121,7 +121,7 @@ def compute_latent_forms(
     ]
     energies = [total / queries for total in energies]
     key_form, value_form = map(_make_form, grams, moments, energies)
-    return LatentForms(key_form, value_form, mean_read)
+    return LatentForms(key_form, value_form, value_input_means)
 
 
 def _compute_mixture_coefficients(
@@ -203,7 +203,7 @@ class Aligned(CalibratedMethod):
     @torch.no_grad()
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections after alignment and averaging (see `CalibratedMethod.convert_module`)."""
-        groups = consecutive_groups(heads.query, heads.key[1])
+        groups = get_consecutive_groups(heads.query, heads.key[1])
         moments = compute_head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
@@ -257,7 +257,7 @@ class Calibrated(CalibratedMethod):
 
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections with new heads (see `CalibratedMethod.convert_module`)."""
-        groups = consecutive_groups(heads.query, heads.key[1])
+        groups = get_consecutive_groups(heads.query, heads.key[1])
         if can_reorder_heads(heads, layer.inputs):
             groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
@@ -269,7 +269,7 @@ class Calibrated(CalibratedMethod):
         return self._fit(closed, heads, layer, closed_error=error)
 
     def with_latent(
-        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: CalibratedLatent
     ) -> AttentionTensors:
         """Compute the keys and values from a latent, refit the output projection, and then fit all projections.
 
@@ -277,12 +277,12 @@ class Calibrated(CalibratedMethod):
         relative error of the closed form.
         """
         tensors = project_onto_latent(tensors, latent.weight, latent.forms)
-        tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
+        tensors = refit_output_projection(tensors, heads, layer.inputs, layer.targets)
         return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Refit the output projection for the kernel, and then fit the kernel and all projections."""
-        return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
+        return self._fit(refit_output_projection(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
         self,
@@ -301,12 +301,12 @@ class Calibrated(CalibratedMethod):
             closed_error: The closed form's error on held-out text, if it is already known.
         """
         calibration, measure = layer.calibration, layer.held_out_error
-        if not calibration.fit_option("fit_steps"):
+        if not calibration.get_fit_option("fit_steps"):
             return closed
         before, start = measure(closed) if closed_error is None else closed_error, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
             # A latent's closed form is already close to the optimum, and large steps would move away from it.
-            rate = max(before, MIN_RATE_ERROR) * calibration.fit_option("fit_learning_rate")
+            rate = max(before, MIN_RATE_ERROR) * calibration.get_fit_option("fit_learning_rate")
             layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
             start = replace(closed, latent_weight=None)
@@ -341,14 +341,14 @@ def iterate_closed_forms(
         inputs: Recorded inputs to the module.
         targets: Outputs of the original module, each of shape [b, n, D].
     """
-    groups = consecutive_groups(heads.query, heads.key[1])
+    groups = get_consecutive_groups(heads.query, heads.key[1])
     moments = compute_head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
     with_values = _share_values(tensors, heads, groups, moments)
     for share in ATTENDED_SHARES:
         keys = [_mix_moments(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
         closed = _share_keys(with_values, heads, groups, moments.queries, keys)
         details = closed.details | {"attended_key_share": share}
-        yield refit_output(replace(closed, details=details), heads, inputs, targets)
+        yield refit_output_projection(replace(closed, details=details), heads, inputs, targets)
 
 
 def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
@@ -379,7 +379,7 @@ def _share_keys(
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
-        metric = [square_root(_add_unseen_directions(queries[head], query[head])) for head in group]
+        metric = [matrix_square_root(_add_unseen_directions(queries[head], query[head])) for head in group]
         moment = _add_unseen_directions(moment, key[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(key[group], metric, moment)
         energies.append(round(energy, 4))
@@ -408,7 +408,7 @@ def _share_values(
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
     for group, value_moments in zip(groups, moments.values, strict=True):
-        metric = [square_root(weight.T @ weight) for weight in output[group]]
+        metric = [matrix_square_root(weight.T @ weight) for weight in output[group]]
         moment = _add_unseen_directions(value_moments.mean(0), value[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(value[group], metric, moment)
         energies.append(round(energy, 4))
@@ -452,7 +452,7 @@ def _find_shared_head(
         of energy that it preserves.
     """
     size, head_dim = old.shape[0], old.shape[1]
-    root = square_root(moment)
+    root = matrix_square_root(moment)
     _, singular, right = torch.linalg.svd(torch.block_diag(*metric) @ root)
     basis = right[:head_dim]
     energy = singular.square()
@@ -495,7 +495,7 @@ def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, stat
 
 def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
     """Return the keys [rows, h, d] of all tokens minus their mean in each text, because a softmax ignores the mean."""
-    present = batch.key_mask()
+    present = batch.get_key_mask()
     keys = _project_heads(tensors, "key", heads, batch.key_value_states)
     counts = present.sum(1).clamp_min(1)[:, None, None]
     keys = keys - ((keys * present[..., None, None]).sum(1) / counts)[:, None]
@@ -582,14 +582,14 @@ def _compute_attended_key_moment(
     return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
 
 
-def square_root(moment: torch.Tensor) -> torch.Tensor:
+def matrix_square_root(moment: torch.Tensor) -> torch.Tensor:
     """Return the symmetric square root of a positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
     return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
 
 
 def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
-    """Return the pseudo-inverse of a matrix from `square_root`."""
+    """Return the pseudo-inverse of a matrix from `matrix_square_root`."""
     values, vectors = torch.linalg.eigh((root + root.T) / 2)
     floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
     return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
@@ -629,13 +629,13 @@ def find_best_groups(
         The query heads in each group.
     """
     count = heads.key[1]
-    units = consecutive_groups(heads.query, heads.key[0])  # query heads that already share a head stay together
+    units = get_consecutive_groups(heads.query, heads.key[0])  # query heads that already share a head stay together
     if count == 1 or count == len(units):
-        return consecutive_groups(heads.query, count)
+        return get_consecutive_groups(heads.query, count)
     if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
         message = "Grouping consecutive heads because the search for groups of %d heads of size %d would need %.0f GB."
         logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9)
-        return consecutive_groups(heads.query, count)
+        return get_consecutive_groups(heads.query, count)
     loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
 
     def pairs_loss(group: Sequence[int]) -> float:
@@ -648,7 +648,7 @@ def find_best_groups(
         _improve_by_swaps([order[i : i + size] for i in range(0, len(order), size)], pairs_loss) for order in starts
     ]
     best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
-    candidates = (best_by_pairs, consecutive_groups(len(units), count))
+    candidates = (best_by_pairs, get_consecutive_groups(len(units), count))
     best = min(candidates, key=lambda groups: sum(map(loss, groups)))
     best = _improve_by_swaps(best, loss)
     return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
@@ -666,8 +666,8 @@ def _make_sharing_loss(
     queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
-    keys = _transform(keys, [square_root(moment) for moment in queries])
-    metric = [square_root(weight.T @ weight) for weight in output]
+    keys = _transform(keys, [matrix_square_root(moment) for moment in queries])
+    metric = [matrix_square_root(weight.T @ weight) for weight in output]
     values = torch.stack([_transform(moment, metric) for moment in values])
     total_keys = keys.trace()
     total_values = sum(values[i, i * d : (i + 1) * d, i * d : (i + 1) * d].trace() for i in all_heads)

@@ -49,7 +49,7 @@ def compute_attention(
     """
     projected = _project_heads(tensors, inputs, query_heads)
     if tensors.kernel is None:
-        context = fused_attention(*projected, **_attention_arguments(inputs)).flatten(2)
+        context = fused_attention(*projected, **_get_attention_arguments(inputs)).flatten(2)
     else:
         # The last query attends to all keys except padding, so its row is the key mask.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
@@ -61,7 +61,7 @@ def compute_attention(
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
     """Return the attention weights [b, h, n, m]. Takes the same arguments as `compute_attention`."""
-    return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_attention_arguments(inputs))[1]
+    return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_get_attention_arguments(inputs))[1]
 
 
 def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_hea
     ]
 
 
-def _attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
+def _get_attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
     """Return the recorded inputs as keyword arguments for attention functions."""
     return {name: getattr(inputs, name) for name in ("mask", "position_bias", "scaling", "is_causal")}
 
@@ -125,7 +125,7 @@ class _Recorder:
         self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
         # The path, site, query projection and key projection for each submodule that calls the attention function.
         self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
-        for site, path, module in model.named_attentions():
+        for site, path, module in model.named_attention_modules():
             if path in self.calls:
                 projections = module.get_submodule(site.query), module.get_submodule(site.key)
                 self._modules[module.get_submodule(site.core)] = (path, site, *projections)

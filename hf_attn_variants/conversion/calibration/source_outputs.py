@@ -21,11 +21,11 @@ from ..checkpoint.models import (
     assemble_model,
     build_model_from_tensors,
     convert_loading_errors,
-    load_tokenizer_of,
+    load_checkpoint_tokenizer,
 )
 from ..checkpoint.tensor_files import CheckpointReader
 from ..plan import ConversionPlan
-from ..report import BOUNDS, SHARES, Quality, edit_distance, ratio_confidence_interval
+from ..report import BOUNDS, SHARES, Quality, compute_ratio_confidence_interval, edit_distance
 from ..writing import read_generation_config
 from .batches import (
     ENCODER_OUTPUTS,
@@ -43,7 +43,7 @@ from .examples import make_audio_batch
 SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
 
-def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
+def make_source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
     """Return a function that builds the original model of a plan from a model in memory."""
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
@@ -53,7 +53,9 @@ def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> Sour
     return source
 
 
-def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceLoader:
+def make_source_loader_for_folder(
+    reader: CheckpointReader, folder: Path, calibration: Calibration | None
+) -> SourceLoader:
     """Return a function that loads the original model, and its processor unless `calibration` contains one.
 
     The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
@@ -89,7 +91,7 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
                 f"{folder} must contain preprocessor_config.json or processor_config.json for calibration on audio. "
                 "Add one of them, or pass `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
-    return load_tokenizer_of(folder, ". Add them, or pass `Calibration(..., tokenizer=tokenizer)`.")
+    return load_checkpoint_tokenizer(folder, ". Add them, or pass `Calibration(..., tokenizer=tokenizer)`.")
 
 
 MASKED = 0.15  # share of masked tokens, as in arXiv 1810.04805
@@ -130,7 +132,10 @@ class SourceOutputs:
         self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
         name = type(model).__name__
-        self._is_tagger, self._chooses = name.endswith("ForTokenClassification"), name.endswith("ForMultipleChoice")
+        self._is_tagger, self._is_multiple_choice = (
+            name.endswith("ForTokenClassification"),
+            name.endswith("ForMultipleChoice"),
+        )
         self._measure = _select_measure(model, self._logits_kind, self._generates)
         self._batches: Sequence[Batch] = batches
         self._targets: Sequence[Batch | None] = [None] * len(batches)
@@ -195,7 +200,9 @@ class SourceOutputs:
             alike=alike,
             # A model that was not trained on this type of text cannot lose quality on it.
             unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
-            interval=ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None,
+            interval=compute_ratio_confidence_interval(amounts, counts, self._measure in SHARES)
+            if is_finite
+            else None,
             is_rare=self._measure == "predictions" and self._get_common_prediction() is not None,
         )
 
@@ -269,7 +276,7 @@ class SourceOutputs:
         """Return the outputs that are compared for one batch, {name: one item per example}."""
         if self._measure == "embeddings":
             return {"embeddings": _compute_embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
-        if self._chooses:  # a multiple-choice model with a single choice returns its score
+        if self._is_multiple_choice:  # a multiple-choice model with a single choice returns its score
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
         generated = None if is_source or self._measure != "tokens" else self._generate(model, batch)
         # For audio, `_generate` has already run the encoder.

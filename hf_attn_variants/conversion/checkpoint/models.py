@@ -17,7 +17,7 @@ from ...modeling.fields.mechanism_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import get_random_buffer_names
 from ...modeling.variant_names import get_plain_implementation
 from .source import find_local_folder, list_learned_tokens
-from .tensor_files import CheckpointReader, TensorEntry, check_finite, dtype_name
+from .tensor_files import CheckpointReader, TensorEntry, check_finite, get_safetensors_dtype
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -61,7 +61,7 @@ def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
 
-def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
+def load_checkpoint_tokenizer(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer.
 
     Args:
@@ -93,7 +93,7 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
     if folder.is_dir() and not any(
         name.endswith((*_TOKENIZER_FILE_SUFFIXES, "config.json")) for name in _list_file_names(folder)
     ):
-        raise _no_tokenizer_error(source, advice)
+        raise _make_no_tokenizer_error(source, advice)
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
@@ -115,7 +115,7 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
             f"{os.fspath(source)} contains {', '.join(names)}, but AutoTokenizer loads an empty vocabulary because "
             f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
         )
-    raise _no_tokenizer_error(source, advice)
+    raise _make_no_tokenizer_error(source, advice)
 
 
 def _list_file_names(folder: Path) -> list[str]:
@@ -123,7 +123,7 @@ def _list_file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def _no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundError:
+def _make_no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundError:
     """Return the error to raise for a folder without tokenizer files."""
     return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
@@ -189,7 +189,7 @@ class ModelReader:
                 raise ValueError(
                     f"{name!r} must be in memory, but it is on the meta device. Load the model without offloading."
                 )
-            self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
+            self.entries[name] = TensorEntry("", get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor after checking that it is finite."""

@@ -57,7 +57,7 @@ CHUNK_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_safetensors_dtype(dtype: torch.dtype) -> str:
     """Return the safetensors name for a torch dtype.
 
     Raises:
@@ -254,7 +254,7 @@ class PickleReader(CheckpointReader):
                     raise ValueError(
                         f"The tensor {name!r} is in both {self.entries[name].file} and {file} of {folder}. Remove one."
                     )
-                self.entries[name] = TensorEntry(file, dtype_name(tensor.dtype), tuple(tensor.shape))
+                self.entries[name] = TensorEntry(file, get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
                 self._tensors[name] = tensor
 
     def read(self, name: str) -> torch.Tensor:

@@ -65,7 +65,7 @@ BERT_HEADS = (*ENCODER_HEADS, "ForNextSentencePrediction", "ForPreTraining", "LM
 WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForConditionalGeneration")
 
 
-def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
+def _get_variant_auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
     """Return the name of the variant model class for each Auto class, {Auto class: model class}.
 
     Args:
@@ -95,7 +95,7 @@ class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
     transformers_model_types = ("bert",)
     modeling_file = "modeling_attn_variant_bert"
     position_types = LEARNED_OR_SINUSOIDAL
-    auto_classes = _auto_classes("bert", "Bert", BERT_HEADS)
+    auto_classes = _get_variant_auto_classes("bert", "Bert", BERT_HEADS)
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
@@ -117,7 +117,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
-    auto_classes = _auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
+    auto_classes = _get_variant_auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
         """Return the number of layers that can have different values. Repetitions of a group share their values."""
@@ -144,7 +144,7 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
     modeling_file = "modeling_attn_variant_roberta"
     position_types = LEARNED_OR_SINUSOIDAL
     positions_after_padding = True
-    auto_classes = _auto_classes("roberta", "Roberta", (*ENCODER_HEADS, "ForCausalLM"))
+    auto_classes = _get_variant_auto_classes("roberta", "Roberta", (*ENCODER_HEADS, "ForCausalLM"))
 
 
 class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
@@ -167,7 +167,7 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
     modeling_file = "modeling_attn_variant_electra"
     position_types = LEARNED_OR_SINUSOIDAL
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
-    auto_classes = _auto_classes("electra", "Electra", (*ENCODER_HEADS, "ForCausalLM", "ForPreTraining"))
+    auto_classes = _get_variant_auto_classes("electra", "Electra", (*ENCODER_HEADS, "ForCausalLM", "ForPreTraining"))
 
 
 class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
@@ -191,7 +191,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("n_layers",)
     size_fields = ("vocab_size", "dim", "hidden_dim")
-    auto_classes = _auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
+    auto_classes = _get_variant_auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
 
     def check_variant(self) -> None:
         """Check the variant fields, and check that sinusoidal positions are not enabled in two ways.
@@ -252,7 +252,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     transformers_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
     makes_summaries = True
-    auto_classes = _auto_classes("t5", "T5", T5_HEADS)
+    auto_classes = _get_variant_auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
         """Check the variant fields, and check that layers that share a position bias have equally many softmax heads.
@@ -298,7 +298,7 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     model_type = "attn_variant_umt5"
     transformers_model_types = ("umt5",)
     modeling_file = "modeling_attn_variant_umt5"
-    auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
+    auto_classes = _get_variant_auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
         # Transformers 5.24 and later handle scaling in this way, which is applied to all releases here. If the
@@ -349,7 +349,7 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
     model_type = "attn_variant_bart"
     transformers_model_types = ("bart",)
     modeling_file = "modeling_attn_variant_bart"
-    auto_classes = _auto_classes("bart", "Bart", BART_HEADS)
+    auto_classes = _get_variant_auto_classes("bart", "Bart", BART_HEADS)
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
@@ -368,7 +368,7 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
     model_type = "attn_variant_mbart"
     transformers_model_types = ("mbart",)
     modeling_file = "modeling_attn_variant_mbart"
-    auto_classes = _auto_classes("mbart", "MBart", BART_HEADS)
+    auto_classes = _get_variant_auto_classes("mbart", "MBart", BART_HEADS)
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
@@ -387,7 +387,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
     model_type = "attn_variant_marian"
     transformers_model_types = ("marian",)
     modeling_file = "modeling_attn_variant_marian"
-    auto_classes = _auto_classes("marian", "Marian", ("Model", "ForCausalLM", "MTModel"))
+    auto_classes = _get_variant_auto_classes("marian", "Marian", ("Model", "ForCausalLM", "MTModel"))
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
@@ -408,7 +408,7 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
     model_type = "attn_variant_m2m_100"
     transformers_model_types = ("m2m_100",)
     modeling_file = "modeling_attn_variant_m2m_100"
-    auto_classes = _auto_classes("m2m_100", "M2M100", ("Model", "ForConditionalGeneration"))
+    auto_classes = _get_variant_auto_classes("m2m_100", "M2M100", ("Model", "ForConditionalGeneration"))
 
 
 class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
@@ -429,7 +429,9 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
     model_type = "attn_variant_pegasus"
     transformers_model_types = ("pegasus",)
     modeling_file = "modeling_attn_variant_pegasus"
-    auto_classes = _auto_classes("pegasus", "Pegasus", ("Model", "ForCausalLM", "ForConditionalGeneration"))
+    auto_classes = _get_variant_auto_classes(
+        "pegasus", "Pegasus", ("Model", "ForCausalLM", "ForConditionalGeneration")
+    )
 
 
 class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
@@ -453,7 +455,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
     # In Transformers, `num_key_value_heads` is an alias for the number of encoder heads. Here, it is a separate field.
     attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
-    auto_classes = _auto_classes("whisper", "Whisper", WHISPER_HEADS)
+    auto_classes = _get_variant_auto_classes("whisper", "Whisper", WHISPER_HEADS)
     # AutoProcessor reads this attribute for unknown configurations. Without it, AutoProcessor would only return the
     # tokenizer.
     processor_class = "WhisperProcessor"

@@ -51,7 +51,7 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
         (states, encoder_outputs, mask, cache, bias), others = self.arguments.split(args, kwargs)
-        return self.outputs_and_bias(states, encoder_outputs, mask, cache, bias, others)
+        return self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, bias, others)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):

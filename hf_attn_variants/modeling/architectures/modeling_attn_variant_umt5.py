@@ -52,7 +52,7 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `encoder_hidden_states`."""
         (states, encoder_outputs, mask, cache), others = self.arguments.split(args, kwargs)
-        output, _, weights = self.outputs_and_bias(states, encoder_outputs, mask, cache, None, others)
+        output, _, weights = self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, None, others)
         return output, weights
 
 

@@ -125,7 +125,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             std = self.config.initializer_factor * self.config.d_model**-0.5
             init.normal_(self.global_relative_attention_bias.weight, mean=0.0, std=std)
 
-    def outputs_and_bias(
+    def compute_outputs_and_bias(
         self,
         states: torch.Tensor,
         encoder_outputs: torch.Tensor | None,
@@ -149,7 +149,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             encoder_outputs = get_sentence_rows(encoder_outputs, (self.k, self.v))
         dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
-        past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
+        past_length: Any = _get_past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
             key, value = self.get_keys_and_values((self.k, self.v), states, encoder_outputs, cache)
@@ -159,7 +159,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
-            if self.key_range is not None:  # a table that is indexed by distance (see `relative_bias`)
+            if self.key_range is not None:  # a table that is indexed by distance (see `look_up_relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 key_length = 2 * past_length + 1
             # In memory, the last axis of the computed bias is the heads, but fused CUDA kernels require it to be the
@@ -187,7 +187,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         return self.o(output.flatten(2)), position_bias, weights
 
 
-def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
+def _get_past_length(cache: Any, layer: int) -> int | torch.Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)

@@ -25,12 +25,12 @@ with guarded_imports():
 __all__ = [
     "eager_attention_forward",
     "get_attention_function",
+    "limit_masks_to_padding",
     "sdpa_attention_forward",
-    "with_padding_mask_only",
 ]
 
 
-def with_padding_mask_only(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     """Wrap a mask function so that masks only cover padding in models with a pattern or a kernel.
 
     In all other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. The
@@ -138,5 +138,5 @@ for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 check_mask_functions(eager_mask, sdpa_mask)
 # Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, with_padding_mask_only(eager_mask))
-AttentionMaskInterface.register(SDPA, with_padding_mask_only(sdpa_mask))
+AttentionMaskInterface.register(EAGER, limit_masks_to_padding(eager_mask))
+AttentionMaskInterface.register(SDPA, limit_masks_to_padding(sdpa_mask))

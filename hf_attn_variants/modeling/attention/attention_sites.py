@@ -15,7 +15,7 @@ from ..mechanisms.patterns.pattern_table import get_pattern_class
 from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
-__all__ = ["AttentionSite", "Projections", "get_sites_root", "named_attentions"]
+__all__ = ["AttentionSite", "Projections", "get_root_of_attention_paths", "named_attention_modules"]
 
 
 class Projections(TypedDict):
@@ -85,11 +85,14 @@ class AttentionSite:
     def get_heads(self, config: Any, path: str) -> AttentionHeads:
         """Return the head counts, the rank and the talking-heads settings of the attention module at a path."""
         layer = self.get_layer_index(config, path)
-        query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
+        query, key = config.query_heads(self.kv_heads_field), config.get_layer_value(self.kv_heads_field, layer)
         talking = config.get_talking_heads(self.place_prefix, layer)
         value = talking.output if key == query else key
-        rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
-        sizes = (config.attention_head_dim(self.kv_heads_field), config.attention_value_dim(self.kv_heads_field))
+        rank = None if self.rank_field is None else config.get_layer_value(self.rank_field, layer)
+        sizes = (
+            config.get_attention_head_dim(self.kv_heads_field),
+            config.get_attention_value_dim(self.kv_heads_field),
+        )
         counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
@@ -122,7 +125,7 @@ class AttentionSite:
 
         See `get_key_range` for the arguments.
         """
-        head_dim = config.attention_head_dim(self.kv_heads_field)
+        head_dim = config.get_attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
         return create_kernel(config, self.place_prefix, head_dim, path, is_causal, self.get_layer_index(config, path))
 
@@ -148,7 +151,7 @@ class AttentionSite:
         return getattr(base_model.get_submodule(owner), name, None)
 
 
-def get_sites_root(model: PreTrainedModel) -> nn.Module:
+def get_root_of_attention_paths(model: PreTrainedModel) -> nn.Module:
     """Return the base model, to which the paths of attention modules are relative.
 
     If the model is only an encoder or a decoder, return a new module that contains it under its `stack_name`.
@@ -161,14 +164,14 @@ def get_sites_root(model: PreTrainedModel) -> nn.Module:
     return root
 
 
-def named_attentions(
+def named_attention_modules(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Yield the declaration, the path inside the base model, and the module itself for each attention module.
 
     The model can be a variant or a Transformers model.
     """
-    for path, module in get_sites_root(model).named_modules():
+    for path, module in get_root_of_attention_paths(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module

@@ -26,7 +26,7 @@ from ..ops.variant_attention import VariantAttention, is_exporting, should_retur
 from ..transformers_internals import MethodArguments, check_caches, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
 from .attention_interface import get_attention_function
-from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated, store_num_beams
+from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated_rows, store_num_beams
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -42,9 +42,9 @@ __all__ = [
     "get_shared_latent",
     "has_cached_latent",
     "is_plain_linear",
-    "is_short_latent",
-    "multiply_by_head",
+    "multiply_per_head",
     "should_absorb_projections",
+    "should_store_expanded_latent",
 ]
 
 # The attribute of a cache layer that stores the keys and values of a short latent: {layer: (c, K, V, version of c)}.
@@ -124,7 +124,7 @@ class CrossLatentMixin(_Stack):
         latent = made = makes_latent(rows)
         if rows is not encoder_outputs:
             made = repeat_for_beams(latent, len(encoder_outputs))
-            mark_repeated(made, latent)
+            mark_repeated_rows(made, latent)
         return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
 
 
@@ -159,7 +159,7 @@ def attend_to_latent(
         latent, layer = repeat_for_beams(latent, len(query)), None
     # Inference-mode tensors have no version counter that detects in-place changes.
     can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
-    if can_store and is_short_latent(latent):
+    if can_store and should_store_expanded_latent(latent):
         key, value = _get_expanded_latent(module, latent, linears, layer)
     elif module.is_own and should_absorb_projections(module, query, latent, linears, options):
         return _attend_in_absorbed_form(module, query, latent, mask, linears, **options)
@@ -168,7 +168,7 @@ def attend_to_latent(
     return attend(module, query, key, value, mask, **options)
 
 
-def is_short_latent(latent: torch.Tensor) -> bool:
+def should_store_expanded_latent(latent: torch.Tensor) -> bool:
     """Return True if the keys and values of a latent [b, 1, m, r] are no larger than their projection weights.
 
     In this case, reading the weights in every step is more expensive than storing the keys and values.
@@ -308,7 +308,7 @@ def count_latent_flops(
         for linear in (key, value)
     )
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
-    is_stored = is_latent_cached and is_short_latent(latent)
+    is_stored = is_latent_cached and should_store_expanded_latent(latent)
     if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
@@ -335,7 +335,7 @@ def _attend_in_absorbed_form(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     (key_linear, value_linear), value_dim = linears, module.heads.value_dim
-    query = multiply_by_head(query, key_linear.weight, query.shape[-1])
+    query = multiply_per_head(query, key_linear.weight, query.shape[-1])
     if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # distributed training (DDP) waits for a gradient of every parameter.
@@ -344,7 +344,7 @@ def _attend_in_absorbed_form(
     sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = multiply_by_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
+    output = multiply_per_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
@@ -371,7 +371,7 @@ def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tens
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def multiply_by_head(
+def multiply_per_head(
     states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
 ) -> torch.Tensor:
     """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].

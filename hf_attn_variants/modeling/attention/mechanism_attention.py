@@ -146,7 +146,7 @@ def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def eager_with_mechanisms(
+def eager_attention_with_mechanisms(
     module: VariantAttention,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -169,12 +169,12 @@ def eager_with_mechanisms(
             key_range, query, key, attention_mask, position_bias, is_global
         )
     options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
+    options |= _get_head_projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
-def sdpa_with_mechanisms(
+def sdpa_attention_with_mechanisms(
     module: VariantAttention,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -207,10 +207,10 @@ def sdpa_with_mechanisms(
         options = get_call_options(module, query, None, scaling, dropout, False)
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
-            attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
+            attend = partial(attention_with_weights, **options, **_get_head_projections(module), score=module.score)
         return attend_in_blocks(attend, key_range, (query, key, value), attention_mask, position_bias), None
-    if with_weights or (talking_heads and not in_blocks and _needs_weights(module, query, attention_mask)):
-        output, weights = eager_with_mechanisms(
+    if with_weights or (talking_heads and not in_blocks and _needs_explicit_weights(module, query, attention_mask)):
+        output, weights = eager_attention_with_mechanisms(
             module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
         )
         return output, weights if returns_weights else None
@@ -220,7 +220,7 @@ def sdpa_with_mechanisms(
         )
     options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
-        options |= _projections(module)
+        options |= _get_head_projections(module)
         if not in_blocks:
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
         options |= {"is_causal": False, "position_bias": position_bias}  # causality is part of the key range
@@ -231,12 +231,12 @@ def sdpa_with_mechanisms(
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
-def _projections(module: VariantAttention) -> dict[str, Any]:
+def _get_head_projections(module: VariantAttention) -> dict[str, Any]:
     """Return a dictionary with the talking-heads projections of a module."""
     return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 
 
-def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _needs_explicit_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return True if talking-heads attention must be computed with explicit weights."""
     # For a single query, the weights are small and faster to compute. The custom operator must not be in exported
     # graphs, and it computes no gradient for masks.
@@ -247,8 +247,8 @@ def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Te
 
 # Padded rows are rolled before keys are compressed.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "eager": roll_padded_rows(compress_keys_and_values(eager_with_mechanisms)),
-    "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_with_mechanisms)),
+    "eager": roll_padded_rows(compress_keys_and_values(eager_attention_with_mechanisms)),
+    "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_attention_with_mechanisms)),
 }
 
 

@@ -1,7 +1,7 @@
 """Cross-attention in which all beams of a sentence share one row of keys and values.
 
 encoder outputs    [b, m, D]        one row per sentence
-expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated` marks the result
+expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated_rows` marks the result
 attention          [b, m, D]        `get_sentence_rows` returns the rows before the repetition
 cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when beams are reordered
 """
@@ -15,7 +15,7 @@ from torch import nn
 from ..mechanisms.talking_heads import has_talking_heads
 from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import check_caches, check_called, check_method, guarded_imports
+from ..transformers_internals import check_caches, check_method, check_method_calls, guarded_imports
 from ..variant_names import EAGER, SDPA
 
 with guarded_imports():
@@ -27,12 +27,12 @@ __all__ = [
     "SharedEncoderOutputsMixin",
     "SharedRows",
     "SharedStaticLayer",
-    "expand_and_mark",
+    "expand_and_mark_encoder_outputs",
     "get_empty_layer",
     "get_sentence_rows",
     "has_hooks",
-    "mark_repeated",
-    "share_rows",
+    "mark_repeated_rows",
+    "share_rows_between_beams",
     "store_num_beams",
 ]
 
@@ -56,7 +56,11 @@ class SharedRows:
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the rows for beam search. Nothing changes if beams only move within their sentences."""
         rows = self._rows()
-        stays = self.beams > 1 and len(beam_idx) == rows * self.beams and _stay_with_sentence(beam_idx, self.beams)
+        stays = (
+            self.beams > 1
+            and len(beam_idx) == rows * self.beams
+            and _reorders_only_within_sentences(beam_idx, self.beams)
+        )
         if rows and not stays:
             self._select_rows(beam_idx)
 
@@ -87,7 +91,7 @@ class SharedRows:
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
-def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
+def _reorders_only_within_sentences(beam_idx: torch.Tensor, beams: int) -> bool:
     rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
     return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
@@ -109,7 +113,7 @@ class SharedStaticLayer(SharedRows, StaticLayer):
 _SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: SharedStaticLayer}
 
 
-def share_rows(cache: Any, index: int, beams: int) -> bool:
+def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
     """Make an empty cache layer store one row per sentence. Return False if this is not possible, as with windows.
 
     Args:
@@ -145,7 +149,7 @@ def get_empty_layer(cross: Any, index: int) -> Any:
     return layers[index]
 
 
-def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
+def mark_repeated_rows(repeated: torch.Tensor, states: torch.Tensor) -> None:
     """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
     To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
@@ -158,7 +162,7 @@ def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module
     """Return encoder outputs with one row per sentence if they are marked, and otherwise return them unchanged.
 
     Args:
-        encoder_outputs: encoder outputs [b B, m, D], or their latent. `mark_repeated` may have marked them.
+        encoder_outputs: encoder outputs [b B, m, D], or their latent. `mark_repeated_rows` may have marked them.
         linears: the linear layers that are applied to them. If one of them has hooks, nothing is changed, because
             hooks may expect one row per beam. For example, PEFT can select an adapter per row (`adapter_names`).
     """
@@ -189,7 +193,7 @@ def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_output
     if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(index):
         beams = count_beams_in_cache(states, encoder_outputs)
         if beams > 1:
-            share_rows(cache, index, beams)
+            share_rows_between_beams(cache, index, beams)
 
 
 # At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
@@ -201,7 +205,7 @@ else:
     _Generation = object
 
 
-def expand_and_mark(
+def expand_and_mark_encoder_outputs(
     expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs whose rows are repeated.
@@ -221,7 +225,7 @@ def expand_and_mark(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
     if shares and expand_size > 1 and outputs is not None and len(kwargs["encoder_outputs"][0]) > len(outputs[0]):
-        mark_repeated(kwargs["encoder_outputs"][0], outputs[0])
+        mark_repeated_rows(kwargs["encoder_outputs"][0], outputs[0])
     return input_ids, kwargs
 
 
@@ -233,8 +237,8 @@ class SharedEncoderOutputsMixin(_Generation):
         check_method(
             GenerationMixin, "_expand_inputs_for_generation", ("expand_size", "is_encoder_decoder", "input_ids")
         )
-        check_called(GenerationMixin, "generate", "_expand_inputs_for_generation")
-        check_called(GenerationMixin, "_beam_search", "_reorder_cache")
+        check_method_calls(GenerationMixin, "generate", "_expand_inputs_for_generation")
+        check_method_calls(GenerationMixin, "_beam_search", "_reorder_cache")
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
@@ -245,7 +249,7 @@ class SharedEncoderOutputsMixin(_Generation):
         folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
         parent: Any = super()
         expand = parent._expand_inputs_for_generation
-        return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
         # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..fields.composition import check_implementation, used_mechanisms
+from ..fields.composition import check_implementation, get_used_mechanisms
 from ..fields.mechanism_fields import has_kernel
 from ..fields.saving_and_loading import find_added_talking_heads, warn_about_replaced_positions
 from ..fields.variant_config import supports_decoder_cache
@@ -34,7 +34,7 @@ from ..transformers_internals import (
 from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
-from .attention_sites import AttentionSite, get_sites_root, named_attentions
+from .attention_sites import AttentionSite, get_root_of_attention_paths, named_attention_modules
 from .decoder_caches import limit_cache_to_window
 
 __all__ = [
@@ -111,13 +111,13 @@ class AttnVariantModelMixin(_Model):
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _change_class(module, self.variant_classes[type(module)], self.config)
-        used = used_mechanisms(self.config)
-        for site, path, module in list(self.named_attentions()):
+        used = get_used_mechanisms(self.config)
+        for site, path, module in list(self.named_attention_modules()):
             _install_variant(site, path, module, self, used)
-        _check_installed(self)
+        _check_all_variants_installed(self)
         # `from_pretrained` logs a single line about the initialization of these keys instead of reporting them as
         # missing.
-        new = list(_added_keys(self, _added_heads.get()))
+        new = list(_yield_added_key_patterns(self, _added_heads.get()))
         # Random vectors that are not in the checkpoint are drawn again with the seed in the configuration.
         drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
@@ -143,7 +143,7 @@ class AttnVariantModelMixin(_Model):
         result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(get_cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
-            for site, _, module in self.named_attentions():
+            for site, _, module in self.named_attention_modules():
                 attention: Any = module.get_submodule(site.core)
                 if site.get_stack_name(self.config) == "decoder" and not site.is_cross_attention:
                     if attention.key_range is not None:
@@ -162,9 +162,9 @@ class AttnVariantModelMixin(_Model):
         """Return how many times a forward pass runs the module at a path inside the base model."""
         return 1
 
-    def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    def named_attention_modules(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
         """Yield the declaration, the path inside the base model, and the module itself for each attention module."""
-        return named_attentions(self, self.attention_sites)
+        return named_attention_modules(self, self.attention_sites)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -240,9 +240,9 @@ class AttnVariantModelMixin(_Model):
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
-def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
+def _yield_added_key_patterns(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
     """Yield a regular expression for the new parameters of each module to which loading adds talking heads."""
-    for site, path, _ in model.named_attentions() if added else ():
+    for site, path, _ in model.named_attention_modules() if added else ():
         if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
@@ -271,7 +271,7 @@ def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
-def _check_installed(model: PreTrainedModel) -> None:
+def _check_all_variants_installed(model: PreTrainedModel) -> None:
     """Check that all attention modules from this package are at declared paths.
 
     Raises:
@@ -301,14 +301,14 @@ def _install_variant(
     heads, width = site.get_heads(model.config, path), key_linear.in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
-        _resize(module, site.key, rank, heads.key * heads.head_dim),
-        _resize(module, site.value, rank, heads.value * heads.value_dim),
-        _resize(module, site.output, in_features=heads.output * heads.value_dim),
+        _resize_linear_layer(module, site.key, rank, heads.key * heads.head_dim),
+        _resize_linear_layer(module, site.value, rank, heads.value * heads.value_dim),
+        _resize_linear_layer(module, site.output, in_features=heads.output * heads.value_dim),
     ]
     if any(resized):
         # In T5, the projections are initialized by the attention module that contains them.
         vars(module)["_is_hf_initialized"] = False
-    root = get_sites_root(model)
+    root = get_root_of_attention_paths(model)
     if rank < width and site.get_latent_projection(root, path) is None:  # shared by all layers
         add_latent_projection(root, site.get_latent_path(path), width, rank)
     core.install_variant(model.config, heads, query_linear.in_features, rank if site.shares_latent else width)
@@ -330,7 +330,9 @@ def _install_variant(
         set_padding_rule(core)
 
 
-def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:
+def _resize_linear_layer(
+    module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None
+) -> bool:
     old: Any = module.get_submodule(path)
     size = (in_features or old.in_features, out_features or old.out_features)
     if size == (old.in_features, old.out_features):

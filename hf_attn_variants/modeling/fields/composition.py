@@ -25,7 +25,7 @@ __all__ = [
     "check_combinations",
     "check_implementation",
     "check_included",
-    "used_mechanisms",
+    "get_used_mechanisms",
 ]
 
 # The field that selects each mechanism, without the prefix of a place.
@@ -42,7 +42,7 @@ MECHANISMS = {
 IDLE = (None, NONE, "absolute")
 
 
-def used_mechanisms(config: Any) -> frozenset[str]:
+def get_used_mechanisms(config: Any) -> frozenset[str]:
     """Return the mechanisms that a model with this configuration uses.
 
     Grouped heads are not included in the result, because all repositories support them.
@@ -51,8 +51,8 @@ def used_mechanisms(config: Any) -> frozenset[str]:
 
     ```py
     >>> from hf_attn_variants import AttnVariantBertConfig
-    >>> from hf_attn_variants.modeling.fields.composition import used_mechanisms
-    >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
+    >>> from hf_attn_variants.modeling.fields.composition import get_used_mechanisms
+    >>> get_used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
     frozenset({'patterns'})
     ```
     """
@@ -160,11 +160,11 @@ def check_implementation(config: Any, implementation: Any) -> None:
             f'value_head_dim={config.value_head_dim}, got "{implementation}". Its kernels require value '
             "heads and key heads of the same size."
         )
-    if used_mechanisms(config):
-        _check_not_ignored(config, implementation)
+    if get_used_mechanisms(config):
+        _check_no_mechanism_is_ignored(config, implementation)
 
 
-def _check_not_ignored(config: Any, implementation: Any) -> None:
+def _check_no_mechanism_is_ignored(config: Any, implementation: Any) -> None:
     for mechanism in IGNORED_BY_OTHERS:
         for prefix in PREFIXES:
             if (requested := mechanism.requested_in(config, prefix)) is not None:

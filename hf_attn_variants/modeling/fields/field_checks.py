@@ -38,8 +38,8 @@ OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "i
 def _find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     if (bare := remove_place_prefix(name)) in known:
         return bare
-    spelled = {spelling: candidate for candidate in known for spelling in (_sorted_words(candidate), candidate)}
-    for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
+    spelled = {spelling: candidate for candidate in known for spelling in (_sort_words(candidate), candidate)}
+    for spelling in (name, _sort_words(name), bare, _sort_words(bare)):
         if matches := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
             return spelled[matches[0]]
     return None
@@ -58,7 +58,7 @@ def remove_place_prefix(name: str) -> str:
     return re.sub("^((encoder|decoder|cross)_)+", "", name)
 
 
-def _sorted_words(name: str) -> str:
+def _sort_words(name: str) -> str:
     words = "_".join(OTHER_WORDS.get(word, word) for word in name.split("_")).split("_")
     return "_".join(sorted(words))
 

@@ -62,11 +62,11 @@ class Field(NamedTuple):
         """The names of the field and of its per-place fields."""
         return tuple(prefix + self.name for prefix in self.prefixes)
 
-    def default_of(self, prefix: str = "") -> Any:
+    def get_default(self, prefix: str = "") -> Any:
         """Return the default value of the field with a prefix."""
         return None if prefix and self.inherits else self.default
 
-    def choices_of(self, prefix: str = "") -> tuple[str, ...]:
+    def get_choices(self, prefix: str = "") -> tuple[str, ...]:
         """Return the allowed values of the field with a prefix, or () if all values of its type are allowed.
 
         A per-place field that can inherit its value has the additional choice "none", because None selects the
@@ -159,7 +159,7 @@ def check_choice(name: str, value: Any) -> None:
         ValueError: if the value is not one of the choices.
     """
     prefix, row = get_field_row(name)
-    known = (*row.choices_of(prefix), *row.default_names)
+    known = (*row.get_choices(prefix), *row.default_names)
     for choice in value if row.kind is list and isinstance(value, list | tuple) else (value,):
         if row.choices and choice is not None and choice not in known:
             raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {choice!r}.")
@@ -176,7 +176,7 @@ def variant_field(name: str) -> Any:
         facts["query_heads"] = row.query_heads
     if prefix and row.inherits:
         facts["inherits"] = True
-    return dataclass_field(default=row.default_of(prefix), metadata={"variant": True, **facts})
+    return dataclass_field(default=row.get_default(prefix), metadata={"variant": True, **facts})
 
 
 class Place(NamedTuple):

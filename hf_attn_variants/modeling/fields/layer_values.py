@@ -11,12 +11,12 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
 from .field_checks import validate_kv_heads, validate_rank
 from .field_table import FIELDS, check_choice, get_field_row
-from .mechanism_fields import validate_pattern_size, validate_talking_heads_value
+from .mechanism_fields import validate_pattern_value, validate_talking_heads_value
 
 __all__ = [
     "LayerValue",
     "drop_replaced_layer_values",
-    "get_value_or_list",
+    "get_value_or_layer_values",
     "merge_per_layer_config",
     "validate_layer_values",
 ]
@@ -56,7 +56,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         whole, of_all = _summarize_layers(name, checked), getattr(config, name)
         of_all = list(of_all) if isinstance(of_all, tuple) else of_all
         prefix, row = get_field_row(name)
-        unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
+        unsaid = (None, whole, list(row.default) if row.kind is list else row.get_default(prefix))
         if of_all not in unsaid:
             raise ValueError(
                 f"`{name}` and its `per_layer_values` must not both be set, got {of_all} and {checked}. Remove one."
@@ -101,7 +101,7 @@ def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, A
     return {**others, "per_layer_values": by_layer or None}
 
 
-def get_value_or_list(values: Mapping[str, Any], name: str) -> Any:
+def get_value_or_layer_values(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a field, or the list of its values if they differ between layers."""
     of_layers = (values.get("per_layer_values") or {}).get(name)
     if not isinstance(of_layers, list | tuple) or not of_layers:
@@ -138,7 +138,7 @@ def _validate_value(config: Any, name: str, value: Any) -> LayerValue:
     if name in config.rank_fields():
         return validate_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
-        return validate_pattern_size(name, value)
+        return validate_pattern_value(name, value)
     if name not in config.kv_heads_fields():
         return value
     return validate_kv_heads(name, value, config.query_heads(name))

@@ -42,7 +42,7 @@ __all__ = [
     "check_talking_heads",
     "has_kernel",
     "needs_only_padding_mask",
-    "validate_pattern_size",
+    "validate_pattern_value",
     "validate_talking_heads_value",
 ]
 
@@ -152,7 +152,7 @@ def check_patterns(config: Any) -> None:
     """
     for prefix in get_pattern_prefixes(config):
         for name in PATTERN_SIZES:
-            validate_pattern_size(prefix + name, getattr(config, prefix + name))
+            validate_pattern_value(prefix + name, getattr(config, prefix + name))
         if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
             continue
         for name in get_pattern_class(pattern).needed:
@@ -169,7 +169,7 @@ def check_patterns(config: Any) -> None:
         get_pattern_class(pattern).check(config, prefix)
 
 
-def validate_pattern_size(field: str, value: Any) -> Any:
+def validate_pattern_value(field: str, value: Any) -> Any:
     """Check the value of a pattern field and return it.
 
     Raises:
@@ -219,7 +219,7 @@ def check_talking_heads(config: Any) -> None:
         for name in (prefix + field for field in TALKING_FIELDS[1:]):
             if (value := getattr(config, name)) is not None:
                 setattr(config, name, validate_talking_heads_value(config, name, value))
-        _check_kind_is_given(config, prefix)
+        _check_kind_is_set(config, prefix)
         group = get_settings_prefix(config, prefix)
         if prefix == "encoder_" and not group and get_per_layer_fields(config, ("",)):
             raise ValueError(
@@ -228,14 +228,14 @@ def check_talking_heads(config: Any) -> None:
             )
         for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
             if TalkingHeadsSettings.from_config(config, prefix, layer).kind is not None:
-                _check_layer(config, prefix, group, layer)
+                _check_talking_heads_in_layer(config, prefix, group, layer)
     if not get_per_layer_fields(config, ("",)):
         talking = TalkingHeadsSettings.from_config(config, "", 0)
         counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2
         config.num_softmax_heads, config.num_value_heads = counts
 
 
-def _check_kind_is_given(config: Any, prefix: str) -> None:
+def _check_kind_is_set(config: Any, prefix: str) -> None:
     """Check that `talking_heads` is set at a place if other talking-heads fields are set there."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
@@ -249,7 +249,7 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
             )
 
 
-def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
+def _check_talking_heads_in_layer(config: Any, prefix: str, group: str, layer: int) -> None:
     talking, heads = TalkingHeadsSettings.from_config(config, prefix, layer), get_query_heads(config, prefix)
     needed = {SOFTMAX: LOGITS} if talking.softmax != heads else {}
     needed |= {OUTPUT: WEIGHTS} if talking.output != talking.softmax else {}
@@ -267,4 +267,4 @@ def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
             f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
     kv_field = get_kv_heads_field(prefix)
-    check_value_groups(kv_field, config.layer_value(kv_field, layer), heads, talking.output, group)
+    check_value_groups(kv_field, config.get_layer_value(kv_field, layer), heads, talking.output, group)

@@ -20,10 +20,10 @@ from ..mechanisms.mechanism import NONE
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
 from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeadsSettings, get_talking_heads_places, supports_cache
 from ..remote_code import CONFIGURATIONS, is_package_class, write_code
-from .composition import used_mechanisms
+from .composition import get_used_mechanisms
 from .field_checks import find_closest_match, remove_place_prefix, validate_rank
 from .field_table import OPTIONAL_FIELDS, get_field_row
-from .layer_values import drop_replaced_layer_values, get_value_or_list
+from .layer_values import drop_replaced_layer_values, get_value_or_layer_values
 from .mechanism_fields import KernelFields
 
 __all__ = [
@@ -148,18 +148,18 @@ class SavedWithCode(_Saved):
         """
         names = ("auto_map", "tokenizer_class")
         attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self.own_auto_map() | drop_repository_names(self.__dict__["auto_map"])
+        self.auto_map = self.build_auto_map() | drop_repository_names(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
-            write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
+            write_code(save_directory, type(self), self.modeling_file, get_used_mechanisms(self))
         finally:
             self.__dict__.update(attributes)
         if push_to_hub:  # the Transformers method saves again and uploads all files in the folder
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
-    def own_auto_map(cls) -> dict[str, str]:
+    def build_auto_map(cls) -> dict[str, str]:
         """Return the `auto_map` of saved configurations, which maps Auto classes to classes in this code."""
         auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
         return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
@@ -270,9 +270,11 @@ def find_added_talking_heads(
         return frozenset()  # there is no configuration to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
-    _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
+    _check_no_conversion_needed(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
     if any(
-        get_value_or_list(held, name) for name in config_class.kernel_fields() if name.endswith("attention_kernel")
+        get_value_or_layer_values(held, name)
+        for name in config_class.kernel_fields()
+        if name.endswith("attention_kernel")
     ):
         _check_kernel_unchanged(config_class, source, held, wanted)
     _check_value_size_unchanged(config_class, source, held, wanted)
@@ -340,14 +342,16 @@ def _read_checkpoint_config(config_class: Any, source: Any, kwargs: dict[str, An
     return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
 
 
-def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_no_conversion_needed(
+    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Raise `ValueError` if the checkpoint must be converted to the wanted heads and ranks."""
     width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
         # If the rank is the input width, there is no latent projection.
         default = _get_query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
-        old, value = _values_by_layer(held, name, default), _values_by_layer(wanted, name, default)
+        old, value = _resolve_values_by_layer(held, name, default), _resolve_values_by_layer(wanted, name, default)
         if name not in wanted_names or value == old:
             continue
         option, field = f"--{name} {value}", f"{name}={value}"
@@ -370,14 +374,14 @@ def _check_kernel_unchanged(
 ) -> None:
     """Raise `ValueError` if a kernel's learned weights or random vectors would be dropped or resized."""
     wanted_values = {**drop_replaced_layer_values(held, wanted), **wanted}
-    old = {name: get_value_or_list(held, name) for name in config_class.kernel_fields()}
+    old = {name: get_value_or_layer_values(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
     kernels = [get_kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
     has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
     for name, value in old.items():
         is_size = name == "attention_kernel_features" and has_size
         is_learned = any(get_kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
-        if (is_size or is_learned) and (other := get_value_or_list(wanted_values, name)) != value:
+        if (is_size or is_learned) and (other := get_value_or_layer_values(wanted_values, name)) != value:
             raise ValueError(
                 f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
                 "cannot change the parameters of a kernel. Use the configuration of the checkpoint."
@@ -393,7 +397,7 @@ def _check_value_size_unchanged(
     old = config_class.from_dict(dict(held))
     new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
     fields = config_class.kv_heads_fields()
-    sizes = [[config.attention_value_dim(name) for name in fields] for config in (old, new)]
+    sizes = [[config.get_attention_value_dim(name) for name in fields] for config in (old, new)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"`value_head_dim` must be {sizes[0][0]} as in the checkpoint {str(source)!r}, got "
@@ -407,7 +411,7 @@ def _get_query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field:
     return held.get(config_class.attribute_map.get(name, name))
 
 
-def _values_by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
+def _resolve_values_by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
     by_layer = (values.get("per_layer_values") or {}).get(name)
     if by_layer is None:
         return values.get(name) or default

@@ -26,7 +26,7 @@ from ..mechanisms.talking_heads import (
 )
 from ..transformers_internals import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_combinations, check_included, used_mechanisms
+from .composition import check_combinations, check_included, get_used_mechanisms
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -197,7 +197,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             super().__post_init__(**kwargs)
         if by_layer is not None:
             self.per_layer_values = merge_per_layer_config(self, by_layer)
-        self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
+        self.auto_map = self.build_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
         # Sentence Transformers creates a configuration before it looks up the class in its table.
         register_with_sentence_transformers(type(self))
@@ -208,7 +208,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         Raises:
             ValueError: if a value is invalid. The message contains the rule, the field and the values.
         """
-        used = used_mechanisms(self)
+        used = get_used_mechanisms(self)
         check_included(used)
         for name in self.layer_fields:
             check_size(name, getattr(self, name), 0, MAX_LAYERS)
@@ -225,7 +225,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             setattr(self, name, validate_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
             setattr(self, name, validate_rank(name, getattr(self, name), self.hidden_size))
-        head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
+        head_dims = [self.get_attention_head_dim(name) for name in self.kv_heads_fields()]
         self.value_head_dim = validate_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
         if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
@@ -279,12 +279,12 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the number of layers for which a field may have different values."""
         return self.num_hidden_layers
 
-    def layer_value(self, name: str, layer: int) -> LayerValue:
+    def get_layer_value(self, name: str, layer: int) -> LayerValue:
         """Return the value of a field in one layer."""
         values = (self.per_layer_values or {}).get(name)
         return getattr(self, name) if values is None else values[layer]
 
-    def head_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
+    def head_count_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
         """Return the fields with head counts, including softmax and value heads if the model has talking heads.
 
         Args:
@@ -310,7 +310,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return getattr(self, self.query_heads_field(kv_heads_field))
 
     @classmethod
-    def check_names(cls, names: Iterable[str]) -> None:
+    def check_field_names(cls, names: Iterable[str]) -> None:
         """Check that no keyword is a misspelled variant field, because Transformers accepts any name.
 
         Raises:
@@ -336,7 +336,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Create a configuration from a dictionary, and also check the variant fields in `kwargs`."""
-        cls.check_names(kwargs.keys() - config_dict.keys())
+        cls.check_field_names(kwargs.keys() - config_dict.keys())
         if "model_type" not in config_dict:  # old checkpoints of Transformers
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
@@ -370,7 +370,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         (384, 4)
         ```
         """
-        cls.check_names(fields)
+        cls.check_field_names(fields)
         values = dict(config) if isinstance(config, dict) else config.to_dict()
         model_type = values.get("model_type")
         if model_type not in (*cls.transformers_model_types, cls.model_type):
@@ -382,15 +382,15 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             values.pop(name, None)
         return cls(**(drop_replaced_values(values, fields) | fields))
 
-    def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
+    def get_attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of a query or key head, for the key/value heads in a field."""
         if self.head_dim_field is not None:  # the total size of the heads may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
-    def attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
+    def get_attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d_v, the size of a value head, for the key/value heads in a field."""
-        return self.attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
+        return self.get_attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property
     def _attn_implementation(self) -> Any:

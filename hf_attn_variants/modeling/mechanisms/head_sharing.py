@@ -11,7 +11,14 @@ from typing import Any
 
 from .mechanism import Mechanism
 
-__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "get_head_sharing", "get_kv_heads_field"]
+__all__ = [
+    "GroupedQuery",
+    "HeadSharing",
+    "MultiQuery",
+    "get_consecutive_groups",
+    "get_head_sharing",
+    "get_kv_heads_field",
+]
 
 
 class HeadSharing(Mechanism):
@@ -32,7 +39,7 @@ class HeadSharing(Mechanism):
         field = get_kv_heads_field(prefix)
         if not hasattr(config, field):
             return None
-        counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
+        counts = {config.get_layer_value(field, layer) for layer in range(config.layer_count(field))}
         counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
         sharing = get_head_sharing(counts, config.query_heads(field))
         return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
@@ -66,7 +73,7 @@ def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
     return MultiQuery if max(counts) == 1 else GroupedQuery
 
 
-def consecutive_groups(heads: int, count: int) -> list[list[int]]:
+def get_consecutive_groups(heads: int, count: int) -> list[list[int]]:
     """Return the query heads in each of `count` groups. Group i contains heads g*i to g*i + g - 1."""
     size = heads // count
     return [list(range(size * i, size * (i + 1))) for i in range(count)]

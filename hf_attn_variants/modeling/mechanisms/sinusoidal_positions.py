@@ -170,12 +170,15 @@ class SinusoidalInputsMixin(_Stack):
             return super().forward(*args, **kwargs)
         states = self.embed_tokens(ids) if embedded is None else embedded
         past = 0 if cache is None or not self.is_decoder else cache.get_seq_length()
-        added = compute_sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
+        added = (
+            compute_sinusoids(_compute_positions(states, mask, past), states.shape[-1])
+            * self.config.initializer_factor
+        )
         embedded = states + added.to(states.dtype)
         return super().forward(**self.input_arguments.to_keywords(args, kwargs, ids=None, embedded=embedded))
 
 
-def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
+def _compute_positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
     """Return the positions [b or 1, n] of inputs [b, n, D]. The mask [b, past + n] is zero for padding."""
     length = states.shape[1]
     if mask is not None and mask.dim() == 2:

@@ -103,7 +103,7 @@ class TalkingHeadsSettings(Mechanism):
             layer: the index of the layer in the encoder or decoder.
         """
         heads, group = get_query_heads(config, prefix), get_settings_prefix(config, prefix)
-        kind, softmax, output, init, dynamic = (config.layer_value(group + name, layer) for name in TALKING_FIELDS)
+        kind, softmax, output, init, dynamic = (config.get_layer_value(group + name, layer) for name in TALKING_FIELDS)
         if kind in (None, NONE):
             return cls(None, heads, heads)
         softmax = softmax or heads

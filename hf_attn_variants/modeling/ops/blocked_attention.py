@@ -95,7 +95,7 @@ MOST_PARTS = 8
 
 
 @dataclass
-class _Block:
+class _QueryBlock:
     """A block of query rows from some sequences, with the slices of keys that these rows attend to."""
 
     number: int
@@ -105,7 +105,7 @@ class _Block:
     size: int  # B
 
     def __post_init__(self) -> None:
-        self.length, self.key_length = _count(self.rows), sum(map(_count, self.spans))  # r, m
+        self.length, self.key_length = _get_span_length(self.rows), sum(map(_get_span_length, self.spans))  # r, m
 
     def read(self, states: Tensor, axis: int) -> Tensor:
         """Return the part of a tensor that belongs to the block's keys, which are on axis 2 or 3."""
@@ -113,7 +113,7 @@ class _Block:
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-class _Call:
+class _BlockedCall:
     """An attention call, with a method for each step in the computation of a block.
 
     Args:
@@ -129,7 +129,7 @@ class _Call:
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
         # The queries of a single sequence are split into parts, so that each thread has one part.
-        self.parts = _number_of_parts(operands, threads)
+        self.parts = _choose_num_parts(operands, threads)
         if self.parts > 1:
             query = self.split(query)
             mask, bias = (None if tensor is None else self.split(tensor) for tensor in (mask, bias))
@@ -177,7 +177,7 @@ class _Call:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
 
-    def blocks(self) -> Iterator[_Block]:
+    def blocks(self) -> Iterator[_QueryBlock]:
         """Yield the blocks of the call. Their order is the same in both passes."""
         batches, _, length, _ = self.query.shape
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
@@ -187,15 +187,15 @@ class _Call:
         rows = length if length <= fitting else next((rows for rows in BLOCK_ROWS if rows <= most), BLOCK_ROWS[-1])
         size = min(batches, max(1, fitting // length) * self.threads)
         if self.windows is not None:
-            size = min(batches, max(1, elements // self.windows.most_elements) * self.threads)
+            size = min(batches, max(1, elements // self.windows.max_elements_per_block) * self.threads)
         number = 0
         for batch in range(0, batches, size):
             stop = min(batch + size, batches)
-            for queries, spans in self.rows_and_spans(rows):
-                yield _Block(number, slice(batch, stop), queries, spans, stop - batch)
+            for queries, spans in self.yield_rows_and_spans(rows):
+                yield _QueryBlock(number, slice(batch, stop), queries, spans, stop - batch)
                 number += 1
 
-    def rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+    def yield_rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         """Yield the query rows and the key slices of each block."""
         length, key_length = self.query.shape[2], self.key.shape[2]
         if self.windows is not None:
@@ -205,20 +205,20 @@ class _Call:
             end = min(row + rows, length)
             yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
-    def queries(self, block: _Block) -> Tensor:
+    def queries(self, block: _QueryBlock) -> Tensor:
         """Return the queries [B * k, g * r, d], with the heads in a group stacked as rows."""
         query = stack_groups(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
-    def keys(self, block: _Block) -> Tensor:
+    def keys(self, block: _QueryBlock) -> Tensor:
         """Return the keys [B * k, m, d]."""
         return self.gather_states("keys", self.key, block)
 
-    def values(self, block: _Block) -> Tensor:
+    def values(self, block: _QueryBlock) -> Tensor:
         """Return the values [B * k, m, d_v]."""
         return self.gather_states("values", self.value, block)
 
-    def gather_states(self, name: str, states: Tensor, block: _Block) -> Tensor:
+    def gather_states(self, name: str, states: Tensor, block: _QueryBlock) -> Tensor:
         """Return the part [B * k, m, x] of keys or values [b, k, all keys, x] that a block reads.
 
         If there are several slices, they are joined in a buffer.
@@ -229,7 +229,7 @@ class _Call:
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
-    def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
+    def buffer(self, name: str, heads: int, block: _QueryBlock) -> Tensor:
         """Return an uninitialized buffer [B, heads, r * m]."""
         return self.allocate(name, block.size, heads, block.length * block.key_length)
 
@@ -243,17 +243,17 @@ class _Call:
             self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
         return self.buffers[name][:size].view(shape)
 
-    def scores(self, queries: Tensor, block: _Block) -> Tensor:
+    def scores(self, queries: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dot products [B, h_k, r * m] in the buffer "scores"."""
         return _multiply(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
 
-    def softmax(self, scores: Tensor, block: _Block) -> Tensor:
+    def softmax(self, scores: Tensor, block: _QueryBlock) -> Tensor:
         """Return the softmax weights [B, h, r, m] for scores [B, h_k, r * m], computed in at least float32."""
         if self.mix_in is None and self.mix_out is None:
             logits = scores  # the scores are not needed again
         else:
             logits = self.buffer("softmax", self.heads, block)
-            logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
+            logits = logits.copy_(scores) if self.mix_in is None else _mix_heads_into(self.mix_in.t(), scores, logits)
         logits = logits.view(block.size, self.heads, -1, block.key_length)
         allowed, added = self.masks(block)
         for term in added:
@@ -272,7 +272,7 @@ class _Call:
                 weights *= has_keys
         return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
-    def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
+    def masks(self, block: _QueryBlock) -> tuple[Tensor | None, list[Tensor]]:
         """Return a mask broadcastable to [B, h, r, m] (None for all keys), and the terms to add to the logits."""
         added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
@@ -289,14 +289,14 @@ class _Call:
             return allowed & near, [*added, outside]
         return allowed, added
 
-    def mix_weights(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
+    def mix_weights(self, softmax: Tensor, name: str, block: _QueryBlock) -> Tensor:
         """Apply P_w to softmax weights [B, h, r, m], and return the value weights [B, h_v, r * m] before dropout."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
-        return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
+        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
 
-    def draw_dropout_mask(self, weights: Tensor, block: _Block) -> Tensor:
+    def draw_dropout_mask(self, weights: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dropout mask of a block. It depends only on the seed and the block number."""
         self.generator.manual_seed(self.first_seed + block.number)
         # Each random integer provides four 16-bit integers. On a CPU, this is ten times as fast as `bernoulli_`.
@@ -304,7 +304,7 @@ class _Call:
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
-    def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
+    def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _QueryBlock) -> None:
         """Add a block's gradient of the position bias. With windows, `finish_gradients` adds the last part."""
         if self.windows is None:
             add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
@@ -328,7 +328,7 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     if operands.is_empty:
         return output.zero_(), query.new_ones(1, dtype=torch.float32)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    call = _Call(operands, threads)
+    call = _BlockedCall(operands, threads)
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
@@ -353,7 +353,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if needs_bias_gradient else None
-    call = _Call(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
+    call = _BlockedCall(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
     # Sums over blocks are computed in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -384,7 +384,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         d_softmax = d_weights
         if call.mix_out is not None:
             d_weights_proj += (softmax.to(query.dtype).flatten(2) @ d_weights.transpose(1, 2)).sum(0)
-            d_softmax = _mix(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
+            d_softmax = _mix_heads_into(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if needs_bias_gradient:
@@ -392,7 +392,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
-            d_scores = _mix(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; overwrites the scores
+            d_scores = _mix_heads_into(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; overwrites the scores
         _add_product(d_key[block.batch], block, d_scores, queries)
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
@@ -405,7 +405,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
-def _number_of_parts(operands: Operands, threads: int) -> int:
+def _choose_num_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
     # Splitting is not necessary for causal blocks, which only read the keys up to their last row, or for windows,
     # which have few keys.
@@ -431,16 +431,16 @@ def _multiply(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
+def _mix_heads_into(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
     """Multiply [j, i] by [B, i, r * m] and write the result to `out` [B, j, r * m]."""
     return torch.bmm(matrix.expand(heads.shape[0], -1, -1), heads, out=out)
 
 
-def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) -> None:
+def _add_product(total: Tensor, block: _QueryBlock, weights: Tensor, states: Tensor) -> None:
     """Add the product of transposed weights [B, h, r * m] and states [B * k, g * r, x] to the total [B, k, m, x]."""
     weights, at = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
     for span in block.spans:
-        part, count = total[:, :, span].flatten(0, 1), _count(span)  # a view
+        part, count = total[:, :, span].flatten(0, 1), _get_span_length(span)  # a view
         of_span = weights[:, at : at + count]
         if part.dtype == states.dtype and part.is_contiguous():  # otherwise, torch would copy each matrix
             part.baddbmm_(of_span, states)
@@ -449,7 +449,7 @@ def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) 
         at += count
 
 
-def _count(span: slice) -> int:
+def _get_span_length(span: slice) -> int:
     return len(range(span.start, span.stop, span.step or 1))
 
 

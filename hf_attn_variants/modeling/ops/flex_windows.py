@@ -32,7 +32,7 @@ from .backend_choice import (
 from .key_ranges import KeyRange
 from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["Kind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
+__all__ = ["FlexCallKind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
 
 DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ SMALL_WINDOW = 140
 MOST_KERNELS = 64
 
 
-class Kind(NamedTuple):
+class FlexCallKind(NamedTuple):
     """The properties of a call for which a separate kernel is compiled."""
 
     device: torch.device
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     with_backward: bool
 
 
-_flex_trial_results: dict[Kind, bool] = {}
+_flex_trial_results: dict[FlexCallKind, bool] = {}
 
 
 def attention_in_windows(
@@ -122,7 +122,7 @@ def _get_call_kind(
     bias: Tensor | None,
     key_range: KeyRange,
     scaling: float,
-) -> Kind | None:
+) -> FlexCallKind | None:
     """Return the kind of a call, or None if FlexAttention does not support the call."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
@@ -136,7 +136,7 @@ def _get_call_kind(
     if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
         return None
     trains = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (query, key, value, bias)]
-    return Kind(
+    return FlexCallKind(
         device=query.device,
         dtype=query.dtype,
         heads=(query.shape[1], key.shape[1]),
@@ -303,20 +303,20 @@ def find_attended_blocks(
     return some, whole
 
 
-def _describe_fallback(kind: Kind) -> str:
+def _describe_fallback(kind: FlexCallKind) -> str:
     return (
         f"Slower blocks in plain torch compute sliding-window attention on {kind.device} in {kind.dtype} with "
         f"{kind.heads[0]} heads. The results are exact. Reason"
     )
 
 
-def describe_flex_disagreement(kind: Kind) -> str | None:
+def describe_flex_disagreement(kind: FlexCallKind) -> str | None:
     """Return the reason if FlexAttention and the blocked backend disagree in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}
         for batch, length, global_tokens in SMALL_CALLS:
-            states = _random_window_call(kind, batch, length)
+            states = _create_random_window_call(kind, batch, length)
             # Gradient-checkpointing hooks around this call must not see the tensors in the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 actual, expected = (_run_small_call(kind, states, global_tokens, by_flex) for by_flex in (True, False))
@@ -327,7 +327,7 @@ def describe_flex_disagreement(kind: Kind) -> str | None:
     return describe_disagreement("FlexAttention", errors, get_tolerance(kind.dtype))
 
 
-def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
+def _create_random_window_call(kind: FlexCallKind, batch: int, length: int) -> dict[str, Tensor]:
     """Return the tensors for a small call, in which each row has a third of a text more padding than the last row."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -350,7 +350,9 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
     return states
 
 
-def _run_small_call(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
+def _run_small_call(
+    kind: FlexCallKind, states: dict[str, Tensor], global_tokens: int, by_flex: bool
+) -> dict[str, Tensor]:
     """Return the output and the gradients of a small call. The blocked backend uses float32 on the CPU."""
     key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}

@@ -32,8 +32,8 @@ __all__ = [
     "KeyRange",
     "TransientGlobal",
     "key_range_to_mask_and_bias",
+    "look_up_relative_bias",
     "num_queries_per_block",
-    "relative_bias",
     "should_compute_in_blocks",
 ]
 
@@ -151,7 +151,7 @@ def num_queries_per_block(key_range: KeyRange, device: str) -> int:
     return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
 
 
-def relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def look_up_relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Look up the position bias [1, h, n, m] in a table that is indexed by distance.
 
     Args:
@@ -179,7 +179,7 @@ class BlockWindows:
         self.zero = query.new_zeros(())
 
     @property
-    def most_elements(self) -> int:
+    def max_elements_per_block(self) -> int:
         """The largest number of logits per head in a block, except in the blocks of global tokens."""
         return self.rows * _num_keys_per_block(self.key_range, self.rows)
 
@@ -219,7 +219,7 @@ class BlockWindows:
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
             near = self.key_range.get_allowed_mask(queries, keys)
-            bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
+            bias = self.zero if self.table is None else look_up_relative_bias(self.table, queries, keys)
             self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
 
@@ -278,7 +278,7 @@ def key_range_to_mask_and_bias(
         query, key: [b, h_k, n, d] and [b, k, m, d].
         mask: see `attention_with_weights`. Only its last m columns are used, because the cache may be shorter than the
             mask.
-        table: the bias table, which is indexed by distance (see `relative_bias`).
+        table: the bias table, which is indexed by distance (see `look_up_relative_bias`).
         is_global: a mask [b, n] of additional global tokens in an encoder.
 
     Raises:
@@ -296,7 +296,7 @@ def key_range_to_mask_and_bias(
     if key_range.is_causal:
         queries = torch.arange(length, device=query.device) + key_length - length
         mask = None if mask is None else mask[..., -key_length:]
-    bias = None if table is None else relative_bias(table, queries, keys)
+    bias = None if table is None else look_up_relative_bias(table, queries, keys)
     if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
         logger.warning_once(
             f"attention_pattern={key_range.kind.name!r} creates a mask with {length} x {key_length} "

@@ -223,7 +223,13 @@ def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None
         mask: see `attend_to_one_latent`.
         dropout: the dropout probability.
     """
-    if triton is None or dropout or is_exporting() or torch.jit.is_tracing() or not _is_measured(query.device):
+    if (
+        triton is None
+        or dropout
+        or is_exporting()
+        or torch.jit.is_tracing()
+        or not _has_measured_capability(query.device)
+    ):
         return False
     if type(query) is not Tensor or type(latent) is not Tensor or query.numel() == 0 or latent.numel() == 0:
         return False
@@ -240,7 +246,7 @@ def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None
 
 
 @torch.compiler.assume_constant_result
-def _is_measured(device: torch.device) -> bool:
+def _has_measured_capability(device: torch.device) -> bool:
     if device.type != "cuda":
         return supports_device(device)
     return supports_device(device) and torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
@@ -278,7 +284,7 @@ def _attend_on_current_device(query: Tensor, latent: Tensor, mask: Tensor | None
         width=query.shape[-1],
         rows=query.shape[2],
         mask=None if mask is None else mask.dtype,
-        has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
+        has_mask_of_rows=mask is not None and _get_row_stride(mask) != 0,
         in_parts=_partition_keys(query, latent, launch)[0] > 1,
     )
     fallback_message = (
@@ -315,7 +321,7 @@ def _partition_keys(query: Tensor, latent: Tensor, launch: LaunchSettings) -> tu
     return -(-latent.shape[2] // keys), keys
 
 
-def _row_stride(mask: Tensor) -> int:
+def _get_row_stride(mask: Tensor) -> int:
     return mask.stride(2) if mask.shape[2] > 1 else 0
 
 
@@ -336,7 +342,7 @@ def run_latent_kernels(
     mask_strides = (0, 0, 0)
     if mask is not None:
         steps = mask.expand(batches, 1, rows, length).stride()
-        mask_strides = (steps[0], _row_stride(mask), steps[3])
+        mask_strides = (steps[0], _get_row_stride(mask), steps[3])
     partial_kernel[(batches, parts, -(-rows // launch.rows))](
         query, latent, query if mask is None else mask, partial_output, sums,
         scaling * LOG2_E, rows, length, keys_of_part, parts,
@@ -357,7 +363,7 @@ def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings)
     launch = launch._replace(programs=4 if kind.in_parts else 1)
 
     def errors() -> dict[str, float]:
-        query, latent, mask = _random_latent_call(kind, length, launch.block)
+        query, latent, mask = _create_random_latent_call(kind, length, launch.block)
         scaling, added = kind.width**-0.5, torch.zeros(())
         if mask is not None:
             there = mask.cpu()
@@ -372,7 +378,7 @@ def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings)
     return describe_disagreement("the Triton kernels", errors, LATENT_TOLERANCE)
 
 
-def _random_latent_call(kind: _LatentCallKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _create_random_latent_call(kind: _LatentCallKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the queries, the latent and the mask for a small call. The mask excludes the first block of keys."""
     # A separate generator leaves the caller's random state unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)

@@ -19,7 +19,7 @@ from ..variant_names import NAME_SUFFIX
 from .backend_choice import BACKENDS, choose_backend
 from .blocked_attention import Operands
 from .key_ranges import KeyRange
-from .triton_attention import is_supported, supports_device
+from .triton_attention import supports_device, supports_operands
 from .variant_attention import check_mask
 
 __all__ = ["NAMESPACE", "cast_to_common_dtype", "get_registered_op", "is_autocast_enabled", "talking_heads_attention"]
@@ -58,7 +58,7 @@ def talking_heads_attention(
             `attention_with_weights`. Gradients are computed for the bias, but not for the mask.
         dropout: the dropout probability of the mixed weights.
         key_range: the key range, or None for all keys. With a key range, attention is computed in blocks, the mask is
-            boolean, [b, 1, 1, m or more], and the bias is a table indexed by distance (see `relative_bias`).
+            boolean, [b, 1, 1, m or more], and the bias is a table indexed by distance (see `look_up_relative_bias`).
         backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
             and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 
@@ -89,7 +89,7 @@ def talking_heads_attention(
     )
     if backend == "auto" and (key_range is not None or not supports_device(query.device)):
         backend = "blocked"
-    if backend == "triton" and not is_supported(operands):
+    if backend == "triton" and not supports_operands(operands):
         raise ValueError('`backend` must be "blocked" or "auto" for these inputs, got "triton".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
@@ -134,7 +134,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         if operands.key_range is None:
             logger.info_once(f"Talking heads on {operands.query.device.type} use the {chosen} backend.")
         output, for_backward = BACKENDS[chosen][0](operands)
-    shape = _shape_for_backward(operands, backend)
+    shape = _get_backward_state_shape(operands, backend)
     if for_backward.shape != shape:  # the blocked backend returns a single number
         for_backward = for_backward.expand(shape).contiguous()
     return output, for_backward
@@ -145,14 +145,14 @@ def _resolve_backend(backend: str, operands: Operands, with_backward: bool) -> s
     return backend if backend != "auto" else choose_backend(operands, with_backward)
 
 
-def _shape_for_backward(operands: Operands, backend: str) -> tuple[int, ...]:
+def _get_backward_state_shape(operands: Operands, backend: str) -> tuple[int, ...]:
     batches, _, length, _ = operands.query.shape
     return (1,) if backend == "blocked" else (2, batches, operands.heads, length)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, backend = Operands(*arguments[:-2]), arguments[-2]
-    for_backward = operands.query.new_empty(_shape_for_backward(operands, backend), dtype=torch.float32)
+    for_backward = operands.query.new_empty(_get_backward_state_shape(operands, backend), dtype=torch.float32)
     return operands.new_output(), for_backward
 
 

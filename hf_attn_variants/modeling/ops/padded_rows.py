@@ -44,7 +44,7 @@ def set_padding_rule(module: VariantAttention) -> None:
     """
     key_range, kernel = module.key_range, module.kernel
     counts = key_range is not None and key_range.depends_on_positions
-    knows_rows = hasattr(key_range, "for_padded_rows")
+    knows_rows = hasattr(key_range, "adapt_to_padded_rows")
     rolls = module.compression is not None or (kernel is not None and kernel.depends_on_positions)
     rolls = rolls or (counts and not knows_rows)
     module.padding_rule = ROLL_ROWS if rolls else BY_PATTERN if counts else KEEP_ROWS
@@ -124,7 +124,7 @@ def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
         if rule != KEEP_ROWS and is_boolean_key_mask(attention_mask):
             key_length = key.shape[2]
             if rule == BY_PATTERN:
-                kwargs["key_range"] = module.key_range.for_padded_rows(attention_mask[..., -key_length:])
+                kwargs["key_range"] = module.key_range.adapt_to_padded_rows(attention_mask[..., -key_length:])
             else:
                 rows = get_row_roller(module, attention_mask[..., -key_length:], key_length)
         # If an encoder has prefix keys, a later function raises an error.

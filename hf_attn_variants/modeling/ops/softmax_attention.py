@@ -86,7 +86,7 @@ def attention_with_weights(
     check_mask(mask)
     if count_beams(query, key) > 1:
         if logits_proj is None and weights_proj is None and score is None:
-            return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
+            return _attend_with_folded_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
         if mask is not None and mask.dim() == 4 and mask.shape[0] not in (1, query.shape[0]):
             mask = repeat_for_beams(mask, query.shape[0])
@@ -95,14 +95,14 @@ def attention_with_weights(
     if position_bias is not None:
         logits = logits + position_bias
     if is_causal:
-        mask = _with_causal_mask(mask, logits.shape[-2], logits.shape[-1], logits.device)
+        mask = _add_causal_mask(mask, logits.shape[-2], logits.shape[-1], logits.device)
     weights = _masked_softmax(logits, mask).to(value.dtype)
     weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     return _grouped_matmul(weights, value).transpose(1, 2), weights
 
 
-def _attend_in_beams(
+def _attend_with_folded_beams(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -114,7 +114,7 @@ def _attend_in_beams(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fold = QueryFold(query, key, count_beams(query, key))
     if is_causal:
-        mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
+        mask = _add_causal_mask(mask, query.shape[2], key.shape[2], query.device)
     mask, position_bias = fold.fold_mask(mask), fold.fold_mask(position_bias)
     output, weights = attention_with_weights(
         fold.fold_queries(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
@@ -163,7 +163,7 @@ def fused_attention(
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
-        mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
+        mask, is_causal = _add_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
         # A static cache is longer than the prompt, but torch aligns its causal mask with the first key.
         key, value = key[:, :, :length], value[:, :, :length]
@@ -177,7 +177,7 @@ def fused_attention(
     # A few queries are folded into rows that share a key head. For many queries, the folded mask would be too large.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
-        mask = _causal_mask(length, length, query.device) if is_causal else mask
+        mask = _create_causal_mask(length, length, query.device) if is_causal else mask
         fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
         query, mask = fold.fold_queries(query), fold.fold_mask(mask)
     elif shared > 1 and not enable_gqa:
@@ -223,14 +223,14 @@ def _has_flash_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _with_causal_mask(mask: torch.Tensor | None, length: int, key_length: int, device: torch.device) -> torch.Tensor:
-    causal = _causal_mask(length, key_length, device)
+def _add_causal_mask(mask: torch.Tensor | None, length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    causal = _create_causal_mask(length, key_length, device)
     if mask is None:
         return causal
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
 
 
-def _causal_mask(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+def _create_causal_mask(length: int, key_length: int, device: torch.device) -> torch.Tensor:
     return torch.ones(length, key_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
@@ -239,7 +239,7 @@ def _combine_bias_and_mask(
 ) -> torch.Tensor:
     position_bias = position_bias.to(query.dtype)
     if is_causal:
-        mask = _causal_mask(position_bias.shape[-2], position_bias.shape[-1], query.device)
+        mask = _create_causal_mask(position_bias.shape[-2], position_bias.shape[-1], query.device)
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:

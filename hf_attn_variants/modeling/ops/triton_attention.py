@@ -40,8 +40,8 @@ __all__ = [
     "backward_kernel",
     "forward_kernel",
     "get_mask_type",
-    "is_supported",
     "supports_device",
+    "supports_operands",
     "triton",
     "triton_backward",
     "triton_forward",
@@ -336,7 +336,7 @@ MAX_HEADS = 64
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
-def is_supported(operands: Operands) -> bool:
+def supports_operands(operands: Operands) -> bool:
     """Return True if the kernels support these inputs. This function never raises an error."""
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -384,7 +384,7 @@ def allows_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
+def _yield_chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
     """Yield batch and query slices with whole sequences if they fit into the workspace, or parts of a sequence."""
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
     if fitting >= rows:
@@ -447,13 +447,13 @@ class _TritonCall:
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield a batch slice, a query slice and the number of keys that these queries attend to."""
         bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.key_length * self.query.element_size()
-        for batch, row in _chunks(self.batches, self.length, bytes_per_row):
+        for batch, row in _yield_chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
     def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
         size = 0
         for batch, row, key_length in self.chunks():
-            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _row_size(key_length))
+            size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _get_padded_row_size(key_length))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
     def launch(self, kernel: Any, pointers: Any, batch: slice, row: slice, key_length: int, settings: dict) -> None:
@@ -464,17 +464,17 @@ class _TritonCall:
             kernel[(rows, batch.stop - batch.start)](
                 *pointers, self.logits_proj, self.weights_proj, self.mask, self.bias, self.seed,
                 self.scaling, self.dropout, batch.start, row.start, rows, self.length, self.key_length,
-                _row_size(key_length),
+                _get_padded_row_size(key_length),
                 *bias_strides, *mask_strides, **self.constants, **settings,
             )  # fmt: skip
 
 
-def _row_size(key_length: int) -> int:
+def _get_padded_row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
 def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
-    size = _row_size(key_length)
+    size = _get_padded_row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
@@ -497,7 +497,7 @@ def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: 
     return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
-def _forward_settings(call: _TritonCall) -> dict:
+def _choose_forward_settings(call: _TritonCall) -> dict:
     # A row that fits into the registers is read once. A longer row is read twice, in blocks. Multiple stages prefetch
     # data, but only if there are few loads, because consumer GPUs have only 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
@@ -519,7 +519,7 @@ def _forward_settings(call: _TritonCall) -> dict:
     return {"BLOCK": block, "ONE_BLOCK": one_block, "ZEROED": True, "num_warps": warps, "num_stages": stages}
 
 
-def _backward_settings(call: _TritonCall) -> dict:
+def _choose_backward_settings(call: _TritonCall) -> dict:
     # A single warp does not have enough registers for more than 16 heads.
     half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
     block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
@@ -539,7 +539,7 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     output = operands.new_output()
     statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
-    settings = _forward_settings(call)
+    settings = _choose_forward_settings(call)
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
         scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
@@ -571,7 +571,7 @@ def triton_backward(
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
-    settings = {**_backward_settings(call), "D_BIAS": needs_bias_gradient}
+    settings = {**_choose_backward_settings(call), "D_BIAS": needs_bias_gradient}
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
         scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)

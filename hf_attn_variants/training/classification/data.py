@@ -21,8 +21,8 @@ from ...text_files import column_names, describe_row_location, get_column_value
 from ..engine.tables import (
     UNKNOWN_LABELS,
     SplitRows,
-    apply_recorded_columns,
-    find_absent_recorded_column,
+    fill_in_training_columns,
+    find_missing_training_column,
     get_label_name,
     get_text,
     read_splits,
@@ -66,7 +66,7 @@ NO_LABEL = (
 )
 
 
-def read_cell(value: Any, separator: str | None, place: str) -> Cell:
+def parse_label_cell(value: Any, separator: str | None, place: str) -> Cell:
     """Return the label or labels in a table cell as text, without surrounding whitespace.
 
     Args:
@@ -150,7 +150,7 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
             "'a;b' and set --label_separator ';', or use a JSON list. If it is a single label, set --problem_type "
             f"{SINGLE_LABEL}."
         )
-    if len(firsts) > MAX_CLASSES or has_unique_labels(cells, firsts):
+    if len(firsts) > MAX_CLASSES or has_mostly_unique_labels(cells, firsts):
         examples = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
         raise ValueError(
             f"{describe_row(0)}: There are {len(firsts)} different labels in {len(cells)} rows, such as {examples}. "
@@ -191,7 +191,7 @@ def is_formatted_number(text: str) -> bool:
     return AMOUNT.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS.sub("", plain).strip())) is not None
 
 
-def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
+def has_mostly_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     """Return whether nearly every row has a unique label. Such labels are ids, texts or values on a scale.
 
     If there are fewer than `MIN_COUNTED_ROWS` rows, return True only if all labels are distinct whole numbers that are
@@ -204,11 +204,11 @@ def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
 
-def check_no_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
+def check_no_class_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
     """Check that lists of labels contain names instead of one indicator per class.
 
-    Only lists of two labels are checked. Longer lists of indicators contain a repeated value, for which `read_cell`
-    raises an error.
+    Only lists of two labels are checked. Longer lists of indicators contain a repeated value, for which
+    `parse_label_cell` raises an error.
 
     Raises:
         ValueError: If all rows contain the same two indicators in any order, such as [1, 0] and [0, 1]. If they were
@@ -296,7 +296,7 @@ def format_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
 
 
-def count_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
+def count_rows_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
     """Count the rows in each class.
 
     Args:
@@ -336,7 +336,7 @@ def compute_class_weights(
                 f"--class_weights contains the unknown label {unknown[0]!r}. Use only {format_names(scheme.names)}."
             )
         return [float(setting.get(name, 1.0)) for name in scheme.names]
-    counts, several = count_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
+    counts, several = count_rows_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
     for name, count in zip(scheme.names, counts, strict=True):
         if count == 0 or (several and count == len(values)):
             rows = "every training row has" if count else "no training row has"
@@ -389,7 +389,7 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
         choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
         raise ValueError(
-            f"{place}: {problem}; {_list_columns(record)}. Set --text_columns to one column, or to two for pairs."
+            f"{place}: {problem}; {_describe_columns(record)}. Set --text_columns to one column, or to two for pairs."
         )
     return tuple(columns[name] for name in candidates[0])
 
@@ -414,14 +414,14 @@ def find_label_column(
         candidates = [columns[name] for name in names if name in columns]
         if len(candidates) > 1:
             raise ValueError(
-                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Use "
+                f"{place}: The labels may be in {' or '.join(candidates)}; {_describe_columns(record)}. Use "
                 "--label_column to select one."
             )
         if candidates:
             return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_list_columns(record)}. Set --label_column."
+            f"{place}: No column has a common name for labels; {_describe_columns(record)}. Set --label_column."
         )
     return None
 
@@ -433,7 +433,7 @@ def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
 
 
-def _list_columns(record: dict[str, Any]) -> str:
+def _describe_columns(record: dict[str, Any]) -> str:
     """Return a clause that lists the columns of a row, for messages."""
     return f"the columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
 
@@ -466,7 +466,7 @@ class ClassificationSplit:
         return describe_row_location(row.get("file", self.name), row.get("line"), row.get("index", number))
 
 
-def make_rows(columns: dict[str, list]) -> Dataset:
+def make_in_memory_dataset(columns: dict[str, list]) -> Dataset:
     """Create an in-memory dataset from columns of equal length.
 
     `Dataset.from_dict` is not used because it does not set a fingerprint, so `datasets` would hash the table with
@@ -533,7 +533,7 @@ class ClassificationData:
 
 
 @dataclass
-class LabelRows:
+class UnencodedRows:
     """The rows of a split before their labels are converted to numbers.
 
     Attributes:
@@ -561,18 +561,20 @@ class LabelRows:
         """Create a split from the rows with the encoded labels `values`, or without labels if `values` is None."""
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
         columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
-        return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
+        return ClassificationSplit(
+            name, make_in_memory_dataset(columns | ({} if values is None else {"label": values}))
+        )
 
 
 def _read_rows(
     name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
-) -> LabelRows:
+) -> UnencodedRows:
     """Read all rows of a split. Rows with a blank text are kept, and a warning is logged.
 
     Raises:
         OSError, ValueError: See `load_classification_data`.
     """
-    rows = LabelRows(label_column, [[] for _ in text_columns])
+    rows = UnencodedRows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
     for record in source.records:
@@ -586,7 +588,7 @@ def _read_rows(
         if label_column is not None:
             value = get_column_value(record.values, label_column)
             value = value if names is None else get_label_name(value, names)
-            rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
+            rows.cells.append(parse_label_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
         logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
@@ -608,8 +610,8 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    absent_label_column = find_absent_recorded_column(settings, first.values, "label_column")
-    settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
+    absent_label_column = find_missing_training_column(settings, first.values, "label_column")
+    settings = fill_in_training_columns(settings, first.values, columns, ("threshold",))
     text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
@@ -628,7 +630,7 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
-def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
+def _encode_labels(name: str, rows: UnencodedRows, scheme: LabelScheme) -> list[Any] | None:
     """Convert the labels of a split to numbers, or return None if the split is a test split without known labels."""
     if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
         logger.info("%s: There are no labels, so the rows are predicted but not scored.", name)
@@ -649,9 +651,9 @@ def _resolve_columns(
     name, source = first
     record = source.first
     label = settings.label_column
-    texts = settings.text_columns or find_text_columns(record.values, record.names_place, label)
+    texts = settings.text_columns or find_text_columns(record.values, record.header_location, label)
     if label is None and (absent_label_column is None or name != "test"):
-        label = find_label_column(record.values, record.names_place, texts, needed=name != "test")
+        label = find_label_column(record.values, record.header_location, texts, needed=name != "test")
     return texts, label
 
 
@@ -664,7 +666,7 @@ def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
 
 
 def _infer_training_scheme(
-    settings: ClassificationSettings, rows: LabelRows, class_names: Sequence[str] | None
+    settings: ClassificationSettings, rows: UnencodedRows, class_names: Sequence[str] | None
 ) -> LabelScheme:
     """Infer the label scheme of a training run from the settings and the training rows."""
     kind = settings.problem_type
@@ -672,7 +674,7 @@ def _infer_training_scheme(
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
     kind = kind or infer_problem_type(rows.cells, rows.describe_row)
     if kind == MULTI_LABEL:
-        check_no_indicators(rows.cells, rows.describe_row)
+        check_no_class_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         return LabelScheme(kind, ())
     names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
@@ -717,7 +719,7 @@ def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
         message = "train: %d rows with labels from %g to %g (regression)."
         logger.info(message, len(values), min(values), max(values))
         return
-    counts = dict(zip(scheme.names, count_by_class(scheme, values), strict=True))
+    counts = dict(zip(scheme.names, count_rows_by_class(scheme, values), strict=True))
     label_counts = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
     logger.info("train: %d rows with labels %s%s (%s).", len(values), label_counts, more, scheme.problem_type)

@@ -52,7 +52,7 @@ from .data import (
     format_names,
     hash_rows,
     load_classification_data,
-    make_rows,
+    make_in_memory_dataset,
     tokenize_split,
 )
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
+def _make_nan_safe_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
     """Wrap a correlation function from SciPy so that it returns NaN if the correlation is undefined."""
 
     def compute(references: np.ndarray, predictions: np.ndarray) -> float:
@@ -75,7 +75,7 @@ def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], 
 
 
 # Correlation functions that take the true values [rows] and the predictions [rows].
-pearson, spearman = _make_correlation(pearsonr), _make_correlation(spearmanr)
+pearson, spearman = _make_nan_safe_correlation(pearsonr), _make_nan_safe_correlation(spearmanr)
 
 
 class Predictions:
@@ -133,7 +133,7 @@ def compute_classification_metrics(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the value is 0 if all true and predicted classes are the same
             values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
-    areas = [area for area in _compute_roc_areas(scheme, predicted, labels) if not math.isnan(area)]
+    areas = [area for area in _compute_roc_aucs(scheme, predicted, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
 
@@ -158,7 +158,7 @@ def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: 
     labels = labels.astype(np.int64)
     several = scheme.problem_type == MULTI_LABEL
     truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
-    areas = _compute_roc_areas(scheme, predicted, labels)
+    areas = _compute_roc_aucs(scheme, predicted, labels)
     counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
     per_class = {}
     for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
@@ -174,7 +174,7 @@ def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: 
     if not several:
         details["confusion_matrix"] = confusion_matrix(labels, predicted.chosen, labels=ids).tolist()
     if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
-        details["undefined"] = {"roc_auc": _explain_undefined_areas(without, len(labels), len(ids), per_class)}
+        details["undefined"] = {"roc_auc": _describe_undefined_roc_auc(without, len(labels), len(ids), per_class)}
     return details
 
 
@@ -191,7 +191,7 @@ def _to_sklearn_classes(
     return labels, predicted.chosen, list(range(len(scheme.names)))
 
 
-def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
+def _describe_undefined_roc_auc(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
     """Describe why the ROC AUC is undefined for the classes in `without`."""
     everywhere = [name for name in without if per_class[name]["support"] == rows]
     nowhere = [name for name in without if per_class[name]["support"] == 0]
@@ -202,7 +202,7 @@ def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, pe
     return f"{' and '.join(parts)}: {result}"
 
 
-def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
+def _compute_roc_aucs(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
     """Return the one-vs-rest ROC AUC for each class, or NaN if all rows or no rows belong to the class."""
     ids = range(len(scheme.names))
     truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
@@ -297,12 +297,14 @@ def make_classification_objective(weights: Tensor | None = None) -> Objective:
         weights: One weight per label [L], in the order of the model's outputs. If None, all weights are 1.
     """
     return Objective(
-        loss_sum=lambda model, batch: compute_loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
+        loss_sum=lambda model, batch: compute_classification_loss_sum(
+            compute_logits(model, batch).float(), batch["labels"], weights
+        ),
         count=lambda batch: len(batch["labels"]),
     )
 
 
-def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+def compute_classification_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute the loss from `make_classification_objective` for logits [b, L], summed over the batch."""
     weights = None if weights is None else weights.to(logits.device)
     if labels.dim() == 2:
@@ -315,7 +317,7 @@ def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = No
     return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
 
 
-def to_model_labels(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
+def reorder_labels_for_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
     """Reorder labels from the order of the task to the order of the model's outputs.
 
     Args:
@@ -344,13 +346,13 @@ class EvalSet:
 
 
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
+NO_TRAINING_ROWS = ClassificationSplit("train", make_in_memory_dataset({}))
 
 
 class SequenceClassification(FineTuningTask[SettingsT]):
     """Base class for fine-tuning a classifier or regressor on texts or text pairs.
 
-    The `__init__` method of a subclass must call `fit_tokenizer` and set the attributes below.
+    The `__init__` method of a subclass must call `configure_tokenizer` and set the attributes below.
 
     Attributes:
         labels: The class names in the order of their ids, or None for regression.
@@ -373,7 +375,7 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         check_trained_head(settings, self.config, "ForSequenceClassification", "classifies texts")
         self.tokenizer = load_tokenizer(settings, self.config)
 
-    def fit_tokenizer(self, pair: bool) -> None:
+    def configure_tokenizer(self, pair: bool) -> None:
         """Adapt the tokenizer to the model, and check the maximum length of the texts or text pairs.
 
         Raises:
@@ -415,8 +417,8 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         for i, eval_set in enumerate(self.dev_sets):
             logits = self.predict_logits(eval_set)
             values = self.score(eval_set, logits)
-            labels = torch.from_numpy(to_model_labels(np.asarray(eval_set.labels), self.label_map))
-            loss = compute_loss_sum(torch.from_numpy(logits), labels, self.output_weights)
+            labels = torch.from_numpy(reorder_labels_for_model(np.asarray(eval_set.labels), self.label_map))
+            loss = compute_classification_loss_sum(torch.from_numpy(logits), labels, self.output_weights)
             values["loss"] = float(loss) / len(labels)
             metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
         return metrics
@@ -472,7 +474,7 @@ class SequenceClassification(FineTuningTask[SettingsT]):
     def _tokenize_training_rows(self, split: ClassificationSplit) -> Dataset:
         """Tokenize the training rows, with labels in the order of the model's outputs."""
         if not len(split):
-            return make_rows({"length": []})
+            return make_in_memory_dataset({"length": []})
         data, to_model, to_task = self._tokenize(split), self.label_map.to_model, self.label_map.to_task
         if to_task == tuple(sorted(to_task)):
             return data
@@ -503,7 +505,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self.scheme = self.data.scheme
         self.problem_type = self.scheme.problem_type
         self.labels = None if self.problem_type == REGRESSION else self.scheme.names
-        self.fit_tokenizer(pair=len(self.data.text_columns) == 2)
+        self.configure_tokenizer(pair=len(self.data.text_columns) == 2)
         self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
         check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
         check_dev_settings(settings, "validation" in self.data.splits)

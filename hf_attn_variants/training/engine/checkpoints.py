@@ -33,7 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CTRL_C_REPEAT_SECONDS = 1.0
 
 
-class StopSignals:
+class StopSignalRecorder:
     """Records SIGTERM and Ctrl-C in `number`, so that the training loop can stop after the current step."""
 
     def __init__(self) -> None:
@@ -288,11 +288,11 @@ def _finish_checkpoint(state: TrainState, output_dir: Path, temporary: Path, tar
         _link_or_copy(output_dir / BEST_MODEL_FILE, temporary / BEST_MODEL_FILE)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state), indent=2), encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
+        _flush_to_disk(path)
     if target.exists():
         _remove_checkpoint(target)
     os.replace(temporary, target)
-    _flush(output_dir)
+    _flush_to_disk(output_dir)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -304,7 +304,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _flush(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     """Flush a file or folder to disk."""
     # Without this, the new name could reach the disk before the data, and a power failure could leave an empty
     # checkpoint.

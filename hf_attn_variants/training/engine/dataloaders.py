@@ -298,7 +298,7 @@ class MaskedLMPreparer:
         self.ordinary_ids = np.flatnonzero(~self.special)
 
     @property
-    def takes_other_block(self) -> bool:
+    def requires_other_block(self) -> bool:
         """True if the second segment of a pair can come from another block."""
         return self.sentence_task == "nsp"
 
@@ -462,7 +462,7 @@ def make_masked_text_collator(
     return collate
 
 
-def make_pair_collator(
+def make_source_target_collator(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     pad_to_multiple_of: int | None,

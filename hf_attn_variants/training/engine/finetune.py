@@ -29,14 +29,21 @@ from .dataloaders import (
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
-from .session import PREDICTIONS_PREFIX, main_process_progress_bar, open_session, save_model, start_run, write_results
+from .session import (
+    PREDICTIONS_PREFIX,
+    make_main_process_progress_bar,
+    open_session,
+    save_model,
+    start_run,
+    write_results,
+)
 from .settings import LoopSettings, TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
 __all__ = ["FineTuningTask", "fine_tune", "list_shown_metrics"]
 
 
-def _check_finite(parts: Sequence[Tensor], name: str) -> None:
+def _check_outputs_finite(parts: Sequence[Tensor], name: str) -> None:
     """Raise `NonFiniteLossError` if the outputs [rows, ...] contain NaN or plus infinity."""
     bad_parts = [part.isnan() | part.isposinf() for part in parts]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
@@ -156,13 +163,13 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         loader, order = batches
         gathered: list[Any] = []
         disable = self.settings.disable_tqdm
-        for batch in main_process_progress_bar(
+        for batch in make_main_process_progress_bar(
             self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False
         ):
             # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
         parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
-        _check_finite(parts, name)
+        _check_outputs_finite(parts, name)
         return [restore_row_order(part, order) for part in parts]
 
     @abstractmethod
@@ -210,7 +217,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
             settings.max_train_steps,
         )
 
-    def loop_options(self, total_steps: int) -> dict[str, Any]:
+    def get_loop_setting_overrides(self, total_steps: int) -> dict[str, Any]:
         """Return the fields of `LoopSettings` that should differ from the settings of the run."""
         return {}
 
@@ -225,9 +232,9 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Save the model."""
         save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
-    def last_evaluation(self, loop: TrainingLoop) -> None:
+    def evaluate_final_weights(self, loop: TrainingLoop) -> None:
         """Evaluate the final weights, unless they were used in the last evaluation."""
-        if not loop.has_current_scores():
+        if not loop.has_evaluated_final_weights():
             self.run_evaluation()
 
     def dev_results(self) -> dict[str, Any]:
@@ -312,7 +319,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
             task.main_metric,
             task.fingerprint(),
             task.dev_fingerprint(),
-            **task.loop_options(total_steps),
+            **task.get_loop_setting_overrides(total_steps),
         ),
         evaluate=task.run_evaluation if has_dev else None,
         start_epoch=batches.start_epoch,
@@ -326,7 +333,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     task.save(task.after_training(loop, model), history)
     results: dict[str, Any] = {}
     if has_dev:
-        task.last_evaluation(loop)
+        task.evaluate_final_weights(loop)
         results = {f"eval_{key}": value for key, value in task.metrics.items()}
         results |= {**task.dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}

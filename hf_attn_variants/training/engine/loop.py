@@ -23,7 +23,7 @@ from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...registration import variant_model_class
 from .checkpoints import (
     STOP_SIGNALS,
-    StopSignals,
+    StopSignalRecorder,
     TrainState,
     describe_last_checkpoint,
     find_checkpoint,
@@ -33,10 +33,10 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .optimization import Objective
-from .session import RunLog, main_process_progress_bar, save_failed_batches
+from .session import RunLog, make_main_process_progress_bar, save_failed_batches
 from .settings import LoopSettings
 
-__all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
+__all__ = ["TrainingCost", "TrainingLoop", "compute_flops_utilization"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,26 +47,26 @@ class TrainingCost:
     Args:
         model: The model to train, without wrappers. If this package does not support its architecture, the reported
             FLOPs are 0.
-        head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
-            tokens) instead of all tokens.
+        applies_head_to_items_only: Whether the layers after the base model process only the counted items (such as
+            masked tokens) instead of all tokens.
 
     Attributes:
         flops_per_token: The forward FLOPs per token in the encoder and in the decoder, as returned by
             `_compute_flops_per_token`.
         passes: The ratio of the FLOPs in a training step to the FLOPs in a forward pass.
-        head: The forward FLOPs in the head per counted item. 0 unless `head_on_items_only` is set.
+        head: The forward FLOPs in the head per counted item. 0 unless `applies_head_to_items_only` is set.
     """
 
-    def __init__(self, model: nn.Module, head_on_items_only: bool = False):
+    def __init__(self, model: nn.Module, applies_head_to_items_only: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.flops_per_token = _compute_flops_per_token(model, config)
         # Computing the gradients of the activations costs as much as a forward pass. Computing the weight gradients of
         # the trained layers costs as much as a forward pass through these layers. A frozen head is counted as if
         # gradients passed through it.
-        self.passes = 2 + _compute_trained_share(model, config)
+        self.passes = 2 + _compute_trainable_flops_share(model, config)
         self.head = 0
-        if head_on_items_only and self.flops_per_token:
+        if applies_head_to_items_only and self.flops_per_token:
             self.head = sum(2 * layer.weight.numel() for layer in _find_head_layers(model))
         if self.head:
             part = next(iter(self.flops_per_token))  # a masked language model has only an encoder
@@ -139,7 +139,7 @@ def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
     return variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
-def _compute_trained_share(model: nn.Module, config: Any) -> float:
+def _compute_trainable_flops_share(model: nn.Module, config: Any) -> float:
     """Compute the share of the linear-layer FLOPs that is spent in layers with trainable weights."""
     try:
         module_runs = _find_variant_class(model).count_module_runs
@@ -163,7 +163,7 @@ def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
     return [] if ids is None else [ids.shape[-1]] * len(ids)
 
 
-def compute_utilization(
+def compute_flops_utilization(
     accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
     """Compute the training FLOPs per second and the model FLOPs utilization.
@@ -239,7 +239,7 @@ class TrainingLoop:
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
         self.cost = TrainingCost(
-            accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_on_items_only
+            accelerator.unwrap_model(model, keep_torch_compile=False), objective.applies_head_to_items_only
         )
         self.fingerprint = {
             "processes": accelerator.num_processes,
@@ -256,7 +256,7 @@ class TrainingLoop:
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
-        self._signals = StopSignals()
+        self._signals = StopSignalRecorder()
         # True if any process should stop. The processes exchange this information with the counts of the next step.
         self._stopping = False
         self._deadline = math.inf
@@ -295,7 +295,7 @@ class TrainingLoop:
                 logger.info("Resuming from %s at step %d of %d.", path, state.step, settings.total_steps)
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
-        bar = main_process_progress_bar(
+        bar = make_main_process_progress_bar(
             self.accelerator,
             settings.disable_tqdm,
             total=settings.total_steps,
@@ -317,7 +317,7 @@ class TrainingLoop:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
-    def has_current_scores(self) -> bool:
+    def has_evaluated_final_weights(self) -> bool:
         """Return whether the last evaluation used the final weights, which are either the last or the best weights."""
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
@@ -340,33 +340,33 @@ class TrainingLoop:
         settings, state = self.settings, self.state
         if self.start_epoch is not None:
             self.start_epoch(state.epoch)
-        loader = self._remaining_batches()
+        loader = self._get_remaining_batches()
         self.model.train()
         is_empty = True
         clock = time.perf_counter()
         for group, is_last in _group_batches(loader, settings.gradient_accumulation_steps):
             is_empty = False
-            self._step(group)
+            self._run_optimizer_step(group)
             state.batch_in_epoch += len(group)
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
             log_is_due = state.step % self.settings.logging_steps == 0
             is_last_step = state.step >= settings.total_steps
-            if log_is_due or is_last_step or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
-                self._check_last_loss()  # waits for the step to finish, so that its full time is measured
+            if log_is_due or is_last_step or self._is_evaluation_due(is_last) or self._is_checkpoint_due(is_last):
+                self._record_last_loss()  # waits for the step to finish, so that its full time is measured
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
                 self._log_progress()
             bar.update()
             self._maybe_evaluate(is_last)
-            self._maybe_checkpoint(is_last)
+            self._maybe_save_checkpoint(is_last)
             clock = time.perf_counter()
             if state.step >= settings.total_steps or state.finished or self._stopping:
                 return
         if is_empty:
             raise ValueError("The training data must contain at least one batch, got none.")
 
-    def _remaining_batches(self) -> Iterable[dict[str, Tensor]]:
+    def _get_remaining_batches(self) -> Iterable[dict[str, Tensor]]:
         """Return the batches of the current epoch that have not been used yet."""
         done = self.state.batch_in_epoch
         if done and self.seek is not None and self.state.position is not None:
@@ -374,7 +374,7 @@ class TrainingLoop:
             return self.dataloader
         return skip_first_batches(self.dataloader, done) if done else self.dataloader
 
-    def _step(self, group: list[dict[str, Tensor]]) -> None:
+    def _run_optimizer_step(self, group: list[dict[str, Tensor]]) -> None:
         """Run one optimizer step on the mean loss over all items in the batches of all processes."""
         accelerator, state = self.accelerator, self.state
         local_items = [self.objective.count(batch) for batch in group]
@@ -395,7 +395,7 @@ class TrainingLoop:
         )
         items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
         # `reduce` has already waited for the previous step, so reading the loss of that step takes no extra time.
-        self._check_last_loss()
+        self._record_last_loss()
         self._stopping = stopping > 0
         state.examples += examples
         state.tokens += tokens
@@ -421,7 +421,7 @@ class TrainingLoop:
         state.step += 1
         self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
 
-    def _check_last_loss(self) -> None:
+    def _record_last_loss(self) -> None:
         """Add the loss of the last step to the totals, or raise `NonFiniteLossError` if it is not finite."""
         if self._pending is None:
             return
@@ -449,13 +449,13 @@ class TrainingLoop:
     def _log_progress(self) -> None:
         """Log the mean loss and the throughput since the last log record."""
         state = self.state
-        self._check_last_loss()
+        self._record_last_loss()
         self.log.write(
             {
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
                 "lr": float(self._lr),  # a tensor if Adafactor computes the learning rate
-                "epoch": round(self.count_epochs_done(), 4),
+                "epoch": round(self.compute_finished_epochs(), 4),
                 "time": round(state.train_seconds, 3),
                 "tokens_per_second": _compute_rate(
                     state.tokens - state.window_tokens, state.train_seconds - state.window_begin
@@ -477,48 +477,50 @@ class TrainingLoop:
             "train_runtime" (the seconds spent in training steps, without evaluations and checkpoints),
             "train_<unit>_per_second", "train_tokens" (without padding, but including decoder targets),
             "train_tokens_per_second", "train_tflops_per_second", "train_mfu" and "peak_tflops" (see
-            `compute_utilization`), "best_step" and "num_parameters".
+            `compute_flops_utilization`), "best_step" and "num_parameters".
         """
         state = self.state
         return {
             "train_loss": state.loss_total / state.step if state.step else None,
-            "epoch": round(self.count_epochs_done(), 4),
+            "epoch": round(self.compute_finished_epochs(), 4),
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
             f"train_{unit}_per_second": _compute_rate(state.examples, state.train_seconds),
             "train_tokens": state.tokens,
             "train_tokens_per_second": _compute_rate(state.tokens, state.train_seconds),
-            **compute_utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
+            **compute_flops_utilization(self.accelerator, state.flops, state.train_seconds, self.settings.peak_tflops),
             "best_step": state.best_step,
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
 
-    def count_epochs_done(self) -> float:
+    def compute_finished_epochs(self) -> float:
         """Return the number of finished epochs, plus the fraction of the current epoch if its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
-    def _is_due(self, interval: int | str | None, epoch_ended: bool) -> bool:
+    def _is_interval_end(self, interval: int | str | None, epoch_ended: bool) -> bool:
         """Return whether the current step ends an interval, which is a number of steps, "epoch", or None for never."""
         if isinstance(interval, int):
             return self.state.step % interval == 0
         return interval == "epoch" and epoch_ended
 
-    def _evaluation_is_due(self, epoch_ended: bool) -> bool:
+    def _is_evaluation_due(self, epoch_ended: bool) -> bool:
         """Return whether to evaluate now, which is at the end of each interval and after the last step."""
         last = self.state.step >= self.settings.total_steps
-        return self.evaluate is not None and (self._is_due(self.settings.eval_steps or "epoch", epoch_ended) or last)
+        return self.evaluate is not None and (
+            self._is_interval_end(self.settings.eval_steps or "epoch", epoch_ended) or last
+        )
 
-    def _checkpoint_is_due(self, epoch_ended: bool) -> bool:
+    def _is_checkpoint_due(self, epoch_ended: bool) -> bool:
         """Return whether to save a checkpoint now, which is at the end of each interval and before the run stops."""
-        return self._is_due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
+        return self._is_interval_end(self.settings.checkpointing_steps, epoch_ended) or self._stopping
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
         """Evaluate if an evaluation is due, log the metrics, and save the weights if they are the best so far."""
         settings, state = self.settings, self.state
-        if self.evaluate is None or not self._evaluation_is_due(epoch_ended):
+        if self.evaluate is None or not self._is_evaluation_due(epoch_ended):
             return
-        self._check_last_loss()
+        self._record_last_loss()
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()
@@ -526,7 +528,7 @@ class TrainingLoop:
         self.log.write(
             {
                 "step": state.step,
-                "epoch": round(self.count_epochs_done(), 4),
+                "epoch": round(self.compute_finished_epochs(), 4),
                 **{f"eval_{key}": value for key, value in metrics.items()},
             }
         )
@@ -549,14 +551,14 @@ class TrainingLoop:
         if settings.early_stopping_patience is not None and state.bad_evaluations >= settings.early_stopping_patience:
             state.finished = True
 
-    def _maybe_checkpoint(self, epoch_ended: bool) -> None:
+    def _maybe_save_checkpoint(self, epoch_ended: bool) -> None:
         """Save a checkpoint if one is due."""
-        if self._checkpoint_is_due(epoch_ended):
+        if self._is_checkpoint_due(epoch_ended):
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint, including the loss and the data position of the last step."""
-        self._check_last_loss()
+        self._record_last_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
         self.state.lr = float(self._lr)

@@ -215,7 +215,7 @@ def warn_about_truncation(
     return cut
 
 
-def encode_words(
+def tokenize_words(
     tokenizer: PreTrainedTokenizerBase, words: list[str], max_length: int
 ) -> tuple[dict[str, list[int]], dict[int, int]]:
     """Tokenize a sentence that has been split into words.
@@ -379,7 +379,11 @@ def load_model(
 
 
 def load_model_and_unexpected_keys(
-    settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], needs_all: bool = False, **options: Any
+    settings: ModelSettings,
+    config: PreTrainedConfig,
+    model_class: type[Any],
+    requires_all_weights: bool = False,
+    **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a checkpoint in float32.
 
@@ -387,8 +391,8 @@ def load_model_and_unexpected_keys(
         settings: The settings of the run.
         config: The configuration of the model.
         model_class: The class or auto class of the model.
-        needs_all: Whether the checkpoint must contain all weights. For language models, all weights are always
-            required.
+        requires_all_weights: Whether the checkpoint must contain all weights. For language models, all weights are
+            always required.
         **options: Additional arguments for `from_pretrained`.
 
     Returns:
@@ -411,7 +415,7 @@ def load_model_and_unexpected_keys(
             **options,
         )
     missing = sorted(report["missing_keys"])
-    if missing and (needs_all or model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM)):
+    if missing and (requires_all_weights or model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM)):
         saved = ", ".join(config.architectures or []) or "no class"
         raise ValueError(
             f"{settings.model_name_or_path} cannot be loaded as {type(model).__name__} because {len(missing)} tensors "
@@ -466,7 +470,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
+def get_saved_model_class(source: str, config: PreTrainedConfig) -> type:
     """Return the model class, from this package or from Transformers, from which a checkpoint was saved.
 
     Args:
@@ -518,11 +522,13 @@ def load_or_make_config(
         config = load_config(settings)
         return config, load_tokenizer(settings, config)
     tokenizer = load_tokenizer(settings, None)
-    tokens = _make_seq2seq_tokens(settings, tokenizer) if seq2seq else {}
+    tokens = _get_seq2seq_special_tokens(settings, tokenizer) if seq2seq else {}
     return make_new_config(settings, tokenizer, tokens), tokenizer
 
 
-def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+def _get_seq2seq_special_tokens(
+    settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, int | None]:
     """Return the special tokens in the configuration of a new encoder-decoder model, without [CLS] and [SEP].
 
     The decoder starts with the end-of-sequence token if this is the default of the architecture (BART), and with the
@@ -540,7 +546,7 @@ def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokeni
     return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
 
 
-def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_appends_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a tokenizer ends each target with its end-of-sequence token. The languages must already be set.
 
     Raises:
@@ -665,12 +671,12 @@ def check_new_model(settings: NewModelSettings) -> None:
         ValueError: If the tokenizer cannot be used or the model cannot be built.
     """
     config = make_new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"), _converting_build_errors(settings):
+    with torch.device("meta"), _convert_build_errors(settings):
         AutoModel.from_config(config)
 
 
 @contextmanager
-def _converting_build_errors(settings: NewModelSettings) -> Iterator[None]:
+def _convert_build_errors(settings: NewModelSettings) -> Iterator[None]:
     """Convert any error from a model's constructor to a `ValueError`, because the configuration is the cause."""
     try:
         yield
@@ -680,7 +686,7 @@ def _converting_build_errors(settings: NewModelSettings) -> Iterator[None]:
 
 
 def load_or_make_model(
-    settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, needs_all: bool = False
+    settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, requires_all_weights: bool = False
 ) -> PreTrainedModel:
     """Load the checkpoint or create a new model with random weights, in float32.
 
@@ -689,8 +695,8 @@ def load_or_make_model(
             built.
     """
     if settings.model_name_or_path is not None:
-        return load_model(settings, config, auto_class, needs_all=needs_all)
-    with _converting_build_errors(settings):
+        return load_model(settings, config, auto_class, requires_all_weights=requires_all_weights)
+    with _convert_build_errors(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -711,7 +717,7 @@ def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[Attentio
     """
     # FSDP2 adds this prefix to the class name of a sharded model.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
-    return attention_sites.named_attentions(model, variant_class.attention_sites)
+    return attention_sites.named_attention_modules(model, variant_class.attention_sites)
 
 
 def select_trainable_parameters(model: PreTrainedModel, trainable: str) -> None:

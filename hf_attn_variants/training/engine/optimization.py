@@ -37,17 +37,17 @@ class Objective:
         count: A function that maps a batch to its number of items (examples or target tokens).
         examples: A function that maps a batch to its number of examples, which is used to report the throughput. By
             default, it returns the length of the first tensor.
-        head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
-            tokens), which affects the number of FLOPs.
+        applies_head_to_items_only: Whether the layers after the base model process only the counted items (such as
+            masked tokens), which affects the number of FLOPs.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head_on_items_only: bool = False
+    applies_head_to_items_only: bool = False
 
 
-def make_label_objective(
+def make_cross_entropy_objective(
     compute_logits_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
 ) -> Objective:
     """Create an objective that sums the cross-entropy over all "labels" [b, n] in a batch that are not -100.
@@ -69,7 +69,7 @@ def make_label_objective(
     return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
 
 
-def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_label_statistics(logits: Tensor, labels: Tensor) -> Tensor:
     """Compute the summed loss, the number of correct predictions and the number of labels for each example.
 
     Args:
@@ -109,10 +109,10 @@ def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
     """
     chosen = labels >= 0
     losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
-    return sum_by_example(losses, chosen), chosen.sum(-1)
+    return sum_values_per_example(losses, chosen), chosen.sum(-1)
 
 
-def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
+def sum_values_per_example(values: Tensor, chosen: Tensor) -> Tensor:
     """Sum the values of each example and return the sums [b].
 
     Args:
@@ -214,7 +214,7 @@ def prepare_training(
         _merge_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layers(model))
+            plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layer_classes(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
@@ -227,7 +227,7 @@ def _merge_tied_embeddings(model: Any) -> None:
                 setattr(parent, name, embeddings)
 
 
-def list_sharded_layers(model: Any) -> set[str]:
+def list_sharded_layer_classes(model: Any) -> set[str]:
     """List the class names of the layers that FSDP2 shards individually.
 
     Layers that contain the input embeddings, such as `BertEmbeddings`, are excluded. Accelerate shards the embeddings

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
-def main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
+def make_main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
     """Create a progress bar that is only shown on the main process (see `hf_attn_variants.progress`)."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
@@ -99,10 +99,10 @@ class RunLog:
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
         if self.bar is not None and not self.bar.disable:
-            _show_on_bar(self.bar, record["step"], values)
+            _update_progress_bar(self.bar, record["step"], values)
 
 
-def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
+def _update_progress_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
     """Show the loss in the progress bar, and print dev scores above it."""
     # A line of 80 columns is too short for both the loss and the dev scores.
     if "loss" in values:
@@ -264,7 +264,7 @@ def save_model(
         stage = folder / STAGE_FOLDER
         shutil.rmtree(stage, ignore_errors=True)
         try:
-            with _restore_class(accelerator.unwrap_model(model)) as unwrapped:
+            with _restore_original_class(accelerator.unwrap_model(model)) as unwrapped:
                 unwrapped.save_pretrained(stage, state_dict=weights | (extra_tensors or {}))
             tokenizer.save_pretrained(stage)
             write_history(stage, history)
@@ -283,7 +283,7 @@ def save_model(
 
 
 @contextmanager
-def _restore_class(model: Any) -> Iterator[Any]:
+def _restore_original_class(model: Any) -> Iterator[Any]:
     """Restore the original class of a model sharded by FSDP2 while the `with` block runs."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -364,7 +364,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         KeyboardInterrupt, TerminatedError: If the run raises these errors. Instructions for resuming are added to the
             message.
     """
-    _check_machine(settings)
+    _check_hardware_and_trackers(settings)
     if settings.resume_from_checkpoint:
         find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
     _check_output_dir(settings)
@@ -381,7 +381,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     )
     new_folders = []
     try:
-        _check_processes(accelerator)
+        _check_processes_connected(accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and settings.optim == "adafactor":
@@ -412,7 +412,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         GradientState._reset_state()
 
 
-def _check_machine(settings: TrainingSettings) -> None:
+def _check_hardware_and_trackers(settings: TrainingSettings) -> None:
     """Check that this machine supports the precision and the trackers before anything is downloaded or written."""
     on_cpu = settings.cpu or not torch.accelerator.is_available()
     if settings.mixed_precision == "fp16" and on_cpu:
@@ -439,7 +439,7 @@ def _check_trackers(report_to: str) -> None:
         )
 
 
-def _check_processes(accelerator: Accelerator) -> None:
+def _check_processes_connected(accelerator: Accelerator) -> None:
     """Check that processes that were launched together are connected instead of training independently."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)

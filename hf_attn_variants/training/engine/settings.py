@@ -224,9 +224,9 @@ def _make_variant_option(prefix: str, row: Field) -> Any:
     text = describe_field(prefix + row.name)
     if "_" not in text.split(":")[0]:  # a text that starts with the name of a pattern is not capitalized
         text = f"{text[0].upper()}{text[1:]}"
-    default = row.default_of(prefix)
+    default = row.get_default(prefix)
     shown = "" if default in (None, (), False) else f" (default: {default})"
-    flag: dict[str, Any] = {"choices": row.choices_of(prefix)} if row.choices_of(prefix) else {}
+    flag: dict[str, Any] = {"choices": row.get_choices(prefix)} if row.get_choices(prefix) else {}
     if row.kind is dict:
         flag |= {"metavar": "JSON", "type": parse_json_flag}
     if row.kind is list and prefix and row.inherits:

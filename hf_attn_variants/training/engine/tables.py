@@ -18,7 +18,7 @@ from ...text_files import (
     get_column_value,
     has_column,
     make_missing_column_error,
-    read_records,
+    read_table_rows,
 )
 from .settings import SPLITS, FineTuningSettings, TableSettings, TrainingSettings
 
@@ -140,7 +140,7 @@ def _list_used_splits(settings: TableSettings) -> list[str]:
 def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
     """Yield the rows of table files."""
     for path in paths:
-        records = read_records(Path(path))
+        records = read_table_rows(Path(path))
         if (first := next(records, None)) is None:
             raise ValueError(f"{path} must contain at least one row, but is empty.")
         yield first
@@ -198,7 +198,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
         source.records = _require_column(column, flag, source.records)
         return column
     if name != "test":
-        raise make_missing_column_error(source.first.names_place, source.first.values, column, flag)
+        raise make_missing_column_error(source.first.header_location, source.first.values, column, flag)
     source.records = _forbid_column(column, source.first, source.records)
     return None
 
@@ -207,7 +207,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
     """Yield the rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
-            raise make_missing_column_error(record.names_place, record.values, column, flag)
+            raise make_missing_column_error(record.header_location, record.values, column, flag)
         yield record
 
 
@@ -237,7 +237,7 @@ def get_text(record: TableRow, column: str, flag: str) -> str:
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
-        raise make_missing_column_error(record.names_place, record.values, column, flag)
+        raise make_missing_column_error(record.header_location, record.values, column, flag)
     problem = (
         "an incomplete surrogate pair, which is not valid text"
         if isinstance(text, str)
@@ -256,7 +256,7 @@ def get_label_name(value: Any, names: Sequence[str]) -> Any:
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
-def apply_recorded_columns(
+def fill_in_training_columns(
     settings: SettingsT,
     first: dict[str, Any] | None,
     columns: Mapping[str, Sequence[str]],
@@ -273,7 +273,7 @@ def apply_recorded_columns(
         columns: Maps each setting that selects a column to the settings that define how the column is read.
         others: Settings that are filled in regardless of the columns.
     """
-    recorded = _load_recorded_values(settings)
+    recorded = _load_training_record(settings)
     named_columns = {name for setting in columns for name in _as_list(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
@@ -294,18 +294,18 @@ def apply_recorded_columns(
     return replace(settings, **new_values)
 
 
-def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
+def find_missing_training_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
     """Return the column on which the model was trained if the data lacks this column, and None otherwise.
 
     If a column is returned, the run must not guess another column by its name because it may have other contents. The
     result is also None if the settings of the run select a column.
 
     Args:
-        settings: The settings of the run, before `apply_recorded_columns`.
+        settings: The settings of the run, before `fill_in_training_columns`.
         first: The first row, which maps columns to values.
         setting: The setting that selects the column.
     """
-    column = None if getattr(settings, setting) is not None else _load_recorded_values(settings).get(setting)
+    column = None if getattr(settings, setting) is not None else _load_training_record(settings).get(setting)
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
@@ -316,13 +316,13 @@ def _format_value(value: Any) -> str:
 
 def warn_about_max_length(settings: TrainingSettings) -> None:
     """Warn if a run that only evaluates truncates texts to a different length than in the model's training."""
-    length = _load_recorded_values(settings).get("max_length", settings.max_length)
+    length = _load_training_record(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
         message = "Texts are truncated to %d tokens, but the model was trained with --max_length %s."
         logger.warning(message, settings.max_length, length)
 
 
-def _load_recorded_values(settings: TrainingSettings) -> dict[str, Any]:
+def _load_training_record(settings: TrainingSettings) -> dict[str, Any]:
     """Load the training arguments and results of the model if the run only evaluates and the model records them."""
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}

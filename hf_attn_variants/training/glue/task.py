@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from datasets import Dataset, load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from ...files import has_carriage_return_ends, is_blank, read_file
+from ...files import has_carriage_return_line_endings, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
-from ..classification.data import ClassificationSplit, make_rows
+from ..classification.data import ClassificationSplit, make_in_memory_dataset
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
 from ..engine.settings import check_metric
 from . import GlueSettings
@@ -41,9 +41,11 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """
     path = Path(path)
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    lines = content.splitlines() if has_carriage_return_ends(io.BytesIO(content)) else content.split(b"\n")
+    lines = content.splitlines() if has_carriage_return_line_endings(io.BytesIO(content)) else content.split(b"\n")
     # `str.splitlines` would also split the text at U+0085 and U+2028, which occur inside sentences.
-    rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
+    rows = [
+        (number, _decode_line(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")
+    ]
     header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
     if not rows:
         raise ValueError(f"{path} must contain at least one row, but is empty.")
@@ -79,10 +81,10 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     if empty:
         message = "%s: %d of %d rows have an empty cell, which is read as empty text. The first such row is line %d."
         logger.warning(message, path, len(empty), len(rows), empty[0])
-    return make_rows(columns)
+    return make_in_memory_dataset(columns)
 
 
-def _decode(path: Path, number: int, line: bytes) -> list[str]:
+def _decode_line(path: Path, number: int, line: bytes) -> list[str]:
     """Split a line of the file into cells, and check that the line is valid UTF-8."""
     try:
         return line.decode("utf-8").rstrip("\r").split("\t")
@@ -113,7 +115,7 @@ def _split_header(
                 f"{path}, line 1: Column names must be distinct, got {repeated[0]!r} twice. Rename one of them."
             )
         return first, rows[1:]
-    layouts = task.headerless if has_labels else task.headerless_test
+    layouts = task.headerless_columns if has_labels else task.headerless_test_columns
     # A first row that contains some of the column names is an incomplete header instead of an example.
     if len(missing) == len(required) and len(first) in layouts:
         return list(layouts[len(first)]), rows
@@ -198,7 +200,7 @@ def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> Classifica
     return ClassificationSplit(split, data)
 
 
-def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
+def load_ax_diagnostics(data_dir: str | None = None) -> ClassificationSplit | None:
     """Read the diagnostic set AX from the MNLI folder, from a sibling folder, or from the Hub.
 
     Returns:
@@ -266,7 +268,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         self.task = get_task(settings.task_name)
         self.labels = self.task.labels
         self.problem_type = "regression" if self.task.is_regression else "single_label_classification"
-        self.fit_tokenizer(pair=len(self.task.text_columns) == 2)
+        self.configure_tokenizer(pair=len(self.task.text_columns) == 2)
         splits, self.tests = self._load_splits()
         self.train = splits["train"]
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
@@ -291,7 +293,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         tests = [(task, splits[name]) for name in task.test_splits if name in splits]
         has_files = any((settings.train_file, settings.validation_file, settings.test_file))
         if task.name == "mnli" and (settings.data_dir is not None or not has_files):
-            ax = load_ax(settings.data_dir)
+            ax = load_ax_diagnostics(settings.data_dir)
             tests += [(TASKS["ax"], ax)] if ax is not None else []
         return splits, tests
 

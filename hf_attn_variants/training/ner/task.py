@@ -12,19 +12,19 @@ from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
 from ...files import WHITESPACE, is_blank
-from ...text_files import read_lines, read_records
+from ...text_files import read_lines, read_table_rows
 from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
 from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     check_max_length,
     check_trained_head,
     configure_token_types,
-    encode_words,
     load_classifier,
     load_config,
     load_tokenizer,
+    tokenize_words,
 )
-from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_label_objective
+from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_cross_entropy_objective
 from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
@@ -180,7 +180,7 @@ def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] 
     if files is None:
         return None
     return {
-        split: [record.values for path in paths for record in read_records(Path(path))]
+        split: [record.values for path in paths for record in read_table_rows(Path(path))]
         for split, paths in files.items()
     }
 
@@ -297,7 +297,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         self.labels: Any = model.config.label2id
         for split in ("validation", "test"):
             self._check_tags(split)
-        self.rows, _ = self._encode_all("train")
+        self.rows, _ = self._tokenize_sentences("train")
         return model
 
     def _warn_about_unlearned_tags(self) -> None:
@@ -322,7 +322,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
                         f"({' '.join(words):.60}). Correct the tag."
                     )
 
-    def _encode_all(self, split: str) -> tuple[list[dict[str, list[int]]], list[dict[int, int]]]:
+    def _tokenize_sentences(self, split: str) -> tuple[list[dict[str, list[int]]], list[dict[int, int]]]:
         """Tokenize the sentences of a split, and return the model inputs and the positions of each sentence's words.
 
         If words are truncated, a warning is logged.
@@ -346,14 +346,14 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         Only the first token of a word has a label. All other labels are -100.
         """
         words, tags = sentence
-        row, positions = encode_words(self.tokenizer, words, self.settings.max_length)
+        row, positions = tokenize_words(self.tokenizer, words, self.settings.max_length)
         row["labels"] = [IGNORED_LABEL] * len(row["input_ids"])
         for word, position in positions.items() if tags else ():
             row["labels"][position] = self.labels[tags[word]]
         return row, positions
 
     def objective(self) -> Objective:
-        return make_label_objective(compute_logits)
+        return make_cross_entropy_objective(compute_logits)
 
     def prepare_evaluation(self) -> bool:
         self.sets = {split: self._make_eval_set(split) for split in self.splits if split != "train"}
@@ -361,7 +361,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
 
     def _make_eval_set(self, split: str) -> tuple[EvalBatches, list[dict[int, int]]]:
         """Create the evaluation batches of a split, and return them with the positions of the words."""
-        rows, positions = self._encode_all(split)
+        rows, positions = self._tokenize_sentences(split)
         return self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
 
     def evaluate(self) -> dict[str, float]:

@@ -17,8 +17,13 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.finetune import fine_tune
-from ..engine.models import check_end_token, check_max_length, load_or_make_config, load_or_make_model
-from ..engine.optimization import Objective, compute_label_sums, compute_target_logits, make_label_objective
+from ..engine.models import check_appends_end_token, check_max_length, load_or_make_config, load_or_make_model
+from ..engine.optimization import (
+    Objective,
+    compute_label_statistics,
+    compute_target_logits,
+    make_cross_entropy_objective,
+)
 from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
 from .task import Pretraining
@@ -50,7 +55,7 @@ def check_span_corruption(
             f"{name} ({config.model_type}) must be an encoder-decoder whose decoder starts with the padding token, "
             "such as T5. Use another model for span corruption."
         )
-    check_end_token(settings, tokenizer)
+    check_appends_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
 
 
@@ -125,7 +130,7 @@ class SpanCorruptionPreparer:
         ValueError: If the tokenizer has too few sentinels.
     """
 
-    takes_other_block = False
+    requires_other_block = False
 
     def __init__(
         self,
@@ -210,10 +215,10 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
         return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
     def objective(self) -> Objective:
-        return make_label_objective(compute_target_logits)
+        return make_cross_entropy_objective(compute_target_logits)
 
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
+        return compute_label_statistics(compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.prepare.shuffle_text(batch)

@@ -38,10 +38,10 @@ from ..engine.models import (
     load_or_make_config,
     load_or_make_model,
 )
-from ..engine.optimization import Objective, compute_label_sums, make_label_objective
+from ..engine.optimization import Objective, compute_label_statistics, make_cross_entropy_objective
 from ..engine.settings import TrainingSettings
 from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
-from .text_stream import TextSource, TextStream, open_text_sources, read_blocks, stack_rows
+from .text_stream import TextSource, TextStream, open_pretraining_text, read_blocks, stack_examples
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class BlockPreparer(Protocol):
     separator: int
 
     @property
-    def takes_other_block(self) -> bool:
+    def requires_other_block(self) -> bool:
         """True if another block of the text (or None) must also be passed to `__call__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Prepare an example as a dictionary of arrays, which have the same shapes for every block.
 
-        The arguments are `block`, its `key` and, if `takes_other_block` is True, another block or None. Random choices
-        must depend only on `key` and on the seed of the run.
+        The arguments are `block`, its `key` and, if `requires_other_block` is True, another block or None. Random
+        choices must depend only on `key` and on the seed of the run.
         """
 
 
@@ -79,7 +79,7 @@ class PreparedBlocks(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not self.prepare.takes_other_block:
+        if not self.prepare.requires_other_block:
             return self.prepare(self.blocks[index], (0, index))
         # The other block is far away because neighboring blocks may come from the same article.
         other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
@@ -115,7 +115,7 @@ def make_stream_batches(
         window,
         accelerator.process_index,
         accelerator.num_processes,
-        prepare.takes_other_block,
+        prepare.requires_other_block,
     )
     loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
@@ -197,17 +197,17 @@ class Pretraining(FineTuningTask[PretrainingT]):
         config: The configuration of the model.
         prepare: Prepares examples from blocks.
         items: The name of the metric that counts the predicted items, such as "masked_tokens".
-        without_context: The name for a language model that does not use context, such as "unigram".
+        context_free_model_name: The name for a language model that does not use context, such as "unigram".
     """
 
     config: PreTrainedConfig
     prepare: BlockPreparer
     items: str
-    main_metric, shown_metrics, without_context = "loss", ("accuracy", "sentence_accuracy"), "unigram"
+    main_metric, shown_metrics, context_free_model_name = "loss", ("accuracy", "sentence_accuracy"), "unigram"
 
     def __init__(self, settings: PretrainingT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.text = open_text_sources(settings)
+        self.text = open_pretraining_text(settings)
 
     @abstractmethod
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -243,7 +243,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(f"{self.text.dev[0].name} must contain a masked token for evaluation. Use a longer text.")
         batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
-        loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
+        loader = create_eval_dataloader(rows, batch_size, stack_examples, workers)
         self.dev_batches = self.accelerator.prepare(loader), range(len(rows))
         return True
 
@@ -254,14 +254,14 @@ class Pretraining(FineTuningTask[PretrainingT]):
             A dictionary with "loss" (in nats per item), "perplexity", "accuracy" and the number of items. With a
             sentence task, it also contains "sentence_loss" and "sentence_accuracy".
         """
-        (loss, accuracy, items), *pairs = self._compute_means()
+        (loss, accuracy, items), *pairs = self._compute_mean_metrics()
         perplexity = float(np.exp(min(loss, 700.0)))  # larger values would overflow
         metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.items: items}
         if pairs and pairs[0][2]:
             metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
         return metrics
 
-    def _compute_means(
+    def _compute_mean_metrics(
         self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
     ) -> list[tuple[float, float, int]]:
         """Compute the mean loss, the accuracy and the number of items for the held-out text.
@@ -282,11 +282,11 @@ class Pretraining(FineTuningTask[PretrainingT]):
         triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
-    def check_context(self) -> dict[str, Any]:
+    def check_context_use(self) -> dict[str, Any]:
         """Evaluate the model without word order and without attention, and return `compute_context_results`."""
-        shuffled = self._compute_means(self.shuffle)[0][0]
+        shuffled = self._compute_mean_metrics(self.shuffle)[0][0]
         with zero_attention(self.accelerator.unwrap_model(self.model)):
-            zeroed = self._compute_means()[0][0]
+            zeroed = self._compute_mean_metrics()[0][0]
         return compute_context_results(self.metrics["loss"], shuffled, zeroed)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return model
 
     def dev_results(self) -> dict[str, Any]:
-        return {"eval_samples": len(self.dev_batches[1]), **self.check_context()}
+        return {"eval_samples": len(self.dev_batches[1]), **self.check_context_use()}
 
     def results(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -312,7 +312,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
             logger.warning(
                 "The model still behaves like a %s model. It does not use context, so experiments with its attention "
                 "are not meaningful. Train it for longer, or with a higher --learning_rate, a longer warm-up, a "
-                "shorter --max_length or a smaller vocabulary.", self.without_context
+                "shorter --max_length or a smaller vocabulary.", self.context_free_model_name
             )  # fmt: skip
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
@@ -341,7 +341,7 @@ class CausalLMPreparer:
         ValueError: If the tokenizer lacks one of these tokens.
     """
 
-    takes_other_block = False
+    requires_other_block = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
         self.begin_id, self.separator, self.pad_id = *get_boundary_token_ids(tokenizer), tokenizer.pad_token_id
@@ -385,7 +385,7 @@ def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     """Pretraining for causal language modeling with a BERT, RoBERTa or ELECTRA model."""
 
-    name, items, without_context = "causal LM", "predicted_tokens", "bigram"
+    name, items, context_free_model_name = "causal LM", "predicted_tokens", "bigram"
 
     def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
@@ -395,13 +395,13 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
         self.prepare = CausalLMPreparer(self.tokenizer, settings.max_length)
 
     def load_model(self) -> PreTrainedModel:
-        return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, needs_all=True)
+        return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, requires_all_weights=True)
 
     def objective(self) -> Objective:
-        return make_label_objective(compute_causal_logits)
+        return make_cross_entropy_objective(compute_causal_logits)
 
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
+        return compute_label_statistics(compute_causal_logits(model, batch), batch["labels"])
 
 
 def convert_to_decoder(
@@ -459,7 +459,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
     def count(batch: dict[str, Tensor]) -> int:
         return int((batch["labels"] != IGNORED_LABEL).sum())
 
-    return Objective(loss_sum=loss_sum, count=count, head_on_items_only=True)
+    return Objective(loss_sum=loss_sum, count=count, applies_head_to_items_only=True)
 
 
 def _compute_logits(
@@ -523,7 +523,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         self.config, self.tokenizer = load_or_make_config(settings)
         _check_encoder(settings, self.config)
         check_max_length(settings.max_length, self.config, self.tokenizer)
-        _check_pairs(settings, self.config)
+        _check_sentence_task(settings, self.config)
         masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
         self.prepare = MaskedLMPreparer(self.tokenizer, settings.max_length, *masking)
 
@@ -531,7 +531,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         settings = self.settings
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
         # The head for the sentence task may be randomly initialized, unless the model is only evaluated.
-        model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
+        model = load_or_make_model(settings, self.config, auto_class, requires_all_weights=settings.only_evaluates)
         self.unwrapped_model = model
         return model
 
@@ -577,7 +577,7 @@ def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None
         raise ValueError(f"{name} must be an encoder, but is a decoder (is_decoder). Set --objective clm.")
 
 
-def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+def _check_sentence_task(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
     """Check that the settings and the model support the sentence task."""
     task = settings.sentence_task
     if task is None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ...files import check_regular_file, has_carriage_return_ends, is_blank, iterate_lines, open_file
-from ...text_files import is_table, read_records
+from ...files import check_regular_file, has_carriage_return_line_endings, is_blank, iterate_lines, open_file
+from ...text_files import is_table, read_table_rows
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.settings import check_dev_settings
 from ..engine.tables import find_split_files
@@ -76,7 +76,7 @@ class TextFile:
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
-                by_returns = has_carriage_return_ends(file)
+                by_returns = has_carriage_return_line_endings(file)
                 file.seek(offset)
                 # The empty line at the end ends the last article.
                 for line in itertools.chain(_read_lines(file, by_returns), [b""]):
@@ -182,7 +182,7 @@ class FolderFile:
                 row.
         """
         if is_table(self.path):
-            rows = (record.values for record in read_records(self.path))
+            rows = (record.values for record in read_table_rows(self.path))
         else:
             rows = ({"text": line} for line in iterate_lines(self.path))
         for number, row in itertools.islice(enumerate(rows), offset, None):
@@ -252,20 +252,20 @@ class PretrainingText:
     dev_fingerprint: dict[str, Any]
 
 
-def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
+def open_pretraining_text(settings: PretrainingSettings) -> PretrainingText:
     """Open the text for a pretraining run.
 
     Raises:
-        OSError, ValueError: For the same reasons as in `open_text`, or if a flag requires held-out text but there is
-            no held-out text.
+        OSError, ValueError: For the same reasons as in `open_text_splits`, or if a flag requires held-out text but
+            there is no held-out text.
     """
-    text = open_text(settings)
+    text = open_text_splits(settings)
     if not text.dev and settings.dataset_name is not None:
         check_dev_settings(settings, False)
     return text
 
 
-def open_text(settings: Any) -> PretrainingText:
+def open_text_splits(settings: Any) -> PretrainingText:
     """Open the text for training and evaluation, from files or from the splits of a dataset.
 
     Args:
@@ -410,12 +410,12 @@ def pack_blocks(
             rest = np.concatenate([rest, tokens[skipped:]])
             whole = len(rest) // length
             for i in range(whole):
-                yield rest[i * length : (i + 1) * length], _get_position(begins, i * length)
+                yield rest[i * length : (i + 1) * length], _get_text_position(begins, i * length)
             if whole:
                 begins = _shift_article_starts(begins, whole * length)
                 rest = rest[whole * length :]
     if len(rest):
-        yield rest, _get_position(begins, 0)
+        yield rest, _get_text_position(begins, 0)
 
 
 def _tokenize_articles(
@@ -449,7 +449,7 @@ def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
 
 
-def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
+def _get_text_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
     """Return the text position of the token at an index of `rest` (see `pack_blocks`)."""
     begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
@@ -459,7 +459,7 @@ def _shift_article_starts(begins: list[tuple[int, TextPosition]], cut: int) -> l
     """Return the article starts after the first `cut` tokens are removed from `rest` (see `pack_blocks`)."""
     # The remaining part of the article that contains the cut starts at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
-    return [(0, _get_position(begins, cut)), *later]
+    return [(0, _get_text_position(begins, cut)), *later]
 
 
 def read_blocks(
@@ -501,8 +501,8 @@ class TextStream(IterableDataset):
         window: The number of blocks to hold in memory and shuffle together.
         process_index: The index of this process.
         num_processes: The number of processes.
-        with_other: Whether to also pass another block from the same window to `prepare`. If the window contains only
-            one block, None is passed.
+        passes_other_block: Whether to also pass another block from the same window to `prepare`. If the window
+            contains only one block, None is passed.
     """
 
     def __init__(
@@ -517,9 +517,9 @@ class TextStream(IterableDataset):
         window: int = 4096,
         process_index: int = 0,
         num_processes: int = 1,
-        with_other: bool = False,
+        passes_other_block: bool = False,
     ):
-        self.with_other = with_other
+        self.passes_other_block = passes_other_block
         self.sources, self.tokenizer, self.length, self.separator = list(sources), tokenizer, length, separator
         self.prepare, self.batch_size, self.seed, self.window = prepare, batch_size, seed, window
         self.process_index, self.num_processes = process_index, num_processes
@@ -550,7 +550,7 @@ class TextStream(IterableDataset):
                 row = prepared[0]
                 prepared = [row | {key: np.full_like(row[key], IGNORED_LABEL) for key in row if "label" in key}]
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
-            yield stack_rows(prepared) | counts
+            yield stack_examples(prepared) | counts
 
     def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
         """Yield the number, the token ids, the window position and the other block (if required) for each block."""
@@ -565,11 +565,11 @@ class TextStream(IterableDataset):
             for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
                 other = window_blocks[following][0] if len(window_blocks) > 1 else None
                 if number >= self._used:
-                    yield number, window_blocks[i][0], position, (other,) if self.with_other else ()
+                    yield number, window_blocks[i][0], position, (other,) if self.passes_other_block else ()
                 number += 1
             window += 1
 
 
-def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def stack_examples(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Stack prepared blocks into a batch of tensors [b, ...]."""
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

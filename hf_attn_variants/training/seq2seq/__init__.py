@@ -74,7 +74,7 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             )
 
 
-def _make_side_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
+def _make_parallel_text_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
     """Create the option for one side of a split's parallel text."""
     return option(
         f"File with the {side} texts of the {split} split, one per line (.txt, .gz){more}.", None, resume=resume
@@ -160,12 +160,12 @@ class Seq2SeqSettings(
 
     title: ClassVar[str] = "text"
 
-    source_file: str | None = _make_side_option("training", "source")
-    target_file: str | None = _make_side_option("training", "target")
-    validation_source_file: str | None = _make_side_option("dev", "source", WITH_BEST_WEIGHTS)
-    validation_target_file: str | None = _make_side_option("dev", "target", WITH_BEST_WEIGHTS)
-    test_source_file: str | None = _make_side_option("test", "source")
-    test_target_file: str | None = _make_side_option(
+    source_file: str | None = _make_parallel_text_option("training", "source")
+    target_file: str | None = _make_parallel_text_option("training", "target")
+    validation_source_file: str | None = _make_parallel_text_option("dev", "source", WITH_BEST_WEIGHTS)
+    validation_target_file: str | None = _make_parallel_text_option("dev", "target", WITH_BEST_WEIGHTS)
+    test_source_file: str | None = _make_parallel_text_option("test", "source")
+    test_target_file: str | None = _make_parallel_text_option(
         "test", "target", more="; if not set, the split is predicted without scores"
     )
     train_file: tuple[str, ...] | None = _make_table_option("Train")

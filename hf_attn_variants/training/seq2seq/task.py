@@ -21,7 +21,7 @@ from ...glue_tasks import GlueTask, get_task
 from ...model_properties import ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ...text_files import (
-    PlacedRows,
+    LocatedRows,
     check_unused_column,
     column_names,
     describe_row_location,
@@ -31,23 +31,28 @@ from ...text_files import (
     read_columns,
     read_lines,
     read_pairs,
-    read_records,
+    read_table_rows,
 )
 from ..classification.data import ClassificationSplit
-from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_pair_collator
+from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_source_target_collator
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
-    check_end_token,
+    check_appends_end_token,
     check_max_length,
     load_or_make_config,
     load_or_make_model,
     warn_about_truncation,
 )
-from ..engine.optimization import Objective, compute_target_logits, compute_token_cross_entropy, make_label_objective
-from ..engine.session import main_process_progress_bar
+from ..engine.optimization import (
+    Objective,
+    compute_target_logits,
+    compute_token_cross_entropy,
+    make_cross_entropy_objective,
+)
+from ..engine.session import make_main_process_progress_bar
 from ..engine.settings import SPLITS, check_dev_settings, check_metric, is_greater_better
-from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
+from ..engine.tables import fill_in_training_columns, find_split_files, load_splits
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import Question, load_squad, score_answer
@@ -112,7 +117,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Read the splits from parallel text, tables or a `datasets` source, as specified by the flags.
 
     Args:
-        settings: The settings of the run, after `apply_recorded_texts`.
+        settings: The settings of the run, after `fill_in_training_text_settings`.
 
     Raises:
         OSError: If a file or a Hub dataset cannot be read.
@@ -148,7 +153,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
-def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
+def _make_row_keys(rows: LocatedRows) -> list[dict[str, Any]]:
     """Return the entries that identify rows in the predictions: the row number, and the file if there are several."""
     if len({*rows.files}) == 1:
         return [{"row": number} for number in rows.numbers]
@@ -173,14 +178,14 @@ def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[
     return metrics, names
 
 
-def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
+def fill_in_training_text_settings(settings: Seq2SeqSettings) -> Seq2SeqSettings:
     """Fill in the columns and the prefix that were used to train the model if the run only evaluates.
 
     Settings that are already set are left unchanged. If the run trains the model, nothing is filled in.
     """
     if not settings.only_evaluates:
         return settings
-    return apply_recorded_columns(
+    return fill_in_training_columns(
         settings, _read_first_row(settings), dict.fromkeys(DEFAULT_COLUMNS, ()), ("source_prefix",)
     )
 
@@ -195,7 +200,7 @@ def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
     tables = settings.validation_file or settings.test_file
     if files is not None:
         tables = files.get("validation") or files.get("test")
-    record = next(read_records(Path(tables[0])), None) if tables else None
+    record = next(read_table_rows(Path(tables[0])), None) if tables else None
     return None if record is None else record.values
 
 
@@ -205,7 +210,7 @@ def _get_columns(settings: Seq2SeqSettings) -> tuple[str, str]:
     return source, target
 
 
-def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> LocatedRows | None:
     """Read a split, or return None if it does not exist.
 
     Args:
@@ -225,7 +230,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
     # Blank sources without targets also count as rows, so that the predictions have the same row numbers.
     if source is not None:
         lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
-        return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
+        return LocatedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
     if table is not None:
         flags = "--source_column and --target_column"
         if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
@@ -234,7 +239,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
 
 
-def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> PlacedRows | None:
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> LocatedRows | None:
     """Read a split of a `datasets` source, or return None if the split does not exist."""
     splits = load_splits(settings)
     split = {"dev": "validation"}.get(name, name)
@@ -260,12 +265,12 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     filled_texts = [rows[i] for i in indices]
     if all(is_blank(text) for texts in filled_texts for text in texts):
         raise ValueError(f"{place} must contain at least one row with text, but has none.")
-    return PlacedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
+    return LocatedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
 
 
 def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of tables."""
-    return (record.values for path in paths for record in read_records(Path(path)))
+    return (record.values for path in paths for record in read_table_rows(Path(path)))
 
 
 def check_seq2seq_lengths(
@@ -360,7 +365,7 @@ def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: If a file or a Hub dataset cannot be read.
         ValueError: If the task does not exist, or if a file has invalid content.
     """
-    files = {f"{name}_file": _get_only_file(settings, name) for name in ("train", "validation", "test")}
+    files = {f"{name}_file": _get_single_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
         data.results["source_prefix"] = settings.source_prefix
@@ -369,7 +374,7 @@ def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     return data
 
 
-def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
+def _get_single_file(settings: Seq2SeqSettings, name: str) -> str | None:
     """Return the file of a split, or None if it is not set. Raise `ValueError` if there are several files."""
     files = getattr(settings, f"{name}_file") or [None]
     if len(files) > 1:
@@ -487,9 +492,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
             self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
-        check_end_token(settings, self.tokenizer)
+        check_appends_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
-        texts = apply_recorded_texts(settings)
+        texts = fill_in_training_text_settings(settings)
         self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
         self._limit_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
@@ -499,7 +504,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         longest_target = settings.max_target_length or settings.max_length
         for split in self.data.splits.values():
             warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
-        self.collate = make_pair_collator(
+        self.collate = make_source_target_collator(
             self.tokenizer,
             settings.max_length,
             settings.pad_to_multiple_of,
@@ -544,7 +549,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return model
 
     def objective(self) -> Objective:
-        return make_label_objective(compute_target_logits, self.settings.label_smoothing_factor)
+        return make_cross_entropy_objective(compute_target_logits, self.settings.label_smoothing_factor)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
@@ -564,21 +569,25 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """Compute the loss and, unless `eval_loss_only` is set, the metrics for the first number of beams."""
         self.dev_texts: dict[int, list[str]] = {}
         metrics = {"loss": self.compute_loss()}
-        return metrics if self.settings.eval_loss_only else metrics | self._decode_dev(self.settings.num_beams[:1])
+        return (
+            metrics
+            if self.settings.eval_loss_only
+            else metrics | self._generate_dev_texts(self.settings.num_beams[:1])
+        )
 
-    def last_evaluation(self, loop: TrainingLoop) -> None:
+    def evaluate_final_weights(self, loop: TrainingLoop) -> None:
         """Evaluate the final weights, and also generate texts with the other numbers of beams."""
-        super().last_evaluation(loop)
+        super().evaluate_final_weights(loop)
         start = time.perf_counter()
-        self.metrics |= self._decode_dev(self.settings.num_beams)
+        self.metrics |= self._generate_dev_texts(self.settings.num_beams)
         self.eval_seconds += time.perf_counter() - start
 
-    def _decode_dev(self, beams: Sequence[int]) -> dict[str, float]:
+    def _generate_dev_texts(self, beams: Sequence[int]) -> dict[str, float]:
         """Generate dev texts for each number of beams that is not in `dev_texts` yet, and return the metrics."""
         metrics: dict[str, float] = {}
         for i, num_beams in enumerate(beams):
             if num_beams not in self.dev_texts:
-                values, self.dev_texts[num_beams] = self._decode_and_score(self.sets["dev"], num_beams)
+                values, self.dev_texts[num_beams] = self._generate_and_score(self.sets["dev"], num_beams)
                 metrics |= {f"{key}{get_beam_suffix(i, num_beams)}": value for key, value in values.items()}
         return metrics
 
@@ -613,7 +622,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         texts, tokens, seconds = [], 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
         loader, order = data.batches
-        for batch in main_process_progress_bar(
+        for batch in make_main_process_progress_bar(
             accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False
         ):
             start = time.perf_counter()
@@ -642,7 +651,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             "decode_tokens_per_second": round(tokens / max(slowest, 1e-9), 1),
         }
 
-    def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+    def _generate_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
         """Generate texts for a split, and return the metrics and the texts.
 
         Without references, the metrics contain only the timings.
@@ -677,7 +686,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         results: dict[str, Any] = {}
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
-            metrics, texts[num_beams] = self._decode_and_score(test, num_beams)
+            metrics, texts[num_beams] = self._generate_and_score(test, num_beams)
             results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
         return {**results, "test_samples": len(test.split)}, dict([_format_predictions(test.split, texts)])
 

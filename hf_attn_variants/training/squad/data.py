@@ -144,13 +144,13 @@ def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer,
     answers = []
     for number, answer in enumerate(_get_list(qa, "answers", place)):
         text = _get_text(answer, "text", f"{place}.answers[{number}]")
-        answers.append(Answer(text, _check_start(text, answer.get("answer_start"), context, id_place)))
+        answers.append(Answer(text, _check_answer_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
         raise ValueError(f"{id_place} must contain an answer or is_impossible, but has neither. Add one of them.")
     return tuple(answers)
 
 
-def _check_start(text: str, start: Any, context: str, place: str) -> int:
+def _check_answer_start(text: str, start: Any, context: str, place: str) -> int:
     """Check that an answer occurs at its start in the context, and return the start as an integer.
 
     The start may be a string that contains a whole number.
@@ -193,13 +193,13 @@ def load_squad(
         if path is not None:
             splits[name] = read_squad(path, has_answers=name != "test")
         elif from_hub and name != "test":
-            splits[name] = load_squad_hub(split, version_2)
+            splits[name] = load_squad_from_hub(split, version_2)
         if name != "test" and name in splits:
             check_answers_exist(path or f"The {split} split of the Hub", splits[name], version_2)
     return splits
 
 
-def load_squad_hub(split: str, version_2: bool) -> list[Question]:
+def load_squad_from_hub(split: str, version_2: bool) -> list[Question]:
     """Load a SQuAD split from the Hub.
 
     Args:
@@ -222,7 +222,7 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
         for answer in answers:
-            _check_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
+            _check_answer_start(answer.text, answer.start, row["context"], f"{name} ({split}), id {row['id']}")
         questions.append(Question(row["id"], row["question"], row["context"], answers))
     _check_ids(f"{name} ({split})", questions)
     return questions
@@ -352,7 +352,7 @@ def make_windows(
     windows, num_cut = [], 0
     for begin in range(0, len(questions), QUESTIONS_PER_CALL):
         batch = questions[begin : begin + QUESTIONS_PER_CALL]
-        texts, shortened = _cut_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
+        texts, shortened = _truncate_questions([q.question.lstrip() for q in batch], tokenizer, max_query_length)
         num_cut += shortened
         encoded = tokenizer(
             texts,
@@ -384,7 +384,7 @@ def make_windows(
     return windows
 
 
-def _cut_questions(
+def _truncate_questions(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, max_query_length: int
 ) -> tuple[list[str], int]:
     """Truncate questions to the maximum length, and return the questions and the number of truncated questions."""
@@ -503,7 +503,7 @@ class Prediction:
         return "" if null_threshold is not None and self.null_odds > null_threshold else self.text
 
 
-def find_predictions(
+def extract_predictions(
     questions: Sequence[Question],
     windows: Sequence[Window],
     start_logits: np.ndarray,
@@ -612,23 +612,23 @@ def compute_exact_match(prediction: str, truth: str) -> float:
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
-def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
+def compute_token_f1(prediction: str, truth: str, score_if_both_empty: float = 0.0) -> float:
     """Compute the F1 score over the words of two normalized answers, from 0 to 1.
 
     Args:
         prediction: The predicted answer.
         truth: The correct answer.
-        both_empty: The value to return if neither answer contains words, which is 0 in the official v1.1 script and 1
-            in the v2.0 script.
+        score_if_both_empty: The value to return if neither answer contains words, which is 0 in the official v1.1
+            script and 1 in the v2.0 script.
     """
     predicted_words, true_words = normalize_answer(prediction).split(), normalize_answer(truth).split()
     if not predicted_words or not true_words:
-        return both_empty if predicted_words == true_words else 0.0
+        return score_if_both_empty if predicted_words == true_words else 0.0
     common = sum((Counter(predicted_words) & Counter(true_words)).values())
     return 2 * common / (len(predicted_words) + len(true_words))
 
 
-def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
+def score_answer(prediction: str, truths: Sequence[str], score_if_both_empty: float = 0.0) -> tuple[float, float]:
     """Compute the best exact match and the best F1 over all correct answers.
 
     If there are no correct answers, the empty text is correct.
@@ -636,7 +636,7 @@ def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0
     truths = truths or [""]
     return (
         max(compute_exact_match(prediction, truth) for truth in truths),
-        max(compute_token_f1(prediction, truth, both_empty) for truth in truths),
+        max(compute_token_f1(prediction, truth, score_if_both_empty) for truth in truths),
     )
 
 
@@ -645,7 +645,7 @@ def _compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _compute_split_means(
+def _compute_subset_metrics(
     scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
 ) -> dict[str, float]:
     """Compute the metrics for the questions that `chosen` selects. The result is empty if it selects no questions."""
@@ -732,15 +732,15 @@ def _compute_v2_metrics(
     """Compute the metrics for v2.0."""
     # As in the official script, correct answers that are empty after normalization are ignored.
     raw = {
-        key: score_answer(texts[key], [text for text in right if normalize_answer(text)], both_empty=1.0)
+        key: score_answer(texts[key], [text for text in right if normalize_answer(text)], score_if_both_empty=1.0)
         for key, right in truths.items()
     }
     has_answer = {key: bool(right) for key, right in truths.items()}
     no_answer = {key: (float(not answered),) * 2 for key, answered in has_answer.items()}
     scores = {key: no_answer[key] if odds[key] > no_answer_threshold else raw[key] for key in raw}
-    values = _compute_split_means(scores, "", lambda key: True)
-    values |= _compute_split_means(scores, "HasAns_", lambda key: has_answer[key])
-    values |= _compute_split_means(scores, "NoAns_", lambda key: not has_answer[key])
+    values = _compute_subset_metrics(scores, "", lambda key: True)
+    values |= _compute_subset_metrics(scores, "HasAns_", lambda key: has_answer[key])
+    values |= _compute_subset_metrics(scores, "NoAns_", lambda key: not has_answer[key])
     for position, name in enumerate(("exact", "f1")):
         raw_scores = {key: row[position] for key, row in raw.items()}
         best, threshold = find_best_threshold(raw_scores, odds, texts, has_answer)

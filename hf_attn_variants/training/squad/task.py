@@ -23,7 +23,7 @@ from .data import (
     Window,
     compute_squad_metrics,
     compute_stride,
-    find_predictions,
+    extract_predictions,
     hash_questions,
     load_squad,
     make_nbest_entries,
@@ -145,7 +145,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         """Predict the answers for a split in the order of its questions, and compute the mean loss of its windows."""
         logits, losses = self.run_model_on_rows(data.batches, self._compute_outputs, data.name)
         limits = self.settings.n_best_size, self.settings.max_answer_length
-        predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
+        predictions = extract_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
         # The losses are summed in batch order because floating-point sums depend on the order.
         return predictions, float(torch.from_numpy(losses[list(data.batches[1])]).mean())
 

@@ -238,13 +238,13 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         """Set the defaults for the objective, and check the settings."""
         if self.total_train_batch_size is not None and self.gradient_accumulation_steps not in (None, 1):
             raise ValueError("Set either --total_train_batch_size or --gradient_accumulation_steps, but not both.")
-        defaults = self._get_t5_defaults() if self.is_stream else self._defaults()
+        defaults = self._get_t5_defaults() if self.is_stream else self._get_standard_defaults()
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         super().__post_init__()
 
-    def _defaults(self) -> dict[str, Any]:
+    def _get_standard_defaults(self) -> dict[str, Any]:
         """Return the defaults for all objectives except span corruption."""
         has_no_warmup = self.lr_scheduler_type == "constant" or self.adafactor_relative_step
         warmup_is_set = has_no_warmup or self.num_warmup_steps is not None

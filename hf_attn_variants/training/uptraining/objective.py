@@ -26,8 +26,8 @@ from ...model_properties import (
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ...registration import max_input_length
 from ..engine.models import iterate_attention_modules
-from ..engine.optimization import Term, compute_token_cross_entropy, sum_by_example
-from ..engine.session import main_process_progress_bar
+from ..engine.optimization import Term, compute_token_cross_entropy, sum_values_per_example
+from ..engine.session import make_main_process_progress_bar
 from ..seq2seq.metrics import choose_bleu_tokenizer, log_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
@@ -141,7 +141,7 @@ class TextPieces(NamedTuple):
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
-def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
+def split_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
     """Split texts into pieces of equal length. No special tokens are added to the pieces.
 
     Args:
@@ -167,7 +167,7 @@ class Teacher:
         attention_outputs: Whether to return the outputs of the attention modules.
         autocast: A function that returns the context manager in which the model runs.
         max_length: The maximum number of tokens per forward pass and text. Longer texts are split into pieces (see
-            `cut_into_pieces`), which is only supported for encoders. If None, texts are not split.
+            `split_into_pieces`), which is only supported for encoders. If None, texts are not split.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Teacher:
         """Compute the teacher's activations for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
-            inputs, pieces = cut_into_pieces(inputs, self.max_length)
+            inputs, pieces = split_into_pieces(inputs, self.max_length)
         with self._autocast():
             activations = self.recorder.run(self.model, inputs, self.hidden_states)
         if pieces is None:
@@ -286,7 +286,7 @@ def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | N
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-    return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
+    return sum_values_per_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
 def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
@@ -333,7 +333,9 @@ def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -
     return distance, torch.ones_like(mask[:, 0])
 
 
-def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
+def check_teacher_config(
+    student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool
+) -> None:
     """Check that the configurations of a student and a teacher allow comparing the two models.
 
     Args:
@@ -518,7 +520,7 @@ class UptrainingObjective:
                 f"--logits_weight requires the same kind of logits, got {answer.value} from the model and "
                 f"{teacher_answer.value} from the teacher. Check num_labels and problem_type in config.json."
             )
-        logits = _check_logits(student.logits, teacher.logits, answer)
+        logits = _check_comparable_logits(student.logits, teacher.logits, answer)
         if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
         of_tokens = None  # None includes all labels
@@ -528,7 +530,9 @@ class UptrainingObjective:
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 
-def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
+def _check_comparable_logits(
+    student: Tensor | None, teacher: Tensor | None, answer: LogitsKind
+) -> tuple[Tensor, Tensor]:
     """Check that the logits of student and teacher can be compared, and return them."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
     # A distribution over a single class is constant, so it cannot be trained.
@@ -569,7 +573,7 @@ class UptrainingEvaluator:
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
-        for batch in main_process_progress_bar(
+        for batch in make_main_process_progress_bar(
             self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False
         ):
             terms = objective.compute_terms(model, batch, evaluating=True)
@@ -626,7 +630,7 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
         )
 
 
-def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
+def compare_held_out_losses(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
     """Determine whether training reduced the held-out loss, and log a warning if it did not.
 
     Args:

@@ -36,7 +36,7 @@ from ..engine.dataloaders import (
     create_eval_dataloader,
     hash_texts,
     make_masked_text_collator,
-    make_pair_collator,
+    make_source_target_collator,
     make_text_collator,
 )
 from ..engine.finetune import FineTuningTask
@@ -44,16 +44,16 @@ from ..engine.loop import TrainingLoop
 from ..engine.models import (
     DROPOUT_FIELDS,
     add_lora,
-    check_end_token,
+    check_appends_end_token,
     check_max_length,
     configure_end_tokens,
     configure_token_types,
     freeze_unused_parameters,
+    get_saved_model_class,
     load_config,
     load_model,
     load_model_and_unexpected_keys,
     load_tokenizer,
-    resolve_architecture,
     select_trainable_parameters,
     set_dropout,
     warn_about_truncation,
@@ -63,7 +63,7 @@ from ..engine.session import configure_deepspeed, is_trained_in_place, read_log,
 from ..engine.settings import ModelSettings, count_training_steps
 from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
 from ..pretraining.task import PreparedBlocks, make_stream_batches
-from ..pretraining.text_stream import open_text, read_blocks, stack_rows
+from ..pretraining.text_stream import open_text_splits, read_blocks, stack_examples
 from . import SPAN_CORRUPTION, UptrainingSettings
 from .objective import (
     WEIGHT_BY_TERM,
@@ -71,9 +71,9 @@ from .objective import (
     UptrainingEvaluator,
     UptrainingObjective,
     check_architecture,
-    check_teacher,
+    check_teacher_config,
     check_teacher_length,
-    compute_held_out_gain,
+    compare_held_out_losses,
     get_model_inputs,
     resolve_term_weights,
 )
@@ -104,12 +104,12 @@ class UptrainingStream:
 
     def __init__(self, settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase):
         check_span_corruption(settings, settings.max_length, config, tokenizer)
-        self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_rows
+        self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_examples
         self.prepare = SpanCorruptionPreparer(
             tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
         )
         self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
-        self.text = open_text(settings)
+        self.text = open_text_splits(settings)
         if not self.text.dev:
             raise ValueError(
                 f"--dataset_name must have a 'validation' split, but {settings.dataset_name} has none. Set "
@@ -241,7 +241,7 @@ def load_uptraining_data(
         multiple = settings.pad_to_multiple_of
         check_max_length(_get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
     if input_kind is DecoderInput.OWN_TARGETS:
-        check_end_token(settings, tokenizer)
+        check_appends_end_token(settings, tokenizer)
     collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
     train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
@@ -327,10 +327,10 @@ def _make_collator(
     if not has_targets:
         return make_text_collator(tokenizer, *shape)
     start: Any = config.decoder_start_token_id
-    return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
+    return make_source_target_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
-def resolve_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
+def set_accumulation_steps(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
     """Set the number of accumulation steps so that each step has `total_train_batch_size` examples.
 
     Raises:
@@ -412,7 +412,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     shown_metrics: Sequence[str] = ()
 
     def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
-        super().__init__(resolve_batch_size(settings, accelerator), accelerator)
+        super().__init__(set_accumulation_steps(settings, accelerator), accelerator)
         self.name, settings = settings.objective, self.settings
         self._load_config()
         self.input_kind = self._get_decoder_input(settings, self.config)
@@ -476,7 +476,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
         self.teacher_config = load_config(self.teacher_settings)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
-        check_teacher(self.config, self.teacher_config, *compared)
+        check_teacher_config(self.config, self.teacher_config, *compared)
         input_kind = self._get_decoder_input(self.teacher_settings, self.teacher_config)
         if input_kind is not self.input_kind and not (input_kind.is_target and self.input_kind.is_target):
             raise ValueError(
@@ -500,7 +500,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
         """Return the model class for the objective, which may be an auto class."""
-        return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
+        return AUTO_CLASSES.get(self.settings.objective) or get_saved_model_class(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
@@ -509,7 +509,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
         if self.target_start is not None:
             self.target_start.apply_to(model)
-        self.student, self.extra_tensors = model, _read_tensors(settings.source, rest)
+        self.student, self.extra_tensors = model, _read_unused_tensors(settings.source, rest)
         select_trainable_parameters(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -587,10 +587,10 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             batches_per_epoch, settings.gradient_accumulation_steps, settings.num_train_epochs or 0, steps
         )
         if self.accelerator.is_main_process:
-            self._log_length(total)
+            self._log_training_length(total)
         return total
 
-    def _log_length(self, steps: int) -> None:
+    def _log_training_length(self, steps: int) -> None:
         """Log the number of training steps."""
         settings = self.settings
         if settings.alpha is not None:
@@ -600,7 +600,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             logger.info("%s", describe_step_size(settings, self.accelerator, self.data.prepare))
             self.data.warn_about_short_steps(count_sequences_per_step(settings, self.accelerator))
 
-    def loop_options(self, total_steps: int) -> dict[str, Any]:
+    def get_loop_setting_overrides(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
 
     def prepare_evaluation(self) -> bool:
@@ -653,7 +653,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         # Evaluate before the low-rank updates are merged into the weights because merging changes the rounding.
-        super().last_evaluation(loop)
+        super().evaluate_final_weights(loop)
         self.log_path = loop.log.path
         for name, value in self.saved_dropout.items():
             setattr(self.student.config, name, value)
@@ -675,13 +675,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
 
-    def last_evaluation(self, loop: TrainingLoop) -> None:
+    def evaluate_final_weights(self, loop: TrainingLoop) -> None:
         """Do nothing because `after_training` has already evaluated the model."""
 
     def dev_results(self) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = compute_held_out_gain(before, self.metrics, self.examples_and_steps[1])
+        gain = compare_held_out_losses(before, self.metrics, self.examples_and_steps[1])
         return {**initial, **gain, **self.evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
@@ -706,7 +706,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return f"{self.name} on {results['eval_samples']} held-out rows: {scores}; "
 
 
-def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
+def _read_unused_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
     """Read the tensors in a checkpoint that the trained model does not use, such as the pooler of a BERT model.
 
     These tensors are saved with the model. Otherwise, a head that requires them would start with random weights.

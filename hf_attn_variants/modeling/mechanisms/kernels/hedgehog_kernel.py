@@ -38,9 +38,9 @@ class Hedgehog(TokenwiseKernel):
         """Return M for the query heads [h, d, r] and for the key heads [k, d, r]."""
         counts = {"query_kernel_proj": heads.query, "key_kernel_proj": heads.key}
         shapes = {name: (count, heads.head_dim, self.features) for name, count in counts.items()}
-        return {name: KernelTensor(shape, partial(self._first_maps, shape)) for name, shape in shapes.items()}
+        return {name: KernelTensor(shape, partial(self._create_initial_maps, shape)) for name, shape in shapes.items()}
 
-    def _first_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
+    def _create_initial_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
         """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""
         _, size, width = shape
         rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))

@@ -27,7 +27,7 @@ from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
 
-__all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
+__all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "compute_hybrid_weights"]
 
 # A block has as many queries as the window has tokens, within these limits. Longer blocks require more individual
 # weights, and shorter blocks require more sums.
@@ -111,7 +111,9 @@ class Hybrid(Hedgehog):
         See `AttentionKernel.from_config` for the arguments.
         """
         hedgehog = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
-        return cls(hedgehog.features, is_causal, hedgehog.seed, config.layer_value(f"{prefix}attention_window", layer))
+        return cls(
+            hedgehog.features, is_causal, hedgehog.seed, config.get_layer_value(f"{prefix}attention_window", layer)
+        )
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
@@ -129,7 +131,9 @@ class Hybrid(Hedgehog):
         window = f"{prefix}attention_window"
         layers = range(config.layer_count(window))
         values = [
-            config.layer_value(window, layer) for layer in layers if config.layer_value(field, layer) is not None
+            config.get_layer_value(window, layer)
+            for layer in layers
+            if config.get_layer_value(field, layer) is not None
         ]
         if None in values:
             got = values if any(values) else None
@@ -194,7 +198,7 @@ class Hybrid(Hedgehog):
     ) -> torch.Tensor:
         """Replace the weights inside the window with softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
-        return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
+        return compute_hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations of Hedgehog, plus a query's dot products and weighted sums in the window."""
@@ -246,7 +250,7 @@ def attend_in_blocks_and_sums(
     is_near, is_far = _create_window_masks(block, key_range, queries.device)
     logits = queries.flatten(3, 4) @ spans[0] * scaling
     logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
-    weights = _window_weights(logits, log_factor[:, None, :, None, None])
+    weights = _compute_window_weights(logits, log_factor[:, None, :, None, None])
     by_features = (query_features.flatten(3, 4) @ spans[2]).unflatten(3, (-1, block))
     weights = weights + by_features.masked_fill(~is_far, 0)
     output = weights.flatten(3, 4) @ spans[1].mT
@@ -264,7 +268,7 @@ def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) 
     return ~(is_before | is_after), is_before if key_range.is_causal else is_before | is_after
 
 
-def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
+def _compute_window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
     """Return gamma exp(s - c) for logits that are -inf outside the window, where c is the largest logit in a row."""
     top = logits.amax(-1, keepdim=True)
     top = top.clamp_min(torch.finfo(top.dtype).min)  # for an empty window, -inf - -inf would be NaN
@@ -285,21 +289,21 @@ def _sum_other_keys(
     shape [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
-    before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
+    before = _compute_block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
     first = torch.zeros_like(before[:, :, :1]) if sums is None else sums[:, :, None]
     before = torch.cat([first, first + before[:, :, :-1]], dim=2)
     if is_causal:
         return before
-    after = _block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
+    after = _compute_block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
     return before + nn.functional.pad(after[:, :, 1:], (0, 0, 0, 0, 0, 1))
 
 
-def _block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
+def _compute_block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
     features, values = (tensor.unflatten(2, (-1, block)) for tensor in (features, values))
     return features.mT @ values
 
 
-def hybrid_weights(
+def compute_hybrid_weights(
     logits: torch.Tensor,
     by_features: torch.Tensor,
     read: torch.Tensor | None,
@@ -319,4 +323,4 @@ def hybrid_weights(
     places = torch.arange(key_length, device=logits.device)
     is_near = key_range.get_allowed_mask(places[key_length - length :], places)
     logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
-    return torch.where(is_near, _window_weights(logits, log_factor[:, None, None]), by_features)
+    return torch.where(is_near, _compute_window_weights(logits, log_factor[:, None, None]), by_features)

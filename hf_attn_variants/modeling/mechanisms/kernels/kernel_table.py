@@ -48,7 +48,7 @@ def create_kernel(
     """
     if getattr(config, f"{prefix}attention_kernel", None) is None:
         return None
-    name = config.layer_value(f"{prefix}attention_kernel", layer)
+    name = config.get_layer_value(f"{prefix}attention_kernel", layer)
     return (
         None if name is None else get_kernel_class(name).from_config(config, prefix, head_dim, path, is_causal, layer)
     )

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.key_ranges import MAX_SIZE, relative_bias
+from ...ops.key_ranges import MAX_SIZE, look_up_relative_bias
 from ...ops.padded_rows import find_text_spans, is_boolean_key_mask
 from ...ops.variant_attention import is_exporting, is_traced
 from .attention_pattern import AttentionPattern
@@ -68,7 +68,7 @@ class BlockPattern(NamedTuple):
         """True if the pattern depends on token positions, and not only on distances."""
         return self.kind.depends_on_positions or self.global_tokens > 0
 
-    def for_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
+    def adapt_to_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
         """Return the pattern for a call whose rows may contain padding.
 
         Args:
@@ -95,7 +95,7 @@ class BlockPattern(NamedTuple):
     def get_allowed_mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return a mask of the keys 0 .. m - 1 that queries at positions [n] attend to, [n, m] or [h, n, m].
 
-        If rows contain padding (see `for_padded_rows`), the shape is [b, 1 or h, n, m], and values at padding are
+        If rows contain padding (see `adapt_to_padded_rows`), the shape is [b, 1 or h, n, m], and values at padding are
         undefined.
         """
         if self.first is not None:
@@ -365,7 +365,7 @@ def attend_in_blocks(
         pattern: the pattern that selects the keys (`BlockPattern`).
         states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
-        table: the bias table, which is indexed by distance (see `relative_bias`).
+        table: the bias table, which is indexed by distance (see `look_up_relative_bias`).
     """
     query, key, value = states
     length, key_length = query.shape[2], key.shape[2]
@@ -381,7 +381,7 @@ def attend_in_blocks(
         read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]
-        bias = None if table is None else relative_bias(table, queries, read)
+        bias = None if table is None else look_up_relative_bias(table, queries, read)
         output = attend(query, key[:, :, read], value[:, :, read], allowed, bias)
         return output[0] if isinstance(output, tuple) else output
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.key_ranges import MAX_SIZE, TransientGlobal, relative_bias
+from ...ops.key_ranges import MAX_SIZE, TransientGlobal, look_up_relative_bias
 from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
@@ -60,7 +60,7 @@ class TransientPattern(AttentionPattern):
     @classmethod
     def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
         """Return the radius and the block size. See `AttentionPattern.get_key_range` for the arguments."""
-        window = config.layer_value(f"{prefix}attention_window", layer)
+        window = config.get_layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
         return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
 
@@ -181,7 +181,7 @@ def attend_with_summaries(
         operands = tuple(moved.roll(tensor, 2) for tensor in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
-    summaries = _make_summaries(module, states, real)
+    summaries = _compute_summaries(module, states, real)
     check_known_arguments(kwargs)
     with_weights = should_return_weights(module, kwargs)
     rows = length if with_weights or is_exporting() else SUMMARY_ROWS
@@ -210,7 +210,7 @@ def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) ->
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _make_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _compute_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(real, block)
@@ -247,7 +247,7 @@ def _attend_in_block(
     mask = torch.cat([summaries.read.expand(-1, 1, allowed.shape[2], -1), allowed], -1)
     bias, count = None, summaries.key.shape[2]
     if tables is not None:
-        bias = relative_bias(tables[..., : 2 * length - 1], queries, keys).expand(query.shape[0], -1, -1, -1)
+        bias = look_up_relative_bias(tables[..., : 2 * length - 1], queries, keys).expand(query.shape[0], -1, -1, -1)
         if count:
             distance = torch.arange(count, device=device) - summaries.blocks[:, rows, None]  # [b, r, G]
             index = distance.clamp(max=count - 1) + count - 1  # padding is in block -1

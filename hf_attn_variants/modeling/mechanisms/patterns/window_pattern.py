@@ -39,7 +39,7 @@ class SlidingWindow(AttentionPattern):
     @classmethod
     def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
         """Return the window as a key range. See `AttentionPattern.get_key_range` for the arguments."""
-        window = config.layer_value(f"{prefix}attention_window", layer)
+        window = config.get_layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
         return KeyRange.from_window(window, dilation, global_tokens, is_causal)
