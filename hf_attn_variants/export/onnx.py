@@ -118,8 +118,8 @@ def build_model_graphs(
             return [replace(graph, module=_SentenceEncoder(model, pooling, normalize))]
     if pooling is not None:
         raise ValueError(
-            f"`pooling` is only supported for text encoders without a head, got
-            {get_transformers_class_name(type(model))}. " "Remove `pooling`."
+            f"`pooling` is only supported for text encoders without a head, got "
+            f"{get_transformers_class_name(type(model))}. Remove `pooling`."
         )
     name = get_transformers_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
@@ -444,8 +444,8 @@ def export_onnx(
         model.set_attn_implementation("sdpa")
     elif calibration_file is not None:
         raise ValueError(
-            f"`calibration_file` is only supported for encoders, got {get_transformers_class_name(model_class)}. Remove
-            it to " "quantize the graphs dynamically."
+            f"`calibration_file` is only supported for encoders, got {get_transformers_class_name(model_class)}. "
+            "Remove it to quantize the graphs dynamically."
         )
     check_disk_space(output, (len(graphs) + 1) * sum(parameter.nbytes for parameter in model.parameters()))
     with staged_folder(output) as stage:

@@ -200,8 +200,8 @@ def _plan_plain_conversion(
     for field, feature in NO_PLAIN_FORM.items():
         if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
-                f"`{field}` {value!r} is not supported because {get_transformers_class_name(model_class)} in
-                Transformers " f"does not support {feature}. Use `--to onnx`."
+                f"`{field}` {value!r} is not supported because {get_transformers_class_name(model_class)} in "
+                f"Transformers does not support {feature}. Use `--to onnx`."
             )
     fields = {}
     for name in list_used_fields(model_class, source):
