@@ -8,8 +8,16 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..files import check_output_dir
 from .convert import DTYPE_NAMES
 
-# Options that are only supported for one export format.
-FORMAT_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
+# Options that are not supported for all export formats.
+FORMAT_OPTIONS = {
+    "dtype": ("transformers",),
+    "opset": ("onnx",),
+    "pooling": ("onnx",),
+    "normalize": ("onnx",),
+    "calibration_file": ("onnx",),
+    "validation_file": ("onnx",),
+    "quantization": ("ctranslate2", "onnx"),
+}
 # The names used by CTranslate2. They are repeated here because importing its specifications would import torch.
 CTRANSLATE2_QUANTIZATIONS = (
     "float32",
@@ -23,10 +31,13 @@ CTRANSLATE2_QUANTIZATIONS = (
 )
 EXAMPLE = """\
 examples (a folder that Transformers loads without custom code, graphs for ONNX
-Runtime, and a model for CTranslate2):
+Runtime, int8 graphs of a sentence encoder, and a model for CTranslate2):
   %(prog)s t5-gqa2 --to transformers \\
       --output_dir t5-plain
   %(prog)s t5-gqa2 --to onnx --output_dir t5-onnx
+  %(prog)s sentence-transformers/all-MiniLM-L6-v2 \\
+      --to onnx --pooling mean --normalize \\
+      --quantization int8 --output_dir minilm-onnx
   %(prog)s t5-gqa2 --to ctranslate2 \\
       --quantization int8 --output_dir t5-int8
 """
@@ -60,9 +71,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="for onnx: opset version, which is 18, 20, or 23 with an attention operator (default: 18)",
     )
     parser.add_argument(
+        "--pooling",
+        choices=("mean", "cls"),
+        help="for onnx: add the output sentence_embedding to the graph of an encoder",
+    )
+    parser.add_argument(
+        "--normalize", action="store_true", default=None, help="for onnx: scale the embeddings to unit length"
+    )
+    parser.add_argument(
         "--quantization",
         choices=CTRANSLATE2_QUANTIZATIONS,
-        help="for ctranslate2: data type of the weights (default: float32)",
+        help="for ctranslate2: data type of the weights (default: float32); for onnx: int8 to write quantized graphs "
+        "next to the float32 graphs",
+    )
+    parser.add_argument(
+        "--calibration_file",
+        help="for onnx and an encoder: text file with one text per line. The int8 graph is then quantized statically "
+        "for OpenVINO instead of dynamically for ONNX Runtime.",
+    )
+    parser.add_argument(
+        "--validation_file",
+        help="for onnx: text file with texts on which int8 and float32 graphs are compared (default: a tenth of the "
+        "calibration file, or random tokens)",
     )
     parser.add_argument(
         "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
@@ -71,9 +101,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
     args = parse_with_checkpoint(parser, argv)
-    for name, export_format in FORMAT_OPTIONS.items():
-        if getattr(args, name) is not None and args.to != export_format:
-            parser.error(f"--{name} is only supported with --to {export_format}. Remove --{name}.")
+    for name, formats in FORMAT_OPTIONS.items():
+        if getattr(args, name) is not None and args.to not in formats:
+            parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
+    if args.to == "onnx" and args.quantization not in (None, "int8"):
+        parser.error(f"--quantization must be int8 with --to onnx, got {args.quantization}.")
+    if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
+        parser.error("--calibration_file and --validation_file require --quantization int8.")
+    if args.normalize and args.pooling is None:
+        parser.error("--normalize requires --pooling.")
     check_output_dir(args.output_dir)
     return args
 
@@ -89,8 +125,8 @@ def main(args: argparse.Namespace) -> Any:
     from ..progress import disable_progress_bars
 
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
-    for name, export_format in FORMAT_OPTIONS.items():
-        if options[name] is None or args.to != export_format:
+    for name in FORMAT_OPTIONS:
+        if options[name] is None:
             del options[name]
     export: Callable[..., Any]
     if args.to == "onnx":
