@@ -40,6 +40,8 @@ Runtime, int8 graphs of a sentence encoder, and a model for CTranslate2):
       --quantization int8 --output_dir minilm-onnx
   %(prog)s t5-gqa2 --to ctranslate2 \\
       --quantization int8 --output_dir t5-int8
+  %(prog)s --to custom_generate \\
+      --output_dir share-memory
 """
 
 
@@ -54,17 +56,49 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Export a variant for use without this package. `--to transformers` writes a plain checkpoint "
         "with the same outputs and all key/value heads. `--to onnx` writes ONNX graphs, whose weights and cache keep "
         "the reduced number of heads and the latents. `--to ctranslate2` writes a CTranslate2 model with fewer heads "
-        "in the weights and all heads in the cache.",
+        "in the weights and all heads in the cache. `--to custom_generate` writes `share_memory` as a generation "
+        "method for models of Transformers, without a checkpoint.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--to", required=True, choices=("transformers", "onnx", "ctranslate2"), help="export format")
+    parser.add_argument(
+        "--to", required=True, choices=("transformers", "onnx", "ctranslate2", "custom_generate"), help="export format"
+    )
     parser.add_argument("--output_dir", required=True, help="new or empty output folder")
     parser.add_argument(
         "--dtype",
         choices=DTYPE_NAMES,
         help="for transformers: data type of the tensors (default: as in the checkpoint)",
     )
+    _add_onnx_options(parser)
+    parser.add_argument(
+        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
+    args = parse_with_checkpoint(parser, argv, required=False)
+    if (args.to == "custom_generate") != (args.model_name_or_path is None):
+        parser.error(
+            "CHECKPOINT is not supported with --to custom_generate. Remove it."
+            if args.to == "custom_generate"
+            else "CHECKPOINT is required."
+        )
+    for name, formats in FORMAT_OPTIONS.items():
+        if getattr(args, name) is not None and args.to not in formats:
+            parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
+    if args.to == "onnx" and args.quantization not in (None, "int8"):
+        parser.error(f"--quantization must be int8 with --to onnx, got {args.quantization}.")
+    if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
+        parser.error("--calibration_file and --validation_file require --quantization int8.")
+    if args.normalize and args.pooling is None:
+        parser.error("--normalize requires --pooling.")
+    check_output_dir(args.output_dir)
+    return args
+
+
+def _add_onnx_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ONNX graphs, and `--quantization`, which CTranslate2 has too."""
     parser.add_argument(
         "--opset",
         type=int,
@@ -94,24 +128,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="for onnx: text file with texts on which int8 and float32 graphs are compared (default: a tenth of the "
         "calibration file, or random tokens)",
     )
-    parser.add_argument(
-        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
-    )
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
-    args = parse_with_checkpoint(parser, argv)
-    for name, formats in FORMAT_OPTIONS.items():
-        if getattr(args, name) is not None and args.to not in formats:
-            parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
-    if args.to == "onnx" and args.quantization not in (None, "int8"):
-        parser.error(f"--quantization must be int8 with --to onnx, got {args.quantization}.")
-    if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
-        parser.error("--calibration_file and --validation_file require --quantization int8.")
-    if args.normalize and args.pooling is None:
-        parser.error("--normalize requires --pooling.")
-    check_output_dir(args.output_dir)
-    return args
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -124,6 +140,12 @@ def main(args: argparse.Namespace) -> Any:
     """
     from ..progress import disable_progress_bars
 
+    if args.to == "custom_generate":
+        from ..export.custom_generate import export_custom_generate
+
+        written = export_custom_generate(args.output_dir)
+        print(written)
+        return written
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
     for name in FORMAT_OPTIONS:
         if options[name] is None:

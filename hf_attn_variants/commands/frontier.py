@@ -49,7 +49,7 @@ text, and a Whisper model with recordings):
 
 No checkpoint is written. The command converts each attention module in memory, using only the closed form unless
 --fit_steps is set. It measures the variants on text (or recordings) from the same file that was not drawn for
-calibration. If too little text is left, it uses the tenth of the calibration examples that is held out from fitting.
+calibration. If too little text is left, it uses the tenth of the examples that was held out from fitting.
 If the checkpoint was trained on this text, the loss increases more than on new text, which can be specified with
 --held_out_file. The last line of the output is the command that creates the selected variant. If you remove
 `--fit_steps 0` from this command, it also runs fitting steps, which take longer but reduce the loss."""

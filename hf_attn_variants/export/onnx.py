@@ -46,8 +46,8 @@ from .onnx_int8 import (
     compare_decoders,
     compare_encoders,
     compare_with_openvino,
+    load_graph,
     make_text_batches,
-    open_session,
     quantize_dynamically,
     quantize_statically,
     read_comparison_texts,
@@ -543,6 +543,8 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
             dynamo=True,
             verbose=False,
         )
+        for node in program.model.graph:
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # contains local paths
         program.save(path)
 
 
@@ -554,7 +556,7 @@ def _compute_largest_difference(graph: Graph, path: Path) -> float:
     Raises:
         ValueError: If the difference is too large.
     """
-    session = open_session(path, torch.get_num_threads())
+    session = load_graph(path, torch.get_num_threads())
     inputs = {name: graph.inputs(CHECK_SIZES)[name] for name in graph.axes}
     expected: dict[str, torch.Tensor] = graph.module(inputs)
     arrays = {name: tensor.numpy() for name, tensor in inputs.items()}

@@ -185,7 +185,7 @@ def _is_large(path: Path) -> bool:
     return path.with_name(f"{path.name}.data").exists()
 
 
-def open_session(path: str | os.PathLike, threads: int) -> Any:
+def load_graph(path: str | os.PathLike, threads: int) -> Any:
     """Load a graph in ONNX Runtime."""
     import onnxruntime
 
@@ -202,7 +202,7 @@ def compare_encoders(path: Path, int8_path: Path, batches: Sequence[Arrays], thr
         The measure and its value: the mean cosine similarity of hidden states or embeddings, or the share of equal
         predictions for other outputs. Padding is ignored.
     """
-    int8_session = open_session(int8_path, threads)
+    int8_session = load_graph(int8_path, threads)
     return _compare_outputs(path, lambda name, batch: int8_session.run([name], batch)[0], batches, threads)
 
 
@@ -219,7 +219,7 @@ def _compare_outputs(
     path: Path, run_int8: Callable[[str, Arrays], np.ndarray], batches: Sequence[Arrays], threads: int
 ) -> tuple[str, float]:
     """Compare the most important output of an encoder with the int8 output, which a function computes by name."""
-    session = open_session(path, threads)
+    session = load_graph(path, threads)
     names = [output.name for output in session.get_outputs()]
     name = next((name for name in ("sentence_embedding", "last_hidden_state") if name in names), names[0])
     measure = "equal predictions" if name.endswith("logits") else "cosine similarity"
@@ -252,7 +252,7 @@ def compare_decoders(
         "equal tokens" and the share of generated tokens that are also the most likely ones in int8.
     """
     sessions = [
-        (open_session(encoder, threads), open_session(decoder, threads))
+        (load_graph(encoder, threads), load_graph(decoder, threads))
         for encoder, decoder in zip(encoders, decoders, strict=True)
     ]
     equal = total = 0

@@ -156,11 +156,7 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     ```
     """
     modules = _read_modules()
-    stubs = {
-        name: needed_by
-        for name, needed_by in ENTRY_POINTS.items()
-        if not _is_mechanism_included(needed_by, mechanisms)
-    }
+    stubs = _list_stubs(mechanisms)
     reached = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_Module]] = {}
     for module in _order_blocks(modules, {name for name, _ in reached}):
@@ -169,12 +165,56 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     return _insert_constants(texts, mechanisms)
 
 
+def build_single_file(module: str, name: str, paths: Iterable[Path], mechanisms: frozenset[str] = frozenset()) -> str:
+    """Return a file with a definition outside `modeling/` and all code of this package that it uses.
+
+    The file only imports torch, Transformers and the standard library.
+
+    Args:
+        module: the name of the module with the definition.
+        name: the name of the definition.
+        paths: the modules outside `modeling/` that the definition may use, including its own module.
+        mechanisms: the mechanisms that the file contains.
+
+    Example:
+
+    ```py
+    >>> from pathlib import Path
+    >>> import hf_attn_variants
+    >>> from hf_attn_variants.modeling.code_builder import build_single_file
+    >>> path = Path(hf_attn_variants.__file__).parent / "model_properties.py"
+    >>> "class WeakModuleAttribute" in build_single_file("model_properties", "InstanceMethod", [path])
+    True
+    ```
+    """
+    modules = {**_read_modules(), **{path.stem: _read_module(path, module) for path in paths}}
+    modules = {key: value._replace(file=module) for key, value in modules.items()}
+    stubs = _list_stubs(mechanisms)
+    reached = _find_used_definitions(modules, [(module, name)], stubs)
+    parts = list(_order_blocks(modules, {place for place, _ in reached}))
+    # The module with the definition comes last. Its docstring comes first.
+    text = _build_file_text(parts, modules, reached, stubs)
+    docstring = ast.literal_eval(modules[module].docstring)
+    text = f'"""{docstring.split(chr(10))[0]}"""\n\n{text[len(parts[0].docstring) :].lstrip()}'
+    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+    return re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', text, flags=re.MULTILINE)
+
+
 def get_file_names() -> set[str]:
     """Return the names of all code files that a repository may contain."""
     return {
         f"{_get_output_file_name(path)}.py"
         for path in MODELING_FOLDER.rglob("*.py")
         if path.stem not in ("__init__", "code_builder")
+    }
+
+
+def _list_stubs(mechanisms: frozenset[str] | None) -> dict[str, tuple[str, ...]]:
+    """Return the names that are replaced by stubs, with the mechanisms that need them."""
+    return {
+        name: needed_by
+        for name, needed_by in ENTRY_POINTS.items()
+        if not _is_mechanism_included(needed_by, mechanisms)
     }
 
 
@@ -192,7 +232,7 @@ def _read_modules() -> dict[str, _Module]:
     return {path.stem: _read_module(path) for path in sorted(MODELING_FOLDER.rglob("*.py")) if path.stem != "__init__"}
 
 
-def _read_module(path: Path) -> _Module:
+def _read_module(path: Path, file: str | None = None) -> _Module:
     text = path.read_bytes().decode()
     lines, tree = text.splitlines(), ast.parse(text)
     docstring, end = "", 0
@@ -221,7 +261,7 @@ def _read_module(path: Path) -> _Module:
                 module = child.module.rpartition(".")[2]
                 imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
                 needed += [module] if is_relative else []
-    return _Module(path.stem, _get_output_file_name(path), docstring, body, imported, needed)
+    return _Module(path.stem, file or _get_output_file_name(path), docstring, body, imported, needed)
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:

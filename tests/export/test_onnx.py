@@ -6,19 +6,23 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5
+from fixtures.golden_sources import make_tokenizer
 from fixtures.onnx_decoding import greedy, session
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.export.onnx import Sizes, build_model_graphs, export_onnx
+from hf_attn_variants.export.onnx_int8 import Int8Export, compare_encoders, make_text_batches, read_comparison_texts
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared/data"
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared/data"
 ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
 WRITERS = {
     row.name: next(head for head in row.heads if head.endswith(("ForConditionalGeneration", "MTModel")))
@@ -27,6 +31,8 @@ WRITERS = {
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
 # The fields of each variant. Whisper and BART have unequal heads here, so they have no talking heads.
 VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}, "values": {}}
+DECODER_FILES = ("encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged")
+NAMES = ["input_ids", "attention_mask", "token_type_ids"]
 DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 
@@ -107,7 +113,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed again
     assert cli.main(["export", str(tmp_path / "model"), "--to", "onnx", "--output_dir", str(tmp_path / "onnx")]) == 0
     printed = capsys.readouterr().out
-    assert "decoder_with_past_model.onnx  within" in printed and "opset 18" in printed
+    assert "onnx/decoder_with_past_model.onnx within" in printed and "opset 18" in printed
     config = json.loads((tmp_path / "onnx/config.json").read_text())
     assert config["model_type"] in ROWS[name].config_class.transformers_model_types and "auto_map" not in config
     assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
@@ -115,9 +121,10 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
-    result = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
-    result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
-    assert result.tolist() == expected.tolist()
+    for merged in (False, True):
+        result = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8, merged=merged)
+        result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
+        assert result.tolist() == expected.tolist()
     # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
     assert name in ("marian", "pegasus") or len(set(result.flatten().tolist())) > 3
 
@@ -170,11 +177,11 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     model = row.model(head, variant)
     model.save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "onnx", opset=opset)
-    error, given = written.graphs["model.onnx"]
+    error, given = written.graphs["onnx/model.onnx"]
     assert error < 1e-4 and given == names and written.architecture == head
-    operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/model.onnx").graph.node)
+    operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/onnx/model.onnx").graph.node)
     assert operators["Attention"] == (row.tiny["num_hidden_layers"] if opset == 23 else 0)
-    graph = session(tmp_path / "onnx/model.onnx")
+    graph = session(tmp_path / "onnx/onnx/model.onnx")
     batch = {name: value for name, value in row.batch(head).items() if name in names}
     expected = model(**batch)
     # A graph has no input that is not given: token types are 0.
@@ -233,3 +240,109 @@ def test_graph_with_other_outputs_raises_an_error(tmp_path):
         assert _compute_largest_difference(graph, tmp_path / "model.onnx") < 1e-4
         with pytest.raises(ValueError, match="last_hidden_state"):
             _compute_largest_difference(wrong, tmp_path / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def sentence_encoder(tmp_path_factory):
+    """A BERT with an int8 graph that also returns embeddings."""
+    folder = tmp_path_factory.mktemp("sentence_encoder")
+    texts = "the first text\na second text\n"
+    BERT.model("BertModel", "gqa").save_pretrained(folder / "model")
+    make_tokenizer("bert", texts, folder / "model")
+    (folder / "texts.txt").write_text(4 * texts)
+    arguments = ["export", str(folder / "model"), "--to", "onnx", "--output_dir", str(folder / "out")]
+    arguments += ["--pooling", "mean", "--normalize", "--quantization", "int8"]
+    assert cli.main([*arguments, "--validation_file", str(folder / "texts.txt")]) == 0
+    return folder
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_graph_with_pooling_returns_normalized_mean_embeddings(sentence_encoder):
+    model = transformers.AutoModel.from_pretrained(sentence_encoder / "model").eval()
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    means = torch.stack([states[0].mean(0), states[1, :2].mean(0)])
+    graph = session(sentence_encoder / "out/onnx/model.onnx")
+    given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
+    embeddings, result = graph.run(["sentence_embedding", "last_hidden_state"], given)
+    expected = torch.nn.functional.normalize(means, dim=-1)
+    torch.testing.assert_close(torch.from_numpy(embeddings), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(result), states, atol=1e-4, rtol=0)
+
+
+@pytest.mark.thorough
+def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
+    float32, int8 = (sentence_encoder / f"out/onnx/{name}.onnx" for name in ("model", "model_quantized"))
+    assert str(ROOT).encode() not in float32.read_bytes()  # stack traces would contain local paths
+    operators = Counter(node.op_type for node in onnx.load(int8).graph.node)
+    assert operators["MatMulInteger"] >= 12 and int8.stat().st_size < float32.stat().st_size
+    ids = np.arange(5, 29).reshape(3, 8)
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    one, other = (session(path).run(["sentence_embedding"], given)[0] for path in (float32, int8))
+    assert 0.99 < (one * other).sum(-1).mean() < 0.999999
+
+
+@pytest.mark.thorough
+def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
+    encoder = sentence_encoder / "out/onnx/model.onnx"
+    batches = make_text_batches(["the first text", "a second text"], sentence_encoder / "out", BERT.config(), NAMES)
+    assert [batch["input_ids"].shape[0] for batch in batches] == [2] and list(batches[0]) == NAMES
+    assert compare_encoders(encoder, encoder, batches, 1) == ("cosine similarity", pytest.approx(1.0, abs=1e-6))
+    export = Int8Export(["onnx/model_quantized.onnx"], "ONNX Runtime", "equal tokens", 0.98, "8 texts")
+    assert export.summary() == [
+        "int8 graphs for ONNX Runtime: onnx/model_quantized.onnx",
+        "  equal tokens with the float32 graphs on 8 texts: 98.0%",
+    ]
+
+
+@pytest.mark.thorough
+def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path):
+    writer("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
+    written = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
+    files = [f"onnx/{name}_quantized.onnx" for name in DECODER_FILES]
+    assert written.int8.files == files and written.int8.measure == "equal tokens" and written.int8.agreement > 0.5
+    float32, int8 = (
+        onnx.load(tmp_path / f"out/onnx/decoder_model{suffix}.onnx").graph.node for suffix in ("", "_quantized")
+    )
+    sensitive = {node.name for node in float32 if any(".wo'" in item.value for item in node.metadata_props)}
+    assert sensitive and sensitive <= {node.name for node in int8 if node.op_type == "MatMul"}
+    assert sum(node.op_type == "MatMulInteger" for node in int8) > 8
+    assert not any(node.op_type == "Gather" and "quantized" in node.input[0] for node in int8)
+
+
+def test_calibration_texts_are_split_and_limited(tmp_path):
+    (tmp_path / "texts.txt").write_text("".join(f"text {number}\n" for number in range(500)))
+    texts = read_comparison_texts(tmp_path / "texts.txt", None)
+    assert texts.calibration == [f"text {number}" for number in range(300)]
+    assert texts.validation == [f"text {number}" for number in range(450, 500)]
+    (tmp_path / "other.txt").write_text("one text\n")
+    assert read_comparison_texts(tmp_path / "texts.txt", tmp_path / "other.txt").validation == ["one text"]
+    assert read_comparison_texts(None, None) == ([], [])
+    with pytest.raises(ValueError, match=r"other\.txt"):
+        read_comparison_texts(tmp_path / "other.txt", None)
+    with pytest.raises(ValueError, match=r"table\.csv"):
+        read_comparison_texts(tmp_path / "table.csv", None)
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--to", "transformers", "--pooling", "mean"], "--pooling"),
+        (["--to", "onnx", "--normalize"], "--pooling"),
+        (["--to", "onnx", "--quantization", "float16"], "float16"),
+        (["--to", "onnx", "--calibration_file", "texts.txt"], "--quantization int8"),
+    ],
+)
+def test_invalid_onnx_options_raise(flags, named, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["export", "model", "--output_dir", str(tmp_path / "out"), *flags])
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head, option", [("BertForMaskedLM", "pooling"), ("T5ForConditionalGeneration", "pooling")])
+def test_pooling_of_a_model_with_a_head_raises(head, option, tmp_path):
+    (T5 if head.startswith("T5") else BERT).model(head).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"`{option}`.*{head}"):
+        export_onnx(tmp_path / "model", tmp_path / "out", pooling="mean")

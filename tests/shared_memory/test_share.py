@@ -17,7 +17,7 @@ import hf_attn_variants
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, get_sentence_rows
 from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, cross_attentions
-from hf_attn_variants.shared_memory.share import EXPANSION_METHOD
+from hf_attn_variants.shared_memory.installation import EXPANSION_METHOD
 
 OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 VARIANTS = ({}, {"num_key_value_heads": 2}, {"cross_kv_lora_rank": 32}, {"cross_kv_lora_rank": 8})
@@ -101,11 +101,11 @@ def test_model_works_after_an_exception_during_a_search(source_form):
 
 
 def test_exception_while_sharing_leaves_the_model_unchanged(monkeypatch):
-    from hf_attn_variants.shared_memory import share
+    from hf_attn_variants.shared_memory import installation
 
     model = tiny_model("bart")
     before = states_of(model)
-    monkeypatch.setattr(share.SharedInputExpansion, "__init__", lambda self, model: 1 / 0)
+    monkeypatch.setattr(installation.SharedInputExpansion, "__init__", lambda self, model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         share_memory(model)
     monkeypatch.undo()

@@ -215,7 +215,7 @@ def _graph_outputs(folder: Path) -> Record:
     records: Record = {}
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    for path in sorted(folder.glob("*.onnx")):
+    for path in sorted(folder.rglob("*.onnx")):
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         made = session.run(None, {each.name: _random_input(each) for each in session.get_inputs()})
         records[f"{path.name}, inputs"] = digest([[each.name, each.shape] for each in session.get_inputs()])
