@@ -73,6 +73,9 @@ NOT_RUN = {
     "make": "makes an environment, or runs for minutes; that the target is there, and what ARGS says, is checked",
     "pip": "installs",
     "python -m benchmarks": "takes minutes to hours",
+    "attn-variants export sentence-transformers/all-MiniLM-L6-v2 --to onnx --quantization int8 --calibration_file": (
+        "needs nncf and OpenVINO"
+    ),
     "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
 }
 # Local folders that a document may name before a command of it has made them; None: any.

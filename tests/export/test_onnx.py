@@ -18,6 +18,7 @@ from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
+from hf_attn_variants.export import onnx_decoder
 from hf_attn_variants.export.onnx import Sizes, build_model_graphs, export_onnx
 from hf_attn_variants.export.onnx_int8 import Int8Export, compare_encoders, make_text_batches, read_comparison_texts
 
@@ -298,10 +299,12 @@ def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
 
 
 @pytest.mark.thorough
-def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path):
+def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
     writer("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
     files = [f"onnx/{name}_quantized.onnx" for name in DECODER_FILES]
+    assert (tmp_path / "out/onnx/decoder_model_merged.onnx_data").is_file()  # large graphs have a second file
     assert written.int8.files == files and written.int8.measure == "equal tokens" and written.int8.agreement > 0.5
     float32, int8 = (
         onnx.load(tmp_path / f"out/onnx/decoder_model{suffix}.onnx").graph.node for suffix in ("", "_quantized")
@@ -310,6 +313,26 @@ def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path)
     assert sensitive and sensitive <= {node.name for node in int8 if node.op_type == "MatMul"}
     assert sum(node.op_type == "MatMulInteger" for node in int8) > 8
     assert not any(node.op_type == "Gather" and "quantized" in node.input[0] for node in int8)
+
+
+@pytest.mark.thorough
+def test_static_int8_graph_runs_in_openvino(sentence_encoder):
+    pytest.importorskip("nncf")
+    pytest.importorskip("openvino")
+    out = sentence_encoder / "static"
+    written = export_onnx(
+        sentence_encoder / "model", out, quantization="int8", calibration_file=sentence_encoder / "texts.txt"
+    )
+    assert written.int8.files == ["onnx/model_openvino_int8.onnx"] and written.int8.runtime == "OpenVINO"
+    assert written.int8.measure == "cosine similarity" and written.int8.agreement > 0.95
+    operators = Counter(node.op_type for node in onnx.load(out / written.int8.files[0]).graph.node)
+    assert operators["QuantizeLinear"] > 10
+
+
+def test_calibration_file_without_nncf_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("nncf", "openvino") else name)
+    with pytest.raises(ValueError, match="pip install nncf openvino"):
+        export_onnx("model", tmp_path / "out", quantization="int8", calibration_file="texts.txt")
 
 
 def test_calibration_texts_are_split_and_limited(tmp_path):
