@@ -277,7 +277,7 @@ def test_only_selected_engines_are_timed(tmp_path, capsys):
     cli.main(["benchmark", str(tmp_path), "--serving", "--length", "8", *flags, *chosen])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["engine"]["name"] for row in rows] == ["transformers", "int8", "share_memory, int8"]
-    with pytest.raises(ValueError, match=r"Use transformers; share_memory; int8; "):
+    with pytest.raises(ValueError, match=r"Use one of transformers; share_memory; int8; "):
         measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
 
 
