@@ -88,8 +88,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, formats in FORMAT_OPTIONS.items():
         if getattr(args, name) is not None and args.to not in formats:
             parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
-    if args.to == "onnx" and args.quantization not in (None, "int8"):
-        parser.error(f"--quantization must be int8 with --to onnx, got {args.quantization}.")
     if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
         parser.error("--calibration_file and --validation_file require --quantization int8.")
     if args.normalize and args.pooling is None:

@@ -179,14 +179,14 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     calibration: Any = read_calibration_arguments(args)  # not None, because `parse_args` requires one of the flags
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
-        size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
-        return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
-    files = (args.calibration_file, args.calibration_target_file)
-    if args.held_out_file is not None:
-        files = (args.held_out_file, args.held_out_target_file)
-    texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
-    all_examples = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
-    size = HELD_OUT_SIZE if args.held_out_size is None else args.held_out_size
+    else:
+        file, target_file = args.calibration_file, args.calibration_target_file
+        if args.held_out_file is not None:
+            file, target_file = args.held_out_file, args.held_out_target_file
+        texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
+        all_examples = read_calibration(file, target_file=target_file, size=sys.maxsize, **texts)
+    default_size = HELD_OUT_SIZE if calibration.audio is None else HELD_OUT_AUDIO_SIZE
+    size = default_size if args.held_out_size is None else args.held_out_size
     return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
 
 
@@ -204,9 +204,8 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
     from ..inspection.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
-    size = f"{frontier.length:,} tokens" + (
-        f", source {frontier.source_length:,}" if _has_cross_attention_cache(frontier) else ""
-    )
+    has_cross_cache = "cross" in (frontier.source.kv_cache_bytes_per_token or {})
+    size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if has_cross_cache else "")
     title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
     header, rows = format_frontier_table(frontier)
     print_table(title, header, rows)
@@ -241,10 +240,6 @@ def format_frontier_table(frontier: Any) -> tuple[list[str], list[list[str]]]:
         cells += [f"{row.loss:.4f}", above, error if row.fields else ""]
         rows.append([*cells, f"{row.parameters:,}", f"{row.milliseconds:,.2f}"])
     return header, rows
-
-
-def _has_cross_attention_cache(frontier: Any) -> bool:
-    return "cross" in (frontier.source.kv_cache_bytes_per_token or {})
 
 
 def _format_convert_command(row: Any, args: argparse.Namespace) -> str:

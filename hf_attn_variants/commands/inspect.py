@@ -197,10 +197,8 @@ def _explain_zero_batch(table: Any) -> list[str]:
 
 
 def _format_bytes(count: int) -> str:
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(SIZE_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:,.{0 if unit == 0 else 1}f} {SIZE_UNITS[unit]}"
+    unit = min(max(count.bit_length() - 1, 0) // 10, len(SIZE_UNITS) - 1)
+    return f"{count / 1024**unit:,.{min(unit, 1)}f} {SIZE_UNITS[unit]}"
 
 
 def _format_saving(saved: int, current: int = 0) -> str:

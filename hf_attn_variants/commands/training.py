@@ -83,7 +83,8 @@ class TrainingCommand:
         if isinstance(trainer, str):
             module, name = trainer.split(":")
             trainer = getattr(importlib.import_module(f"..training.{module}", __package__), name)
-        train = partial(fine_tune, trainer) if inspect.isclass(trainer) else trainer
+        is_task = inspect.isclass(trainer)
+        train: Any = partial(fine_tune, trainer) if is_task else trainer
         if not settings.push_to_hub:
             return train(settings)
         from ..hub import push

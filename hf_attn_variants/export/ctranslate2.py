@@ -114,12 +114,7 @@ def export_ctranslate2(
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("Export to CTranslate2 requires the ctranslate2 package. Run `pip install ctranslate2`.")
-    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
-
-    if quantization not in ACCEPTED_MODEL_TYPES:
-        raise ValueError(f"`quantization` must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
+    _check_quantization(quantization)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -145,16 +140,21 @@ def export_ctranslate2(
         copy_side_files(folder, stage, [name for name in copied if should_export_file(folder, name)])
         write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
-        copy = load_checkpoint_tokenizer(stage, ": the copied tokenizer files are not sufficient.")
-        if copy.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(
-                "The copied tokenizer has different tokens than the original one. Save the original tokenizer with "
-                "`save_pretrained` first."
-            )
+        _check_copied_tokenizer(stage, tokenizer.get_vocab())
         limit = get_max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
+
+
+def _check_quantization(quantization: str) -> None:
+    """Raise a `ValueError` if CTranslate2 is not installed or does not support a quantization type."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ValueError("Export to CTranslate2 requires the ctranslate2 package. Run `pip install ctranslate2`.")
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+
+    if quantization not in ACCEPTED_MODEL_TYPES:
+        raise ValueError(f"`quantization` must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
 
 
 def _plan_without_latents(
@@ -168,6 +168,15 @@ def _plan_without_latents(
         if any(rank not in (None, model_config.hidden_size) for rank in ranks):
             fields[name] = model_config.hidden_size
     return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
+
+
+def _check_copied_tokenizer(stage: Path, vocabulary: dict[str, int]) -> None:
+    """Raise a `ValueError` if the tokenizer in the copied files does not have the original vocabulary."""
+    if load_checkpoint_tokenizer(stage, ": the copied files are not sufficient.").get_vocab() != vocabulary:
+        raise ValueError(
+            "The copied tokenizer has different tokens than the original one. Save the original tokenizer with "
+            "`save_pretrained` first."
+        )
 
 
 def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:

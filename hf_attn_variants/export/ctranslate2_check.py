@@ -115,10 +115,10 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
         ValueError: If there is no start token, if there is not exactly one end-of-sequence token, or if the tokenizer
             of a Whisper model does not contain the prompt tokens.
     """
-    start, ends = (
-        getattr(config, name, None) if (value := getattr(generation, name, None)) is None else value
-        for name in ("decoder_start_token_id", "eos_token_id")
-    )
+    names = ("decoder_start_token_id", "eos_token_id")
+    values: list[Any] = [getattr(generation, name, None) for name in names]
+    defaults: list[Any] = [getattr(config, name, None) for name in names]
+    start, ends = (default if value is None else value for value, default in zip(values, defaults, strict=True))
     ends = ends if isinstance(ends, list) else [ends]
     for name, value in (("decoder_start_token_id", start), ("eos_token_id", ends[0])):
         if value is None or value >= config.vocab_size:

@@ -411,6 +411,12 @@ def _get_value(variant: Any, name: str) -> Any:
 
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
+TEMPLATE_VALUES: dict[str, Any] = {
+    "oldest_run": OLDEST_TESTED,
+    "newest_run": NEWEST_TESTED,
+    "plain": plain,
+    "code": code,
+}
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
 # The paragraph about the code in the template and in cards, and the repository loaded by the example on a card.
@@ -481,16 +487,13 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Generate the model card for a checkpoint.
+    """Generate the model card for a checkpoint, including its metadata.
 
     Args:
         folder: The checkpoint folder.
         repo_id: The repository that the example on the card loads.
         options: Values that are not contained in the files of the folder.
         history: The model's history, if it has already been read.
-
-    Returns:
-        The model card with its metadata.
 
     Raises:
         OSError: if there is no config.json.
@@ -508,16 +511,13 @@ def model_card(
     variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
-    rule = "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`"
-    with as_value_error(rule, ValueError):
-        evaluations = [EvalResult(**row) for row in options.evaluations]
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
         # Only the first step is used because later steps may have started from an earlier push of this model.
         origin = options.base_model or find_latest_hub_id(history.steps[:1])
         # The scores of a training apply to the model only if it is the last step.
         last_training = next((step for step in steps[-1:] if step["kind"] == "training"), None)
-        scores = build_eval_results(last_training, task) + evaluations
+        scores = build_eval_results(last_training, task) + _make_eval_results(options.evaluations)
         options = replace(options, title=options.title or repo_id.split("/")[-1])
         tags = facts["tags"] if facts else OWN_TAGS[:1]
         data = _build_metadata(options, history, task, is_sentence_model, tags, scores)
@@ -540,12 +540,15 @@ def model_card(
             columns=get_trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
-            oldest_run=OLDEST_TESTED,
-            newest_run=NEWEST_TESTED,
-            plain=plain,
-            code=code,
+            **TEMPLATE_VALUES,
         )
     return ModelCard(_add_digest_mark(card.content))
+
+
+def _make_eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
+    rule = "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`"
+    with as_value_error(rule, ValueError):
+        return [EvalResult(**row) for row in evaluations]
 
 
 def _build_metadata(
@@ -627,7 +630,7 @@ def refresh_card(text: str) -> str | None:
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
-    values = {"repo_id": repo_id[1], "oldest_run": OLDEST_TESTED, "newest_run": NEWEST_TESTED}
+    values = {"repo_id": repo_id[1], **TEMPLATE_VALUES}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
     return text if refreshed == body else _add_digest_mark(refreshed)
 

@@ -106,35 +106,30 @@ def measure_serving(
     Args:
         config: the config.json of the checkpoint. No weights are read.
         checkpoint: the name of the checkpoint for the table.
-        kv_heads: the numbers of key/value heads of the conversions to time. If None, a conversion to a quarter of the
-            heads is timed for Transformers models, unless there are `variants`.
+        kv_heads: the numbers of key/value heads of the conversions to time. By default, a conversion to a quarter of
+            the heads is timed for Transformers models, unless there are `variants`.
         batch_size: the number of texts or audio windows.
         length: the number of tokens per text. If None, it is 128, or the window of a Whisper model.
         max_new_tokens: the number of tokens to generate per text, for encoder-decoder models.
         num_beams: the number of beams, for encoder-decoder models. None means 1 (greedy).
         rounds: the number of timings per engine, of which the median is reported.
         peak_memory: whether to measure the peak memory of each engine in a separate process.
-        compiles: whether to also time compiled torch engines. This requires a C++ compiler and takes a minute per
-            engine.
+        compiles: whether to also time compiled torch engines, which requires a C++ compiler.
         variants: the configuration fields of additional conversions to time.
-        engines: the names of the engines to time in addition to the baseline. If None, all engines are timed.
+        engines: the names of the engines to time in addition to the baseline. By default, all are timed.
 
     Raises:
         ValueError: if the configuration, a number, a field or an engine is not valid.
     """
-    check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
-    )
+    sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens}
+    check_sizes(**sizes, num_beams=num_beams, rounds=rounds)
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
     length = resolve_timed_length(length, variant_config(config), get_served_auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
     threads, inputs = torch.get_num_threads(), random_inputs(config, load)
-    problem = get_ctranslate2_unsupported_reason(config)
-    if problem is not None and any(CTRANSLATE2 in name for name in engines or ()):
-        raise ValueError(f"CTranslate2 cannot be timed: {problem}")
-    left_out = {CTRANSLATE2: problem} if problem is not None and engines is None else {}
+    left_out = _explain_left_out_engines(get_ctranslate2_unsupported_reason(config), engines)
     conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(
         config, conversions, lambda row: get_ctranslate2_unsupported_reason(config, row) is None, compiles, engines
@@ -149,6 +144,13 @@ def measure_serving(
     rows = [_build_row(engine, load, times[engine.name], firsts[engine.name], peaks) for engine in timed]
     rows = [replace(row, speedup=rows[0].milliseconds / row.milliseconds) for row in rows]
     return ServingTable(checkpoint, load, rows, left_out, describe_machine("cpu"), without_peak)
+
+
+def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
+    """Return {"CTranslate2": reason} if CTranslate2 cannot be timed, unless the user selected engines."""
+    if problem is not None and any(CTRANSLATE2 in name for name in names or ()):
+        raise ValueError(f"CTranslate2 cannot be timed: {problem}")
+    return {CTRANSLATE2: problem} if problem is not None and names is None else {}
 
 
 def _measure_peaks(
