@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 # runs.
 _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
+# The functions of the package and their modules, whose imports take several seconds.
+_FUNCTIONS = {"convert": ".conversion", "quantize": ".quantization.quantize", "share_memory": ".shared_memory.share"}
+
 if TYPE_CHECKING or not _IS_COMMAND:
     from . import public as _public
     from .public import *
@@ -26,18 +29,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
 
 
 def _get_attribute(name: str) -> Any:
-    if name == "convert":  # imported only when it is used, because its imports take several seconds
-        from .conversion import convert
-
-        return convert
-    if name == "quantize":
-        from .quantization.quantize import quantize
-
-        return quantize
-    if name == "share_memory":
-        from .shared_memory.share import share_memory
-
-        return share_memory
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name], __name__), name)
     if _IS_COMMAND and name == "__version__":
         from .command_line import package_version
 
@@ -45,7 +38,7 @@ def _get_attribute(name: str) -> Any:
     # Python also calls this function with the name of each submodule before it imports that submodule.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
         public: Any = importlib.import_module(".public", __name__)
-        return ["convert", "quantize", "share_memory", *public.__all__] if name == "__all__" else getattr(public, name)
+        return [*_FUNCTIONS, *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

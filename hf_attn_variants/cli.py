@@ -48,6 +48,8 @@ TRAIN_PACKAGES = {
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
+# Substrings of the messages with which the Hub client reports that it repeats a request.
+RETRY_MESSAGES = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
 TRAIN_EXTRA_COMMANDS = (*TRAINING_COMMANDS, "sweep")
 
 
@@ -104,29 +106,21 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
     return run_script(work)
 
 
-class _RetryFilter(logging.Filter):
-    """Logging filter that lets each kind of retry message from the Hub client through only once."""
+def _log_retries_once() -> None:
+    """Let each kind of retry message from the Hub client through only once."""
+    logged: set[str] = set()
 
-    KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        kind = next((kind for kind in self.KINDS if kind in record.getMessage()), None)
-        if kind is None:
-            return True
-        is_new = kind not in self._logged
-        self._logged.add(kind)
+    def is_first_retry(record: logging.LogRecord) -> bool:
+        kind = next((kind for kind in RETRY_MESSAGES if kind in record.getMessage()), None)
+        is_new = kind not in logged
+        logged.update([kind] if kind else [])
         return is_new
 
-
-def _log_retries_once() -> None:
     for handler in logging.getLogger("huggingface_hub").handlers:
-        for old_filter in [log_filter for log_filter in handler.filters if isinstance(log_filter, _RetryFilter)]:
-            handler.removeFilter(old_filter)
-        handler.addFilter(_RetryFilter())
+        others = [
+            log_filter for log_filter in handler.filters if getattr(log_filter, "__name__", None) != "is_first_retry"
+        ]
+        handler.filters = [*others, is_first_retry]  # without the filter of the previous command
 
 
 def _check_train_extra(command: str) -> None:

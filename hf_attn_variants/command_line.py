@@ -6,9 +6,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # The supported architectures, as listed by `--help`.
 MODEL_NAMES = (
@@ -100,10 +100,52 @@ class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help
         # A default of 0 is shown, although 0 equals False.
-        has_no_default = action.default is False or action.default in (None, argparse.SUPPRESS, "", [], {})
+        has_no_default = action.default is False or action.default in (None, argparse.SUPPRESS, "", (), [], {})
         if not action.option_strings or has_no_default:
             return text
-        return text if "default" in (text or "") else f"{(text or '').removesuffix('.')} (default: %(default)s)."
+        text = text or ""
+        end = "." if text.endswith(".") else ""
+        return text if "default" in text else f"{text.removesuffix('.')} (default: %(default)s){end}"
+
+
+class Flag(NamedTuple):
+    """A flag of a command, as arguments of argparse's `add_argument`. The type can be bool or a tuple of choices."""
+
+    name: str
+    type: Any = str
+    default: Any = None
+    nargs: str | None = None
+    metavar: str | None = None
+
+
+# The help texts of flags that several commands have.
+COMMON_FLAGS = {
+    Flag("seed", int, 0): "random seed",
+    Flag("allow_pickle", bool): "allow reading pytorch_model.bin (with weights_only=True)",
+    Flag("json", bool): "print JSON instead of a table",
+    Flag("revision"): "branch, tag or commit on the Hub",
+    Flag("token"): "Hub token, for private and gated repositories (default: the stored login)",
+    Flag("disable_tqdm", bool): "disable the progress bars",
+}
+
+
+def add_flags(group: argparse._ActionsContainer, flags: Mapping[Flag, str], *common: str) -> None:
+    """Add flags to a parser or an argument group.
+
+    Args:
+        group: the parser or the group.
+        flags: the help text of each flag.
+        common: the names of the `COMMON_FLAGS` to add after them.
+    """
+    shared_flags = {flag: text for flag, text in COMMON_FLAGS.items() if flag.name in common}
+    for flag, text in {**flags, **shared_flags}.items():
+        options = {name: value for name, value in flag._asdict().items() if value is not None}
+        name, kind = options.pop("name"), options.pop("type")
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options["choices" if isinstance(kind, tuple) else "type"] = kind
+        group.add_argument(f"--{name}", help=text, **options)
 
 
 def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) -> None:
@@ -116,11 +158,8 @@ def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) 
         help_text: the help text of the positional argument.
     """
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=help_text)
-    parser.add_argument(
-        "--model_name_or_path",
-        metavar="CHECKPOINT",
-        help="the checkpoint, as a flag instead of the positional argument",
-    )
+    text = "the checkpoint, as a flag instead of the positional argument"
+    add_flags(parser, {Flag("model_name_or_path", metavar="CHECKPOINT"): text})
 
 
 def parse_with_checkpoint(

@@ -38,14 +38,8 @@ def _exit_at_once(number: int, frame: Any) -> None:
 
 
 STDOUT_ERROR = "error: Cannot write to the standard output ({}). All files written before the output are complete."
-# Substrings of the messages that Python, torch and the operating system use for out-of-memory errors.
-OUT_OF_MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "out of memory",
-    "bad allocation",
-    "std::bad_alloc",
-)
+# The messages that Python, torch and the operating system use for out-of-memory errors.
+OUT_OF_MEMORY = re.compile(r"[Cc]an('t|not) allocate memory|out of memory|bad allocation|std::bad_alloc")
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -155,7 +149,5 @@ def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error from Python, torch or the operating system was caused by a lack of memory."""
-
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
+    is_candidate = isinstance(error, RuntimeError | OSError)
+    return isinstance(error, MemoryError) or (is_candidate and OUT_OF_MEMORY.search(str(error)) is not None)

@@ -177,7 +177,7 @@ def iterate_lines_with_endings(path: Path) -> Iterator[str]:
         OSError: if the file cannot be read.
         ValueError: if the file is not text. The message contains the line number.
     """
-    with _open_existing_file(path) as binary:
+    with open_file(path.expanduser()) as binary:
         by_returns = has_carriage_return_line_endings(binary)
         file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
         number, is_warned = 0, by_returns or get_suffix(path) in (".csv", ".tsv", ".json", ".jsonl")
@@ -216,10 +216,6 @@ def has_carriage_return_line_endings(file: BinaryIO) -> bool:
     return len(LONE_RETURN.findall(head)) > head.count(b"\n")
 
 
-def _open_existing_file(path: Path) -> BinaryIO:
-    return open_file(path.expanduser())
-
-
 # The files in a checkpoint, as named by Transformers and sentence-transformers.
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -249,18 +245,10 @@ TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 LOG_PATTERNS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs", "wandb", "mlruns")
 # Files written by the Transformers Trainer, its example scripts and DeepSpeed, except pickle files.
-TRAINER_FILES = (
-    "trainer_state.json",
-    "train_results.json",
-    "eval_results.json",
-    "test_results.json",
-    "predict_results*",
-    "eval_predictions.json",
-    "eval_nbest_predictions.json",
-    "eval_null_odds.json",
-    "generated_predictions.txt",
-    "zero_to_fp32.py",
-    "latest",
+TRAINER_FILES = tuple(
+    """trainer_state.json train_results.json eval_results.json test_results.json predict_results*
+    eval_predictions.json eval_nbest_predictions.json eval_null_odds.json generated_predictions.txt zero_to_fp32.py
+    latest""".split()
 )
 # Results of training or conversion. They do not describe models that are created from this one.
 PLOT_FILES = (CURVES_FILE, CONFUSION_FILE, CONFUSION_FILE.replace(".", "_test."))

@@ -16,7 +16,6 @@ class GlueTask:
         labels: the class names in the order of the class ids on the Hub. None for STS-B, whose labels are scores from
             0 to 5.
         metrics: the official metrics, named as in `training.glue.metrics`.
-        main_metric: the metric that is used to select the best model.
         eval_splits: the TSV file for each dev split on the Hub. The first split is used to select the best model.
         test_splits: the TSV file for each test split on the Hub.
         submits_class_names: whether a submission contains class names instead of ids.
@@ -32,13 +31,17 @@ class GlueTask:
     label_columns: tuple[str, ...] = ("label",)
     labels: tuple[str, ...] | None = ("0", "1")
     metrics: tuple[str, ...] = ("accuracy",)
-    main_metric: str = "accuracy"
     eval_splits: dict[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
     test_splits: dict[str, str] = field(default_factory=lambda: {"test": "test.tsv"})
     submits_class_names: bool = False
     headerless_columns: dict[int, tuple[str, ...]] = field(default_factory=dict)
     headerless_test_columns: dict[int, tuple[str, ...]] = field(default_factory=dict)
     may_have_broken_rows: bool = False
+
+    @property
+    def main_metric(self) -> str:
+        """The metric that is used to select the best model."""
+        return self.metrics[0] if len(self.metrics) == 1 else "combined_score"
 
     @property
     def is_regression(self) -> bool:
@@ -66,7 +69,6 @@ _TASKS = [
         text_columns=(("sentence",),),
         labels=("unacceptable", "acceptable"),
         metrics=("matthews_correlation",),
-        main_metric="matthews_correlation",
         headerless_columns={4: ("source", "label", "star", "sentence")},
         headerless_test_columns={2: ("index", "sentence")},
     ),
@@ -85,7 +87,6 @@ _TASKS = [
         label_columns=("Quality", "label"),
         labels=("not_equivalent", "equivalent"),
         metrics=("accuracy", "f1"),
-        main_metric="combined_score",
         headerless_columns={5: ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")},
         headerless_test_columns={5: ("index", "#1 ID", "#2 ID", "#1 String", "#2 String")},
     ),
@@ -96,7 +97,6 @@ _TASKS = [
         label_columns=("score", "label"),
         labels=None,
         metrics=("pearson", "spearmanr"),
-        main_metric="combined_score",
         headerless_columns={10: _STSB_LAYOUT},
         headerless_test_columns={9: _STSB_LAYOUT[:-1]},
     ),
@@ -107,7 +107,6 @@ _TASKS = [
         label_columns=("is_duplicate", "label"),
         labels=("not_duplicate", "duplicate"),
         metrics=("accuracy", "f1"),
-        main_metric="combined_score",
         headerless_columns={6: ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")},
         headerless_test_columns={3: ("id", "question1", "question2")},
         may_have_broken_rows=True,
@@ -161,7 +160,6 @@ _TASKS = [
         text_columns=_PAIR,
         labels=_NLI_LABELS,
         metrics=("matthews_correlation",),
-        main_metric="matthews_correlation",
         eval_splits={},
         test_splits={"test": "AX.tsv"},
         submits_class_names=True,

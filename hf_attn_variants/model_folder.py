@@ -35,12 +35,8 @@ from .files import (
 )
 
 # Hidden folders for the new model while it is written, the complete new model, the old model, and files to delete.
-STAGE_FOLDER, NEW_FOLDER, OLD_FOLDER, DISCARDED_FOLDER = (
-    ".tmp-model",
-    ".new-model",
-    ".old-model",
-    ".tmp-replaced-model",
-)
+STAGE_FOLDER, NEW_FOLDER = ".tmp-model", ".new-model"
+OLD_FOLDER, DISCARDED_FOLDER = ".old-model", ".tmp-replaced-model"
 STAGED_FOLDER_PATTERN = ".*.partial-*"  # the temporary folders created by `files.staged_folder`
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", PICKLE_INDEX_NAME)
@@ -113,19 +109,15 @@ def describe_unfinished_model(folder: Path) -> str | None:
     is_notice = is_placeholder_config(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None
-    moves = {OLD_FOLDER: "restores the old model", NEW_FOLDER: "completes the replacement"}
-    for name, what in moves.items():
+    for name, what in ((OLD_FOLDER, "restores the old model"), (NEW_FOLDER, "completes the replacement")):
         if (folder / name / CONFIG_NAME).is_file():
             quoted = shlex.quote(str(folder))
             return (
                 f"A run was killed while it replaced this model. `mv {quoted}/{name}/* {quoted}/` {what}. "
                 "Alternatively, repeat the run with --overwrite_output_dir."
             )
-    if (
-        is_notice
-        or (folder / STAGE_FOLDER).is_dir()
-        or any(path.is_dir() for path in folder.glob(STAGED_FOLDER_PATTERN))
-    ):
+    stages = (folder / STAGE_FOLDER, *folder.glob(STAGED_FOLDER_PATTERN))
+    if is_notice or any(path.is_dir() for path in stages):
         return (
             "The command was killed before the model was complete. Repeat a training command with "
             "--resume_from_checkpoint latest or --overwrite_output_dir, and any other command with an empty folder."
@@ -206,7 +198,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     earlier = stored.get("steps", [])
     for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
-        if kind in (*STEP_FILES,):
+        if kind in STEP_FILES:
             history.steps.append(_select_fields(kind, step))
         else:
             history.problems.append(f"{folder / HISTORY_NAME}: step {number} is of a kind unknown to this version.")
@@ -315,7 +307,7 @@ def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: _join_lines(report[name]) for name in REPORT_FIELDS[kind] if report.get(name) is not None}
     if kind == "training":
         scores = {name: value for name, value in report.items() if name.startswith(SCORE_PREFIXES)}
-        fields |= {name: value for name, value in scores.items() if _is_number(value)}
+        fields |= {name: value for name, value in scores.items() if type(value) in (int, float)}
         arguments = report.get("arguments")
         arguments = arguments if isinstance(arguments, dict) else {}
         fields["arguments"] = {name: _join_lines(value) for name, value in arguments.items() if value is not None}
@@ -337,10 +329,6 @@ def _clean_metadata_value(value: Any) -> str | list[str] | None:
         names = ["no" if item is False else _join_lines(item) for item in value]
         return names if all(isinstance(name, str) for name in names) else None
     return "no" if value is False else _join_lines(value) if isinstance(value, str) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _join_lines(value: Any) -> Any:

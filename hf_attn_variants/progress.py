@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -39,30 +39,14 @@ def progress_bar(*args: Any, disable: bool = False, **kwargs: Any) -> tqdm:
 @contextmanager
 def disable_progress_bars(disable: bool = True) -> Iterator[None]:
     """Disable the progress bars of this package, Transformers and Datasets in a `with` block if `disable` is true."""
-    if not disable:
-        yield
-        return
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with _disable_datasets_progress_bars():
-            yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
+    with ExitStack() as stack:
+        if disable and transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()
+            stack.callback(transformers_logging.enable_progress_bar)
+        if disable and importlib.util.find_spec("datasets") is not None:  # it is part of the `train` extra
+            import datasets  # imported here, because the import takes a second
 
-
-@contextmanager
-def _disable_datasets_progress_bars() -> Iterator[None]:
-    if importlib.util.find_spec("datasets") is None:  # it is part of the `train` extra
+            if not datasets.are_progress_bars_disabled():
+                datasets.disable_progress_bars()
+                stack.callback(datasets.enable_progress_bars)
         yield
-        return
-    import datasets  # imported here, because the import takes a second
-
-    was_enabled = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            datasets.enable_progress_bars()

@@ -12,15 +12,6 @@ from .modeling.mechanisms.sinusoidal_positions import has_sinusoids
 if TYPE_CHECKING:  # importing this module would build all attention functions
     from .modeling.attention.variant_mixins import AttnVariantModelMixin
 
-__all__ = [
-    "ARCHITECTURES",
-    "max_input_length",
-    "register",
-    "supported_model_types",
-    "variant_config_class",
-    "variant_model_class",
-]
-
 PREFIX = "AttnVariant"
 # Class prefixes of model types that are equivalent to another model type, and the former name of a T5 class.
 CLASS_ALIASES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
@@ -76,10 +67,8 @@ def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
     if has_sinusoids(config):
         return None
     matching = (candidate for candidate in ARCHITECTURES if config.model_type in _list_model_types(candidate))
-    config_class = next(matching, None)
-    if positions is None or config_class is None or not config_class.positions_after_padding:
-        return positions
-    return positions - config.pad_token_id - 1
+    starts_late = getattr(next(matching, None), "positions_after_padding", False)
+    return positions - config.pad_token_id - 1 if positions is not None and starts_late else positions
 
 
 def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":

@@ -106,7 +106,7 @@ def _read_csv_rows(path: Path, tabs: bool) -> Iterator[TableRow]:
             continue  # an empty line
         if not header:
             header, header_location = cells, place
-            if repeated := _find_duplicate(name for name in header if name):
+            if repeated := next((name for name, count in Counter(header).items() if name and count > 1), None):
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
@@ -161,13 +161,10 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
 
     In a list, the line numbers are None.
     """
-    rest, begin = enumerate(iterate_lines(path), start=1), []
-    for number, line in rest:
-        begin.append((number, line))
-        if not is_blank(line):
-            break
-    lines = itertools.chain(begin, rest)
-    if begin and begin[-1][1].lstrip().startswith("["):
+    rest = iterate_lines(path)
+    begin = _read_until_first_text_line(rest)
+    lines = enumerate(itertools.chain(begin, rest), start=1)
+    if begin and begin[-1].lstrip().startswith("["):
         try:
             values = parse_json("\n".join(line for _, line in lines))
         except ValueError as error:
@@ -187,10 +184,6 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
             ) from error
         except ValueError as error:  # such as a number with thousands of digits
             raise ValueError(f"{path}, line {number}: {error}") from error
-
-
-def _find_duplicate(names: Iterable[str]) -> str | None:
-    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 @dataclass(frozen=True)

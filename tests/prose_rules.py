@@ -22,7 +22,7 @@ PYTHON = (PACKAGE, "scripts", "tests")
 LONGEST_SENTENCE = 25
 UNCLEAR_NAMES = {"each", "found", "told", "asked", "look", "behind"}
 # Names that each module may define.
-COMMON_NAMES = {"logger", "main", "parse_args", "make_parser", "DESCRIPTION", "EPILOG", "EXAMPLE"}
+COMMON_NAMES = {"logger", "main", "parse_args", "make_parser", "DESCRIPTION", "EPILOG", "EXAMPLE", "FLAGS"}
 
 BE = r"\b(?:is|are|was|were|be|been|being|gets?)\s+(?:\w+ly\s+|not\s+|always\s+|never\s+)?"
 UNIT = r"(?:tokens?|layers?|heads?|rows?|steps?|seconds?|batch|sentences?|texts?|files?|process|position)\b"

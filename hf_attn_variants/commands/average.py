@@ -47,14 +47,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.output_file is not None:
         atomic_write(Path(args.output_file), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     tasks = [task for task in GLUE_METRICS if any(task in model.tasks for model in models)]
-    rows = [
-        [
-            model.model,
-            *(_format_spread(model.tasks.get(task)) for task in tasks),
-            _format_average(model, len(GLUE_METRICS)),
-        ]
-        for model in models
-    ]
+    rows = []
+    for model in models:
+        part = f" ({len(model.tasks)} of {len(GLUE_METRICS)})" if model.missing else ""
+        spreads = [_format_spread(spread) for spread in (*map(model.tasks.get, tasks), model.average)]
+        rows.append([model.model, *spreads[:-1], spreads[-1] + part])
     print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)
     print()
     if any(model.missing for model in models):
@@ -64,10 +61,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for folder, reason in left_out.items():
         print_text(f"Skipped {folder}: {reason}")
     return results
-
-
-def _format_average(model: Any, tasks: int) -> str:
-    return _format_spread(model.average) + (f" ({len(model.tasks)} of {tasks})" if model.missing else "")
 
 
 def _format_spread(spread: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import CommandParser, Flag, add_checkpoint_argument, add_flags, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 from ..training.engine.settings import parse_json_flag
 
@@ -38,6 +38,49 @@ PEAK_NOTE = (
 )
 
 
+def _parse_fields(text: str) -> dict[str, Any]:
+    """Parse a JSON object that contains the configuration fields of a conversion."""
+    fields = parse_json_flag(text)
+    if not isinstance(fields, dict) or not fields:
+        raise argparse.ArgumentTypeError(
+            f"""each value must be a JSON object, such as '{{"kv_lora_rank": 32}}', got {text}."""
+        )
+    return fields
+
+
+FLAGS = {
+    Flag("num_key_value_heads", int, nargs="+"): "numbers of key/value heads to time (default: all heads, 4, 2 and 1)",
+    Flag("no_talking_heads", bool): "do not time talking heads",
+    Flag("no_latents", bool): "do not time latents",
+    Flag("attention_window", int, (), nargs="+"): "sizes of sliding windows to time",
+    Flag("attention_kernel", KERNELS, (), nargs="+"): "kernels to time. hybrid is timed with each window",
+    Flag("batch_size", int, 8): "number of sequences per batch",
+    Flag("length", int): "number of source tokens (default: 128; for Whisper, its window)",
+    Flag("max_new_tokens", int, 32): "for encoder-decoder models: number of tokens to generate",
+    Flag("num_beams", int): "for encoder-decoder models: number of beams (default: 1, greedy)",
+    Flag("rounds", int, 5): "number of timings per model, of which the median is reported",
+    Flag("dtype", ("float32", "float16", "bfloat16"), "float32"): "data type of the weights and the cache",
+    Flag("device"): "cpu or cuda (default: the GPU if there is one)",
+    Flag("threads", int): "number of CPU threads (default: the torch default)",
+}
+SERVING_FLAGS = {
+    Flag(
+        "serving", bool
+    ): "time transformers, share_memory, int8, CTranslate2 and conversions to --num_key_value_heads "
+    "(default: a quarter of the heads, or no such conversion with --variants)",
+    Flag("variants", _parse_fields, (), nargs="+", metavar="JSON"): "additional conversions to time, each as a JSON "
+    """object with configuration fields, such as '{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",
+    Flag(
+        "engines", nargs="+", metavar="NAME"
+    ): "engines to time in addition to transformers, named as in the table, such "
+    "as 'share_memory, int8' (default: all)",
+    Flag("compile", bool): "also time compiled torch engines (`model.compile()`, static cache), which takes a minute "
+    "per engine",
+    Flag("no_peak_memory", bool): "do not measure the peak memory",
+    Flag("plot", metavar="PNG"): "output file for a plot of the tokens per second and the peak memory",
+}
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments."""
     parser = CommandParser(
@@ -48,101 +91,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument(
-        "--num_key_value_heads",
-        type=int,
-        nargs="+",
-        help="numbers of key/value heads to time (default: all heads, 4, 2 and 1)",
-    )
-    parser.add_argument("--no_talking_heads", action="store_true", help="do not time talking heads")
-    parser.add_argument("--no_latents", action="store_true", help="do not time latents")
-    parser.add_argument("--attention_window", type=int, nargs="+", default=[], help="sizes of sliding windows to time")
-    parser.add_argument(
-        "--attention_kernel",
-        choices=KERNELS,
-        nargs="+",
-        default=[],
-        help="kernels to time. hybrid is timed with each window",
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=8, help="number of sequences per batch (default: %(default)s)"
-    )
-    parser.add_argument("--length", type=int, help="number of source tokens (default: 128; for Whisper, its window)")
-    parser.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=32,
-        help="for encoder-decoder models: number of tokens to generate (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--num_beams", type=int, help="for encoder-decoder models: number of beams (default: 1, greedy)"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="number of timings per model, of which the median is reported (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="data type of the weights and the cache",
-    )
-    parser.add_argument("--device", help="cpu or cuda (default: the GPU if there is one)")
-    parser.add_argument("--threads", type=int, help="number of CPU threads (default: the torch default)")
-    _add_serving_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--token", help="Hub token (default: the stored login)")
+    add_flags(parser, FLAGS)
+    add_flags(parser.add_argument_group("serving", "comparison of several ways to serve the model"), SERVING_FLAGS)
+    add_flags(parser, {}, "json", "revision", "token")
     args = parse_with_checkpoint(parser, argv)
     _check_plot(parser, args.plot)
     return args
-
-
-def _add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    serving = parser.add_argument_group("serving", "comparison of several ways to serve the model")
-    serving.add_argument(
-        "--serving",
-        action="store_true",
-        help="time transformers, share_memory, int8, CTranslate2 and conversions to --num_key_value_heads (default: a "
-        "quarter of the heads, or no such conversion with --variants)",
-    )
-    serving.add_argument(
-        "--variants",
-        nargs="+",
-        type=_parse_fields,
-        default=[],
-        metavar="JSON",
-        help="additional conversions to time, each as a JSON object with configuration fields, such as "
-        """'{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",
-    )
-    serving.add_argument(
-        "--engines",
-        nargs="+",
-        metavar="NAME",
-        help="engines to time in addition to transformers, named as in the table, such as 'share_memory, int8' "
-        "(default: all)",
-    )
-    serving.add_argument(
-        "--compile",
-        action="store_true",
-        help="also time compiled torch engines (`model.compile()`, static cache), which takes a minute per engine",
-    )
-    serving.add_argument("--no_peak_memory", action="store_true", help="do not measure the peak memory")
-    serving.add_argument(
-        "--plot", metavar="PNG", help="output file for a plot of the tokens per second and the peak memory"
-    )
-
-
-def _parse_fields(text: str) -> dict[str, Any]:
-    """Parse a JSON object that contains the configuration fields of a conversion."""
-    fields = parse_json_flag(text)
-    if not isinstance(fields, dict) or not fields:
-        raise argparse.ArgumentTypeError(
-            f"""each value must be a JSON object, such as '{{"kv_lora_rank": 32}}', got {text}."""
-        )
-    return fields
 
 
 def _check_plot(parser: argparse.ArgumentParser, plot: str | None) -> None:

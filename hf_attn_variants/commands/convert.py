@@ -8,7 +8,9 @@ from typing import Any
 from ..command_line import (
     MODEL_NAMES,
     CommandParser,
+    Flag,
     add_checkpoint_argument,
+    add_flags,
     parse_with_checkpoint,
     program_name,
 )
@@ -57,23 +59,68 @@ recordings:
       --output_dir whisper-tiny-r128
 """
 
-CALIBRATION_OPTIONS = (
-    "calibration_file",
-    "calibration_audio_dir",
-    "calibration_columns",
-    "calibration_target_file",
-    "calibration_target_column",
-    "calibration_size",
-    "source_lang",
-    "target_lang",
-    "max_length",
-    "calibration_passages",
-    "fit_steps",
-)
+CALIBRATION_OPTIONS = """calibration_file calibration_audio_dir calibration_columns calibration_target_file
+calibration_target_column calibration_size source_lang target_lang max_length calibration_passages fit_steps""".split()
 
 # Options that become fields of `Calibration`.
 AUDIO_OPTIONS = ("calibration_audio_dir", "calibration_size", "max_length", "fit_steps")
 TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passages", "fit_steps")
+
+
+METHOD_FLAG = {
+    Flag("method", METHOD_NAMES): "method for merging heads (default: calibrated with --calibration_file, otherwise "
+    "mean, which must be set explicitly for the heads of a decoder)"
+}
+CALIBRATION_RESULT_FLAGS = {
+    Flag("quick", bool): f"use fewer examples ({QUICK_SIZE} texts or {QUICK_AUDIO_SIZE} recordings) and no fitting "
+    "steps, for a first result in a fraction of the time",
+    Flag("strict", bool): "exit with status 1 if the conversion is not within tolerance on held-out examples, and "
+    "write the report instead of the model",
+    Flag("attention_errors", bool): "also print the error of each attention module",
+}
+KV_CACHE_BYTES_HELP = (
+    "for encoder-decoder models: limits for the decoder cache over all layers, in bytes per source token and in bytes "
+    "per generated token. The ranks with the smallest error are chosen, separately for each self-attention layer"
+)
+MATCHING_FLAG = {
+    Flag("keep_matching_layers", int, metavar="N"): "for encoders: do not convert the N token-matching layers, whose "
+    "heads attend most to other occurrences of the same word (recommended for models fine-tuned on text pairs)"
+}
+POSITION_FLAGS = {
+    Flag("max_position_embeddings", int): "for BERT and similar models: number of positions in the variant, and "
+    "model_max_length of its tokenizer",
+    Flag("position_extension", POSITION_EXTENSIONS): "method for adding learned positions. tiled repeats them, which "
+    "does not change the outputs for short texts. interpolated stretches them (default: tiled)",
+}
+DTYPE_FLAG = {
+    Flag("dtype", DTYPE_NAMES): "data type of the floating-point tensors (default: as in the checkpoint)",
+}
+TEXT_FLAGS = {
+    Flag("calibration_file"): "file with examples of the kind of text that the model is used for: one per line, or a "
+    "table (.csv, .tsv, .json or .jsonl), optionally with .gz",
+    Flag(
+        "calibration_columns", nargs="+", metavar="COLUMN"
+    ): "table column with texts, or two columns for models that read text pairs (default: text)",
+    Flag("calibration_target_file"): "for encoder-decoder models: file with the target for each line (default: the "
+    "greedy outputs of the model)",
+    Flag("calibration_target_column"): "for encoder-decoder models: table column with targets",
+    Flag("calibration_size", int): f"number of examples to draw from the file at random (default: {CALIBRATION_SIZE})",
+    Flag("source_lang"): "for mBART, M2M100 and NLLB: source language, named as in the tokenizer",
+    Flag("target_lang"): "for mBART, M2M100 and NLLB: target language, named as in the tokenizer",
+    Flag("max_length", int): "maximum number of tokens, to which examples are truncated (default: the length of the "
+    f"longest example, up to the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for "
+    "passages)",
+}
+PASSAGES_HELP = (
+    "for encoders: join half of the examples with the examples that follow them, to form passages of at least 16 "
+    "tokens, so that the heads are also fitted to long texts (default: yes, for single texts)"
+)
+AUDIO_FLAG = {
+    Flag("calibration_audio_dir", metavar="FOLDER"): "for Whisper: folder with recordings of the kind that the model "
+    "is used for, optionally in subfolders (PCM wav, or flac, mp3 and ogg if soundfile is installed). Only the first "
+    "window of each recording (30 s) is used. The decoder reads the greedy output of the model. The defaults are "
+    f"--calibration_size {AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,77 +149,28 @@ def make_parser() -> argparse.ArgumentParser:
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
     parser.add_argument("--output_dir", required=True, help="new or empty output folder")
     _add_field_arguments(parser, None, main=True)
-    parser.add_argument(
-        "--method",
-        choices=METHOD_NAMES,
-        help="method for merging heads (default: calibrated with --calibration_file, otherwise mean, which must be "
-        "set explicitly for the heads of a decoder)",
-    )
-    _add_calibration_group(parser)
-    heads = parser.add_argument_group(
-        "heads, latents and cache", "settings for individual places or layers, and cache limits"
-    )
-    _add_variant_arguments(heads)
-    patterns = parser.add_argument_group("windows", "range of tokens that a token attends to, and number of positions")
-    _add_field_arguments(patterns, "pattern")
-    _add_position_arguments(patterns)
-    kernels = parser.add_argument_group("kernels", "linear attention, fitted to the text in --calibration_file")
-    _add_field_arguments(kernels, "kernel")
-    files = parser.add_argument_group("loading and saving")
-    files.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="data type of the floating-point tensors (default: as in the checkpoint)"
-    )
-    files.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    files.add_argument(
-        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
-    )
-    files.add_argument("--revision", help="branch, tag or commit on the Hub")
-    files.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    files.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
-    return parser
-
-
-def _add_calibration_group(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, METHOD_FLAG)
     calibration = parser.add_argument_group(
         "calibration", "text or audio on which the calibrated methods fit the new attention"
     )
     add_calibration_arguments(calibration)
-    add_audio_argument(calibration)
-    calibration.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"use fewer examples ({QUICK_SIZE} texts or {QUICK_AUDIO_SIZE} recordings) and no fitting steps, for a "
-        "first result in a fraction of the time",
+    add_flags(calibration, CALIBRATION_RESULT_FLAGS)
+    heads = parser.add_argument_group(
+        "heads, latents and cache", "settings for individual places or layers, and cache limits"
     )
-    calibration.add_argument(
-        "--strict",
-        action="store_true",
-        help="exit with status 1 if the conversion is not within tolerance on held-out examples, and write the report "
-        "instead of the model",
+    _add_field_arguments(heads, None, main=False)
+    heads.add_argument(
+        "--kv_cache_bytes", type=int, nargs=2, metavar=("SOURCE", "GENERATED"), help=KV_CACHE_BYTES_HELP
     )
-    calibration.add_argument(
-        "--attention_errors", action="store_true", help="also print the error of each attention module"
-    )
-
-
-def _add_variant_arguments(parser: argparse._ActionsContainer) -> None:
-    _add_field_arguments(parser, None, main=False)
-    parser.add_argument(
-        "--kv_cache_bytes",
-        type=int,
-        nargs=2,
-        metavar=("SOURCE", "GENERATED"),
-        help="for encoder-decoder models: limits for the decoder cache over all layers, in bytes per source token and "
-        "in bytes per generated token. The ranks with the smallest error are chosen, separately for each "
-        "self-attention layer",
-    )
-    parser.add_argument(
-        "--keep_matching_layers",
-        type=int,
-        metavar="N",
-        help="for encoders: do not convert the N token-matching layers, whose heads attend most to other occurrences "
-        "of the same word (recommended for models fine-tuned on text pairs)",
-    )
+    add_flags(heads, MATCHING_FLAG)
+    patterns = parser.add_argument_group("windows", "range of tokens that a token attends to, and number of positions")
+    _add_field_arguments(patterns, "pattern")
+    add_flags(patterns, POSITION_FLAGS)
+    kernels = parser.add_argument_group("kernels", "linear attention, fitted to the text in --calibration_file")
+    _add_field_arguments(kernels, "kernel")
+    files = parser.add_argument_group("loading and saving")
+    add_flags(files, DTYPE_FLAG, "seed", "allow_pickle", "revision", "token", "disable_tqdm")
+    return parser
 
 
 def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, main: bool | None = None) -> None:
@@ -204,83 +202,17 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
             group.add_argument(f"--{prefix}{row.name}", **options)
 
 
-def _add_position_arguments(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--max_position_embeddings",
-        type=int,
-        help="for BERT and similar models: number of positions in the variant, and model_max_length of its tokenizer",
-    )
-    group.add_argument(
-        "--position_extension",
-        choices=POSITION_EXTENSIONS,
-        help="method for adding learned positions. tiled repeats them, which does not change the outputs for short "
-        "texts. interpolated stretches them (default: tiled)",
-    )
-
-
 def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int = FIT_DEFAULTS["fit_steps"]) -> None:
-    """Add the flags for calibration text and fitting.
+    """Add the flags for calibration text or audio and for fitting.
 
     Args:
         group: the argument group.
         fit_steps: the default for --fit_steps that the help shows.
     """
-    group.add_argument(
-        "--calibration_file",
-        help="file with examples of the kind of text that the model is used for: one per line, or a table (.csv, "
-        ".tsv, .json or .jsonl), optionally with .gz",
-    )
-    group.add_argument(
-        "--calibration_columns",
-        nargs="+",
-        metavar="COLUMN",
-        help="table column with texts, or two columns for models that read text pairs (default: text)",
-    )
-    group.add_argument(
-        "--calibration_target_file",
-        help="for encoder-decoder models: file with the target for each line (default: the greedy outputs of the "
-        "model)",
-    )
-    group.add_argument("--calibration_target_column", help="for encoder-decoder models: table column with targets")
-    group.add_argument(
-        "--calibration_size",
-        type=int,
-        help=f"number of examples to draw from the file at random (default: {CALIBRATION_SIZE})",
-    )
-    for side in ("source", "target"):
-        group.add_argument(
-            f"--{side}_lang", help=f"for mBART, M2M100 and NLLB: {side} language, named as in the tokenizer"
-        )
-    group.add_argument(
-        "--max_length",
-        type=int,
-        help="maximum number of tokens, to which examples are truncated (default: the length of the longest example, "
-        f"up to the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
-    )
-    group.add_argument(
-        "--calibration_passages",
-        action=argparse.BooleanOptionalAction,
-        help="for encoders: join half of the examples with the examples that follow them, to form passages of at "
-        "least 16 tokens, so that the heads are also fitted to long texts (default: yes, for single texts)",
-    )
-    group.add_argument(
-        "--fit_steps",
-        type=int,
-        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses "
-        f"only the closed form (default: {fit_steps})",
-    )
-
-
-def add_audio_argument(group: argparse._ActionsContainer) -> None:
-    """Add the flag for calibration audio."""
-    group.add_argument(
-        "--calibration_audio_dir",
-        metavar="FOLDER",
-        help="for Whisper: folder with recordings of the kind that the model is used for, optionally in subfolders "
-        "(PCM wav, or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) "
-        "is used. The decoder reads the greedy output of the model. The defaults are --calibration_size "
-        f"{AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
-    )
+    add_flags(group, TEXT_FLAGS)
+    group.add_argument("--calibration_passages", action=argparse.BooleanOptionalAction, help=PASSAGES_HELP)
+    steps = "for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses only "
+    add_flags(group, {Flag("fit_steps", int): f"{steps}the closed form (default: {fit_steps})", **AUDIO_FLAG})
 
 
 def main(args: argparse.Namespace) -> Any:

@@ -1,13 +1,28 @@
 """The `attn-variants export` command, which `scripts/export_checkpoint.py` also runs."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import (
+    CommandParser,
+    Flag,
+    add_checkpoint_argument,
+    add_flags,
+    parse_with_checkpoint,
+    program_name,
+)
 from ..files import check_output_dir
 from .convert import DTYPE_NAMES
 
+# The module in `export` and its function for each format.
+EXPORTERS = {
+    "transformers": ("plain", "export_transformers"),
+    "onnx": ("onnx", "export_onnx"),
+    "ctranslate2": ("ctranslate2", "export_ctranslate2"),
+    "custom_generate": ("custom_generate", "export_custom_generate"),
+}
 # Options that are not supported for all export formats.
 FORMAT_OPTIONS = {
     "dtype": ("transformers",),
@@ -19,16 +34,23 @@ FORMAT_OPTIONS = {
     "quantization": ("ctranslate2", "onnx"),
 }
 # The names used by CTranslate2. They are repeated here because importing its specifications would import torch.
-CTRANSLATE2_QUANTIZATIONS = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "int16",
-    "int8",
-    "int8_float32",
-    "int8_float16",
-    "int8_bfloat16",
+CTRANSLATE2_QUANTIZATIONS = tuple(
+    "float32 float16 bfloat16 int16 int8 int8_float32 int8_float16 int8_bfloat16".split()
 )
+FLAGS = {
+    Flag("dtype", DTYPE_NAMES): "for transformers: data type of the tensors (default: as in the checkpoint)",
+    Flag("opset", int): "for onnx: opset version, which is 18, 20, or 23 with an attention operator (default: 18)",
+    Flag("pooling", ("mean", "cls")): "for onnx: add the output sentence_embedding to the graph of an encoder",
+}
+NORMALIZE_HELP = "for onnx: scale the embeddings to unit length"
+INT8_FLAGS = {
+    Flag("quantization", CTRANSLATE2_QUANTIZATIONS): "for ctranslate2: data type of the weights (default: float32); "
+    "for onnx: int8 to write quantized graphs next to the float32 graphs",
+    Flag("calibration_file"): "for onnx and an encoder: text file with one text per line. The int8 graph is then "
+    "quantized statically for OpenVINO instead of dynamically for ONNX Runtime.",
+    Flag("validation_file"): "for onnx: text file with texts on which int8 and float32 graphs are compared (default: "
+    "a tenth of the calibration file, or random tokens)",
+}
 EXAMPLE = """\
 examples (a folder that Transformers loads without custom code, graphs for ONNX
 Runtime, int8 graphs of a sentence encoder, and a model for CTranslate2):
@@ -61,73 +83,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument(
-        "--to", required=True, choices=("transformers", "onnx", "ctranslate2", "custom_generate"), help="export format"
-    )
+    parser.add_argument("--to", required=True, choices=EXPORTERS, help="export format")
     parser.add_argument("--output_dir", required=True, help="new or empty output folder")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_NAMES,
-        help="for transformers: data type of the tensors (default: as in the checkpoint)",
-    )
-    _add_onnx_options(parser)
-    parser.add_argument(
-        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
-    )
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
+    add_flags(parser, FLAGS)
+    parser.add_argument("--normalize", action="store_true", default=None, help=NORMALIZE_HELP)
+    add_flags(parser, INT8_FLAGS, "allow_pickle", "revision", "token", "disable_tqdm")
     args = parse_with_checkpoint(parser, argv, required=False)
-    if (args.to == "custom_generate") != (args.model_name_or_path is None):
-        parser.error(
-            "CHECKPOINT is not supported with --to custom_generate. Remove it."
-            if args.to == "custom_generate"
-            else "CHECKPOINT is required."
-        )
+    if args.to != "custom_generate" and args.model_name_or_path is None:
+        parser.error("CHECKPOINT is required.")
+    if args.to == "custom_generate" and args.model_name_or_path is not None:
+        parser.error("CHECKPOINT is not supported with --to custom_generate. Remove it.")
     for name, formats in FORMAT_OPTIONS.items():
         if getattr(args, name) is not None and args.to not in formats:
             parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
-    if args.to == "onnx" and args.quantization not in (None, "int8"):
-        parser.error(f"--quantization must be int8 with --to onnx, got {args.quantization}.")
     if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
         parser.error("--calibration_file and --validation_file require --quantization int8.")
     if args.normalize and args.pooling is None:
         parser.error("--normalize requires --pooling.")
     check_output_dir(args.output_dir)
     return args
-
-
-def _add_onnx_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ONNX graphs, and `--quantization`, which CTranslate2 has too."""
-    parser.add_argument(
-        "--opset",
-        type=int,
-        help="for onnx: opset version, which is 18, 20, or 23 with an attention operator (default: 18)",
-    )
-    parser.add_argument(
-        "--pooling",
-        choices=("mean", "cls"),
-        help="for onnx: add the output sentence_embedding to the graph of an encoder",
-    )
-    parser.add_argument(
-        "--normalize", action="store_true", default=None, help="for onnx: scale the embeddings to unit length"
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=CTRANSLATE2_QUANTIZATIONS,
-        help="for ctranslate2: data type of the weights (default: float32); for onnx: int8 to write quantized graphs "
-        "next to the float32 graphs",
-    )
-    parser.add_argument(
-        "--calibration_file",
-        help="for onnx and an encoder: text file with one text per line. The int8 graph is then quantized statically "
-        "for OpenVINO instead of dynamically for ONNX Runtime.",
-    )
-    parser.add_argument(
-        "--validation_file",
-        help="for onnx: text file with texts on which int8 and float32 graphs are compared (default: a tenth of the "
-        "calibration file, or random tokens)",
-    )
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -140,30 +114,13 @@ def main(args: argparse.Namespace) -> Any:
     """
     from ..progress import disable_progress_bars
 
-    if args.to == "custom_generate":
-        from ..export.custom_generate import export_custom_generate
-
-        written = export_custom_generate(args.output_dir)
-        print(written)
-        return written
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
-    for name in FORMAT_OPTIONS:
-        if options[name] is None:
-            del options[name]
-    export: Callable[..., Any]
-    if args.to == "onnx":
-        from ..export.onnx import export_onnx
-
-        export = export_onnx
-    elif args.to == "ctranslate2":
-        from ..export.ctranslate2 import export_ctranslate2
-
-        export = export_ctranslate2
-    else:
-        from ..export.plain import export_transformers
-
-        export = export_transformers
+    options = {name: value for name, value in options.items() if name not in FORMAT_OPTIONS or value is not None}
+    if args.to == "custom_generate":
+        options = {"output_dir": args.output_dir}
+    module, name = EXPORTERS[args.to]
+    export = getattr(importlib.import_module(f"..export.{module}", __package__), name)
     with disable_progress_bars(args.disable_tqdm):
         result = export(**options)
-    print(result.summary())
+    print(result if isinstance(result, str) else result.summary())
     return result

@@ -10,27 +10,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, package_version, parse_with_checkpoint
-from .convert import (
-    CALIBRATION_OPTIONS,
-    add_audio_argument,
-    add_calibration_arguments,
-    read_calibration_arguments,
+from ..command_line import (
+    CommandParser,
+    Flag,
+    add_checkpoint_argument,
+    add_flags,
+    package_version,
+    parse_with_checkpoint,
 )
+from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_arguments
+from .inspect import SOURCE_LENGTH_FLAG
 
 logger = logging.getLogger(__name__)
 
-VARIANT_OPTIONS = (
-    "num_key_value_heads",
-    "kv_lora_rank",
-    "cross_kv_lora_rank",
-    "encoder_num_key_value_heads",
-    "encoder_kv_lora_rank",
-)
+# The flags that set the variants to measure.
+VARIANT_FLAGS = {
+    Flag("num_key_value_heads", int, nargs="+"): "numbers of key/value heads to try (default: several)",
+    Flag("kv_lora_rank", int, nargs="+"): "ranks to try for self-attention",
+    Flag("cross_kv_lora_rank", int, nargs="+"): "for encoder-decoder models: ranks to try for the cross-attention",
+    Flag("encoder_num_key_value_heads", int, nargs="+"): "for encoder-decoder models: numbers of key/value heads to "
+    "try for the encoder",
+    Flag("encoder_kv_lora_rank", int, nargs="+"): "for encoder-decoder models: ranks to try for the encoder",
+}
 
 # The default number of held-out texts and recordings.
 HELD_OUT_SIZE, HELD_OUT_AUDIO_SIZE = 512, 32
 
+FLAGS = {
+    Flag("loss", float): "maximum increase in loss compared with the checkpoint, in nats per token or, for an encoder "
+    "without a head, in 1 - cosine of the embeddings. The command for the smallest such variant is printed",
+    Flag("held_out_file"): "text to measure on, in the format of --calibration_file (default: the remaining examples "
+    "in that file)",
+    Flag("held_out_target_file"): "for encoder-decoder models: file with the target for each line in --held_out_file",
+    Flag("held_out_audio_dir", metavar="FOLDER"): "folder with recordings to measure on (default: the remaining "
+    "recordings in --calibration_audio_dir)",
+    Flag("held_out_size", int): f"number of texts or recordings to measure on (default: {HELD_OUT_SIZE} texts or "
+    f"{HELD_OUT_AUDIO_SIZE} recordings)",
+    **VARIANT_FLAGS,
+    Flag("length", int, 512): "number of tokens in the cache of a decoder or in the input of an encoder",
+    **SOURCE_LENGTH_FLAG,
+}
 FRONTIER_JSON, FRONTIER_PNG = "frontier.json", "frontier.png"
 
 EXAMPLE = """\
@@ -73,82 +92,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     examples = parser.add_argument_group("text or audio", "examples of the kind that the model is used for")
     add_calibration_arguments(examples, fit_steps=0)
-    add_audio_argument(examples)
-    _add_measuring_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
+    add_flags(parser, FLAGS, "seed", "json", "revision", "token", "disable_tqdm")
     parser.set_defaults(method=None, fit_steps=0)
     args = parse_with_checkpoint(parser, argv)
-    _check_options(parser, args)
-    return args
-
-
-def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--loss",
-        type=float,
-        help="maximum increase in loss compared with the checkpoint, in nats per token or, for an encoder without a "
-        "head, in 1 - cosine of the embeddings. The command for the smallest such variant is printed",
-    )
-    parser.add_argument(
-        "--held_out_file",
-        help="text to measure on, in the format of --calibration_file (default: the remaining examples in that file)",
-    )
-    parser.add_argument(
-        "--held_out_target_file",
-        help="for encoder-decoder models: file with the target for each line in --held_out_file",
-    )
-    parser.add_argument(
-        "--held_out_audio_dir",
-        metavar="FOLDER",
-        help="folder with recordings to measure on (default: the remaining recordings in --calibration_audio_dir)",
-    )
-    parser.add_argument(
-        "--held_out_size",
-        type=int,
-        help=f"number of texts or recordings to measure on (default: {HELD_OUT_SIZE} texts or "
-        f"{HELD_OUT_AUDIO_SIZE} recordings)",
-    )
-    parser.add_argument(
-        "--num_key_value_heads", type=int, nargs="+", help="numbers of key/value heads to try (default: several)"
-    )
-    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks to try for self-attention")
-    parser.add_argument(
-        "--cross_kv_lora_rank",
-        type=int,
-        nargs="+",
-        help="for encoder-decoder models: ranks to try for the cross-attention",
-    )
-    parser.add_argument(
-        "--encoder_num_key_value_heads",
-        type=int,
-        nargs="+",
-        help="for encoder-decoder models: numbers of key/value heads to try for the encoder",
-    )
-    parser.add_argument(
-        "--encoder_kv_lora_rank", type=int, nargs="+", help="for encoder-decoder models: ranks to try for the encoder"
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=512,
-        help="number of tokens in the cache of a decoder or in the input of an encoder (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--source_length",
-        type=int,
-        help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
-        "its window)",
-    )
-
-
-def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with an error message if the flags cannot be combined."""
     if args.calibration_file is None and args.calibration_audio_dir is None:
         parser.error("--calibration_file is required (for Whisper, --calibration_audio_dir).")
+    return args
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -169,7 +118,7 @@ def main(args: argparse.Namespace) -> Any:
     saved = FrontierFile(output_dir / FRONTIER_JSON)
     calibration, held_out = _read_texts(args)
     model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
-    options = select_variants(model, {name: getattr(args, name) for name in VARIANT_OPTIONS})
+    options = select_variants(model, {flag.name: getattr(args, flag.name) for flag in VARIANT_FLAGS})
     is_audio = calibration.audio is not None
     start = None if is_audio else set_languages(processor, model.config, args.source_lang, args.target_lang)
     if start is not None:
@@ -227,17 +176,17 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..inspection.frontier import select_held_out_examples
 
-    calibration: Any = read_calibration_arguments(args)  # not None, because `_check_options` requires the flag
+    calibration: Any = read_calibration_arguments(args)  # not None, because `parse_args` requires one of the flags
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
-        size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
-        return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
-    files = (args.calibration_file, args.calibration_target_file)
-    if args.held_out_file is not None:
-        files = (args.held_out_file, args.held_out_target_file)
-    texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
-    all_examples = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
-    size = HELD_OUT_SIZE if args.held_out_size is None else args.held_out_size
+    else:
+        file, target_file = args.calibration_file, args.calibration_target_file
+        if args.held_out_file is not None:
+            file, target_file = args.held_out_file, args.held_out_target_file
+        texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
+        all_examples = read_calibration(file, target_file=target_file, size=sys.maxsize, **texts)
+    default_size = HELD_OUT_SIZE if calibration.audio is None else HELD_OUT_AUDIO_SIZE
+    size = default_size if args.held_out_size is None else args.held_out_size
     return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
 
 
@@ -255,9 +204,8 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
     from ..inspection.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
-    size = f"{frontier.length:,} tokens" + (
-        f", source {frontier.source_length:,}" if _has_cross_attention_cache(frontier) else ""
-    )
+    has_cross_cache = "cross" in (frontier.source.kv_cache_bytes_per_token or {})
+    size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if has_cross_cache else "")
     title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
     header, rows = format_frontier_table(frontier)
     print_table(title, header, rows)
@@ -292,10 +240,6 @@ def format_frontier_table(frontier: Any) -> tuple[list[str], list[list[str]]]:
         cells += [f"{row.loss:.4f}", above, error if row.fields else ""]
         rows.append([*cells, f"{row.parameters:,}", f"{row.milliseconds:,.2f}"])
     return header, rows
-
-
-def _has_cross_attention_cache(frontier: Any) -> bool:
-    return "cross" in (frontier.source.kv_cache_bytes_per_token or {})
 
 
 def _format_convert_command(row: Any, args: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..command_line import MODEL_NAMES, CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..command_line import MODEL_NAMES, CommandParser, Flag, add_checkpoint_argument, add_flags, parse_with_checkpoint
 
 EXAMPLE = """\
 examples:
@@ -19,8 +19,42 @@ examples:
 The command reads only config.json. * marks the unchanged checkpoint. - marks variants that the checkpoint cannot be
 converted to, because neither number of heads divides the other, or because each head has its own parameters."""
 
-CACHE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _parse_memory(text: str) -> int:
+    """Parse a size such as "800MiB" and return the number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"the size must be a number with a unit, such as 4GiB, 800MiB or 4GB, got {text!r}."
+        )
+    number, unit = match.groups(default="B")
+    base = 1024 if "i" in unit else 1000
+    return int(float(number) * base ** "BKMGT".index(unit[0]))
+
+
+SOURCE_LENGTH_FLAG = {
+    Flag("source_length", int): "for encoder-decoder models: number of tokens that the encoder reads (default: "
+    "--length; for Whisper, its window)"
+}
+FLAGS = {
+    Flag("batch_size", int, 1): "number of sequences per batch",
+    Flag("length", int, 512): "number of tokens in the input of an encoder or the cache of a decoder",
+    **SOURCE_LENGTH_FLAG,
+    Flag("num_beams", int, 1): "number of beams per sequence for models with a cache. With several beams, the first "
+    "row is the Transformers class, which stores the encoder keys and values for each beam",
+    Flag(
+        "memory", _parse_memory, metavar="SIZE"
+    ): "amount of memory, such as 4GiB or 800MiB. For models with a cache, "
+    "shows the largest batch that fits into it together with the weights",
+    Flag(
+        "dtype", ("float64", "float32", "float16", "bfloat16")
+    ): "data type of the weights and the cache (default: as in the checkpoint)",
+    Flag("details", bool): "also show the number of attention parameters, the FLOPs per token, and the size of each "
+    "cache per token",
+    Flag("json", bool): "print JSON with all values instead of a table",
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,46 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument(
-        "--batch_size", type=int, default=1, help="number of sequences per batch (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=512,
-        help="number of tokens in the input of an encoder or the cache of a decoder (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--source_length",
-        type=int,
-        help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
-        "its window)",
-    )
-    parser.add_argument(
-        "--num_beams",
-        type=int,
-        default=1,
-        help="number of beams per sequence for models with a cache. With several beams, the first row is the "
-        "Transformers class, which stores the encoder keys and values for each beam (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=_parse_memory,
-        metavar="SIZE",
-        help="amount of memory, such as 4GiB or 800MiB. For models with a cache, shows the largest batch that fits "
-        "into it together with the weights",
-    )
-    parser.add_argument(
-        "--dtype", choices=CACHE_DTYPES, help="data type of the weights and the cache (default: as in the checkpoint)"
-    )
-    parser.add_argument(
-        "--details",
-        action="store_true",
-        help="also show the number of attention parameters, the FLOPs per token, and the size of each cache per token",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON with all values instead of a table")
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
+    add_flags(parser, FLAGS, "revision", "token")
     return parse_with_checkpoint(parser, argv)
 
 
@@ -201,23 +196,9 @@ def _explain_zero_batch(table: Any) -> list[str]:
     return []
 
 
-def _parse_memory(text: str) -> int:
-    """Parse a size such as "800MiB" and return the number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"the size must be a number with a unit, such as 4GiB, 800MiB or 4GB, got {text!r}."
-        )
-    number, unit = match.groups(default="B")
-    base = 1024 if "i" in unit else 1000
-    return int(float(number) * base ** "BKMGT".index(unit[0]))
-
-
 def _format_bytes(count: int) -> str:
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(SIZE_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:,.{0 if unit == 0 else 1}f} {SIZE_UNITS[unit]}"
+    unit = min(max(count.bit_length() - 1, 0) // 10, len(SIZE_UNITS) - 1)
+    return f"{count / 1024**unit:,.{min(unit, 1)}f} {SIZE_UNITS[unit]}"
 
 
 def _format_saving(saved: int, current: int = 0) -> str:

@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
@@ -67,7 +68,15 @@ class TrainingCommand:
         return self.settings(**vars(parse_with_checkpoint(self.make_parser(), argv, required=needs_checkpoint)))
 
     def main(self, settings: Any) -> dict[str, Any]:
-        """Train, evaluate and save the model, push it if `push_to_hub` is set, and return the results."""
+        """Train, evaluate and save the model, push it if `push_to_hub` is set, and return the results.
+
+        The main process pushes the model at the very end, so that nothing is lost if the push fails. The other
+        processes do not wait for the push, because NCCL limits the waiting time.
+
+        Raises:
+            ValueError: if the data, the model or the repository is not valid.
+            OSError: if a file cannot be read or written, or the push fails.
+        """
         from ..training.engine.finetune import fine_tune
 
         trainer: Any = self.trains
@@ -75,33 +84,17 @@ class TrainingCommand:
             module, name = trainer.split(":")
             trainer = getattr(importlib.import_module(f"..training.{module}", __package__), name)
         is_task = inspect.isclass(trainer)
-        return train_and_push(settings, lambda: fine_tune(trainer, settings) if is_task else trainer(settings))
+        train: Any = partial(fine_tune, trainer) if is_task else trainer
+        if not settings.push_to_hub:
+            return train(settings)
+        from ..hub import push
 
-
-def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Train the model, push it if `push_to_hub` is set, and return the results.
-
-    The main process pushes the model at the very end, so that nothing is lost if the push fails. The other processes
-    do not wait for the push, because NCCL limits the waiting time.
-
-    Args:
-        settings: the training settings.
-        train: a function that trains the model and returns the results.
-
-    Raises:
-        ValueError: if `train` raises a ValueError, or the repository is not valid.
-        OSError: if `train` raises an OSError, or the push fails.
-    """
-    if not settings.push_to_hub:
-        return train()
-    from ..hub import push
-
-    destination = settings.output_dir, settings.hub_model_id, settings.hub_private_repo, settings.hub_token
-    push.check_hub_access(*destination)
-    results = train()
-    if os.environ.get("RANK", "0") == "0":
-        print(f"Pushed to {push.push_trained_model(*destination)}")
-    return results
+        destination = settings.output_dir, settings.hub_model_id, settings.hub_private_repo, settings.hub_token
+        push.check_hub_access(*destination)
+        results = train(settings)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"Pushed to {push.push_trained_model(*destination)}")
+        return results
 
 
 def _make_flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str, Any]:

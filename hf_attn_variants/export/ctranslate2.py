@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from ..conversion.attention_tensors import MeanPooling
 from ..conversion.checkpoint.models import build_model_from_tensors, load_checkpoint_tokenizer
@@ -21,7 +21,6 @@ from ..conversion.writing import compute_converted_tensors, read_generation_conf
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import get_values_by_layer, list_used_fields
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..registration import max_input_length
 from .ctranslate2_check import (
     ACTIVATIONS,
     Agreement,
@@ -69,24 +68,21 @@ class CTranslate2Export:
         """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: {self.architecture} for CTranslate2, {self.quantization}"]
         lines += [f"  {name:<27} {count} of {query}" for name, (query, count) in self.heads.items()]
-        lines += self._describe_comparison()
+        agreement, label = self.agreement, f"  {'comparison':<27}"
+        tokens = f"{agreement.same_tokens} of {agreement.tokens}"
+        if self.quantization == FLOAT32:
+            lines.append(f"{label} {tokens} greedy tokens for {agreement.inputs} inputs are identical to the model's")
+        else:
+            lines += [
+                f"{label} {agreement.same} of {agreement.inputs} greedy outputs are identical to the model's "
+                f"({tokens} tokens up to the first difference)",
+                f"  {'':<27} {self.quantization} rounds the weights, and these inputs are random, so check the "
+                "quality on your own data",
+            ]
         if self.unexported_settings:
             settings = ", ".join(f"{name}={value!r}" for name, value in self.unexported_settings.items())
             lines.append(f"  {'settings not exported':<27} {settings} (generation_config.json)")
         return "\n".join([*lines, "Use it as follows:", *(f"  {line}" for line in self.usage.splitlines())])
-
-    def _describe_comparison(self) -> list[str]:
-        """Return summary lines that compare the greedy outputs of CTranslate2 and the model."""
-        agreement, label = self.agreement, f"  {'comparison':<27}"
-        tokens = f"{agreement.same_tokens} of {agreement.tokens}"
-        if self.quantization == FLOAT32:
-            return [f"{label} {tokens} greedy tokens for {agreement.inputs} inputs are identical to the model's"]
-        return [
-            f"{label} {agreement.same} of {agreement.inputs} greedy outputs are identical to the model's ({tokens} "
-            "tokens up to the first difference)",
-            f"  {'':<27} {self.quantization} rounds the weights, and these inputs are random, so check the quality on "
-            "your own data",
-        ]
 
 
 def export_ctranslate2(
@@ -118,12 +114,7 @@ def export_ctranslate2(
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("Export to CTranslate2 requires the ctranslate2 package. Run `pip install ctranslate2`.")
-    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
-
-    if quantization not in ACCEPTED_MODEL_TYPES:
-        raise ValueError(f"`quantization` must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
+    _check_quantization(quantization)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -141,25 +132,29 @@ def export_ctranslate2(
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
     expected = generate_greedily(model, inputs, tokens)  # before quantization changes the model's weights
-    spec = build_model_specification(model, tokens, model_type := _transformers_model_type(config))
+    types = plan.config.transformers_model_types
+    model_type = config["model_type"] if config["model_type"] in types else types[0]
+    spec = build_model_specification(model, tokens, model_type)
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if should_export_file(folder, name)])
         write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
-        _check_tokenizer(stage, tokenizer)
+        _check_copied_tokenizer(stage, tokenizer.get_vocab())
         limit = get_max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
 
 
-def _transformers_model_type(config: Mapping[str, Any]) -> str:
-    """Return the Transformers model type for the `config.json` of a variant or of a Transformers checkpoint."""
-    _, model_config = resolve_source_model(config)
-    model_type: str = config["model_type"]
-    types = model_config.transformers_model_types
-    return model_type if model_type in types else types[0]
+def _check_quantization(quantization: str) -> None:
+    """Raise a `ValueError` if CTranslate2 is not installed or does not support a quantization type."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ValueError("Export to CTranslate2 requires the ctranslate2 package. Run `pip install ctranslate2`.")
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+
+    if quantization not in ACCEPTED_MODEL_TYPES:
+        raise ValueError(f"`quantization` must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
 
 
 def _plan_without_latents(
@@ -175,14 +170,9 @@ def _plan_without_latents(
     return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
 
 
-def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer loaded from the copied files is the same as the original.
-
-    Raises:
-        ValueError: If it is different.
-    """
-    copy = load_checkpoint_tokenizer(stage, ": the copied tokenizer files are not sufficient.")
-    if copy.get_vocab() != tokenizer.get_vocab():
+def _check_copied_tokenizer(stage: Path, vocabulary: dict[str, int]) -> None:
+    """Raise a `ValueError` if the tokenizer in the copied files does not have the original vocabulary."""
+    if load_checkpoint_tokenizer(stage, ": the copied files are not sufficient.").get_vocab() != vocabulary:
         raise ValueError(
             "The copied tokenizer has different tokens than the original one. Save the original tokenizer with "
             "`save_pretrained` first."
@@ -209,16 +199,13 @@ def _describe_export(
     agreement: Agreement,
 ) -> CTranslate2Export:
     """Collect the description of an export, including the code that uses it."""
-    heads = {}
-    for name in model.config.kv_heads_fields():
-        counts = get_values_by_layer(model.config, name)
-        heads[name] = model.config.query_heads(name), counts if len({*counts}) > 1 else getattr(model.config, name)
+    config, heads = model.config, {}
+    for name in config.kv_heads_fields():
+        counts = get_values_by_layer(config, name)
+        heads[name] = config.query_heads(name), counts if len({*counts}) > 1 else getattr(config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
-    arguments = (os.fspath(output_dir), tokens, generation, max_input_length(model.config))
-    if reads_audio:
-        usage = describe_whisper_usage(*arguments)
-    else:
-        usage = describe_translator_usage(*arguments, model.config.transformers_model_types[0])
+    describe_usage = describe_whisper_usage if reads_audio else describe_translator_usage
+    usage = describe_usage(os.fspath(output_dir), tokens, generation, config)
     return CTranslate2Export(
         os.fspath(output_dir),
         get_transformers_class_name(type(model)),
@@ -273,19 +260,14 @@ def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, mode
         bias[tokens.never] = FORBIDDEN_BIAS
         if bias.any():
             spec.decoder.projection.bias = bias
-        _register_tokens(spec, tokens)
+        spec.register_source_vocabulary(tokens.vocabulary)
+        spec.register_target_vocabulary(tokens.vocabulary)
+        start, spec.config.eos_token = tokens.texts([tokens.prompt[0], tokens.end])
+        spec.config.decoder_start_token = spec.config.bos_token = start
+        spec.config.unk_token = tokens.unknown
     spec.config.add_attribute("model_type", model_type)
     spec.validate()
     return spec
-
-
-def _register_tokens(spec: Any, tokens: Tokens) -> None:
-    """Set the vocabulary and the special tokens in a specification."""
-    spec.register_source_vocabulary(tokens.vocabulary)
-    spec.register_target_vocabulary(tokens.vocabulary)
-    start, end = tokens.texts([tokens.prompt[0], tokens.end])
-    spec.config.decoder_start_token = spec.config.bos_token = start
-    spec.config.eos_token, spec.config.unk_token = end, tokens.unknown
 
 
 def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
@@ -306,12 +288,10 @@ def _concatenate_biases(linears: list[Any]) -> torch.Tensor | None:
     """
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat(
-        [
-            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
-            for linear in linears
-        ]
+    biases = (
+        linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears
     )
+    return torch.cat([bias.detach() for bias in biases])
 
 
 def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
@@ -341,12 +321,10 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
             for index, part in enumerate(parts):
                 part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{index}.layer_norm.weight"]
             inner = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
-            first, gate = ("wi_0", "wi_1") if config.is_gated_act else ("wi", None)
-            layer.ffn.linear_0.weight, layer.ffn.linear_1.weight = (
-                tensors[f"{inner}.{linear}.weight"] for linear in (first, "wo")
-            )
-            if gate is not None:
-                layer.ffn.linear_0_noact.weight = tensors[f"{inner}.{gate}.weight"]
+            layer.ffn.linear_0.weight = tensors[f"{inner}.{'wi_0' if config.is_gated_act else 'wi'}.weight"]
+            layer.ffn.linear_1.weight = tensors[f"{inner}.wo.weight"]
+            if config.is_gated_act:
+                layer.ffn.linear_0_noact.weight = tensors[f"{inner}.wi_1.weight"]
             # All layers of T5 share the relative position bias of the first layer, but each layer of UMT5 has its own.
             positions_layer = number if architecture == "umt5" else 0
             positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -421,10 +399,8 @@ def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
         if hasattr(layer, "attention"):
             _set_norm(layer.attention.layer_norm, tensors, f"{base}.encoder_attn_layer_norm")
         _set_norm(layer.ffn.layer_norm, tensors, f"{base}.final_layer_norm")
-        for (part, linear), kind in product(
-            (("fc1", layer.ffn.linear_0), ("fc2", layer.ffn.linear_1)), ("weight", "bias")
-        ):
-            setattr(linear, kind, tensors[f"{base}.{part}.{kind}"])
+        for part, linear in (("fc1", layer.ffn.linear_0), ("fc2", layer.ffn.linear_1)):
+            linear.weight, linear.bias = tensors[f"{base}.{part}.weight"], tensors[f"{base}.{part}.bias"]
 
 
 def _set_norm(norm: Any, tensors: TensorsByName, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
@@ -47,10 +48,8 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
         ValueError: If the class, a field or an activation is not supported.
     """
     name, model_type = get_transformers_class_name(model_class), config.transformers_model_types[0]
-    if (
-        model_type not in SUPPORTED_MODEL_TYPES
-        or get_decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS
-    ):
+    generates = get_decoder_input(model_class, config) is DecoderInput.OWN_TARGETS
+    if model_type not in SUPPORTED_MODEL_TYPES or not generates:
         raise ValueError(
             f"{name} cannot be exported to CTranslate2. Only encoder-decoders that generate text are supported, with "
             f"one of the model types {', '.join(SUPPORTED_MODEL_TYPES)}."
@@ -116,7 +115,10 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
         ValueError: If there is no start token, if there is not exactly one end-of-sequence token, or if the tokenizer
             of a Whisper model does not contain the prompt tokens.
     """
-    start, ends = (_get_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
+    names = ("decoder_start_token_id", "eos_token_id")
+    values: list[Any] = [getattr(generation, name, None) for name in names]
+    defaults: list[Any] = [getattr(config, name, None) for name in names]
+    start, ends = (default if value is None else value for value, default in zip(values, defaults, strict=True))
     ends = ends if isinstance(ends, list) else [ends]
     for name, value in (("decoder_start_token_id", start), ("eos_token_id", ends[0])):
         if value is None or value >= config.vocab_size:
@@ -148,56 +150,36 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
     return Tokens(vocabulary, prompt, ends[0], unknown, never, never_first)
 
 
-def _get_setting(name: str, config: Any, generation: GenerationConfig) -> Any:
-    """Return a value from the generation config, or from the model configuration if it is not set there."""
-    value = getattr(generation, name, None)
-    return getattr(config, name, None) if value is None else value
-
-
 def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
     """Return a distinct text for each of `size` token ids. Ids that the tokenizer does not use get a placeholder."""
     ids = sorted({*tokenizer.get_vocab().values()})
-    if surplus := [token for token in ids if token >= size]:
-        logger.warning(
-            "The model's vocabulary has %d tokens. %d additional tokens in the tokenizer are not exported.",
-            size,
-            len(surplus),
-        )
     known_ids = [token for token in ids if token < size]
+    if surplus := len(ids) - len(known_ids):
+        message = "The model's vocabulary has %d tokens. %d additional tokens in the tokenizer are not exported."
+        logger.warning(message, size, surplus)
     names: Any = tokenizer.convert_ids_to_tokens(known_ids)
-    texts: dict[int, str] = {}
-    used: set[str] = set()
+    ids_by_name: dict[str, int] = {}
     for token, name in zip(known_ids, names, strict=True):
-        if name is not None and name not in used:
-            texts[token] = name
-            used.add(name)
+        if name is not None:
+            ids_by_name.setdefault(name, token)
+    texts = {token: name for name, token in ids_by_name.items()}
     first_timestamp = tokenizer.get_vocab().get(NO_TIMES, size) + 1 if is_whisper else size
     for token in range(size):
         if token not in texts:
             seconds = (token - first_timestamp) * TIMESTAMP_SECONDS
             name = f"<unused_{token}>" if token < first_timestamp else f"<|{seconds:.2f}|>"
-            while name in used:
+            while name in ids_by_name:
                 name = f"_{name}"
-            texts[token] = name
-            used.add(name)
+            texts[token], ids_by_name[name] = name, token
     return [texts[token] for token in range(size)]
 
 
 # Generation settings that do not need a `translate_batch` option because they are in the exported files or do not
-# change the output. CTranslate2 has its own rule for ending a beam search (docs/export.md).
+# change the output. CTranslate2 has its own rule for ending a beam search (docs/export.md), and ends at the length
+# limit without `forced_eos_token_id`.
 SETTINGS_WITHOUT_OPTION = {
-    "_from_model_config",
-    "bad_words_ids",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "early_stopping",
-    "eos_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",  # CTranslate2 ends at the length limit without this token
-    "pad_token_id",
-    "suppress_tokens",
-    "transformers_version",
-    "use_cache",
+    *"""_from_model_config bad_words_ids bos_token_id decoder_start_token_id early_stopping eos_token_id
+    forced_bos_token_id forced_eos_token_id pad_token_id suppress_tokens transformers_version use_cache""".split()
 }
 # {generation setting: option of `Translator.translate_batch`}.
 TRANSLATOR_OPTIONS = {
@@ -212,22 +194,12 @@ TRANSLATOR_OPTIONS = {
 }
 # Length settings that include the start token.
 LENGTHS_WITH_START = ("max_length", "min_length")
-# Generation settings that do not need a `Whisper.generate` option because they are in the prompt or exported files.
+# Generation settings that do not need a `Whisper.generate` option because they are in the prompt, which disables
+# timestamps, or in the exported files.
 WHISPER_SETTINGS_WITHOUT_OPTION = {
-    "alignment_heads",
-    "begin_suppress_tokens",
-    "forced_decoder_ids",
-    "is_multilingual",
-    "lang_to_id",
-    "language",
-    "max_initial_timestamp_index",  # the prompt disables timestamps
-    "max_length",
-    "max_new_tokens",
-    "median_filter_width",
-    "no_timestamps_token_id",
-    "prev_sot_token_id",
-    "task",
-    "task_to_id",
+    *"""alignment_heads begin_suppress_tokens forced_decoder_ids is_multilingual lang_to_id language
+    max_initial_timestamp_index max_length max_new_tokens median_filter_width no_timestamps_token_id prev_sot_token_id
+    task task_to_id""".split()
 }
 # {generation setting: option of `Whisper.generate`}.
 WHISPER_OPTIONS = {
@@ -240,24 +212,21 @@ DEFAULT_MAX_LENGTH = 256
 MULTILINGUAL_MODEL_TYPES = ("m2m_100", "mbart")
 
 
-def describe_translator_usage(
-    folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None, model_type: str
-) -> str:
+def describe_translator_usage(folder: str, tokens: Tokens, generation: GenerationConfig, config: Any) -> str:
     """Return Python code that generates text with an exported model.
 
     Args:
         folder: The folder of the exported model.
         tokens: The tokens of the model.
         generation: The generation config of the model.
-        num_positions: The number of positions of the decoder, or None if it is not limited.
-        model_type: The Transformers model type.
+        config: The configuration of the model.
     """
-    get_call_options = _make_translator_options(tokens, generation)
-    if num_positions is not None and num_positions <= DEFAULT_MAX_LENGTH:
-        get_call_options.setdefault("max_decoding_length", num_positions - 1)
-    options = "".join(f", {name}={value!r}" for name, value in get_call_options.items())
+    options = _make_translator_options(tokens, generation)
+    if (num_positions := max_input_length(config)) is not None and num_positions <= DEFAULT_MAX_LENGTH:
+        options.setdefault("max_decoding_length", num_positions - 1)
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     language = ""
-    if model_type in MULTILINGUAL_MODEL_TYPES and tokens.prompt == [tokens.end]:
+    if config.transformers_model_types[0] in MULTILINGUAL_MODEL_TYPES and tokens.prompt == [tokens.end]:
         language = """
 # For a multilingual model, set `tokenizer.src_lang` and pass target_prefix=[["<token of the target language>"]]."""
     return f"""\
@@ -265,23 +234,21 @@ import ctranslate2, transformers
 translator = ctranslate2.Translator({folder!r})
 tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r}){language}
 source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
-[result] = translator.translate_batch([source]{options})
+[result] = translator.translate_batch([source]{arguments})
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def describe_whisper_usage(
-    folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None
-) -> str:
+def describe_whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, config: Any) -> str:
     """Return Python code that transcribes audio with an exported Whisper model.
 
-    Takes the same arguments as `describe_translator_usage`, except `model_type`.
+    Takes the same arguments as `describe_translator_usage`.
     """
     prompt, has_language = _make_whisper_prompt(tokens, generation)
-    get_call_options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
-    lengths = [length - len(prompt) for length in (generation.max_length, num_positions) if length]
+    options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
+    lengths = [length - len(prompt) for length in (generation.max_length, max_input_length(config)) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
-        get_call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
-    options = "".join(f", {name}={value!r}" for name, value in get_call_options.items())
+        options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
+    arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     language = "" if has_language else f"  # replace {prompt[1]} by the spoken language"
     return f"""\
 import ctranslate2, numpy, transformers
@@ -290,7 +257,7 @@ processor = transformers.AutoProcessor.from_pretrained({folder!r})
 audio = numpy.zeros(16000, numpy.float32)  # your audio: one channel, 16 kHz
 features = processor(audio, sampling_rate=16000, return_tensors="np").input_features
 prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r}){language}
-[result] = whisper.generate(ctranslate2.StorageView.from_array(features), [prompt]{options})
+[result] = whisper.generate(ctranslate2.StorageView.from_array(features), [prompt]{arguments})
 print(processor.decode(result.sequences_ids[0]))"""
 
 
@@ -421,11 +388,9 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]
     limit = max_input_length(config)
     rows = [tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"] for text in texts]
-    longest = max(map(len, rows))
-    padding = config.pad_token_id or 0
-    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+    tensors, masks = [torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=config.pad_token_id or 0)
+    return {"input_ids": ids, "attention_mask": nn.utils.rnn.pad_sequence(masks, batch_first=True)}
 
 
 def get_max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
@@ -481,14 +446,21 @@ def generate_with_ctranslate2(
     """
     import ctranslate2  # imported here because the other functions do not need it
 
-    weight_type = {"int16": "int16"}.get(
-        quantization, "int8_float32" if quantization.startswith("int8") else "float32"
-    )
-    compute_type = weight_type if weight_type in ctranslate2.get_supported_compute_types("cpu") else "float32"
+    weight_type = "int8_float32" if quantization.startswith("int8") else quantization
+    is_supported = weight_type in {"int16", "int8_float32"} & ctranslate2.get_supported_compute_types("cpu")
+    compute_type = weight_type if is_supported else "float32"
     options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
     if "input_features" in inputs:
-        whisper = ctranslate2.models.Whisper(os.fspath(folder), **options)
-        return _transcribe(whisper, inputs["input_features"], tokens, max_tokens)
+        features = ctranslate2.StorageView.from_array(np.ascontiguousarray(inputs["input_features"].numpy()))
+        prompts = [tokens.prompt] * len(inputs["input_features"])
+        results = ctranslate2.models.Whisper(os.fspath(folder), **options).generate(
+            features,
+            prompts,
+            beam_size=1,
+            max_length=2 * max_tokens,  # CTranslate2 generates half of `max_length`
+        )
+        ids = [list(result.sequences_ids[0]) for result in results]
+        return [[*row, tokens.end] if len(row) < max_tokens else row for row in ids]
     rows = [
         tokens.texts(row[mask.bool()].tolist())
         for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
@@ -502,19 +474,5 @@ def generate_with_ctranslate2(
         max_decoding_length=max_tokens + len(prefix),
         return_end_token=True,
     )
-    ids = {text: token for token, text in enumerate(tokens.vocabulary)}
-    return [[ids.get(text, -1) for text in result.hypotheses[0][len(prefix) :]] for result in results]
-
-
-def _transcribe(whisper: Any, features: torch.Tensor, tokens: Tokens, max_tokens: int) -> list[list[int]]:
-    """Decode greedily with an exported Whisper model (see `generate_with_ctranslate2`)."""
-    import ctranslate2
-
-    results = whisper.generate(
-        ctranslate2.StorageView.from_array(np.ascontiguousarray(features.numpy())),
-        [tokens.prompt] * len(features),
-        beam_size=1,
-        max_length=2 * max_tokens,  # CTranslate2 generates half of `max_length`
-    )
-    rows = [list(result.sequences_ids[0]) for result in results]
-    return [[*row, tokens.end] if len(row) < max_tokens else row for row in rows]
+    numbers = {text: token for token, text in enumerate(tokens.vocabulary)}
+    return [[numbers.get(text, -1) for text in result.hypotheses[0][len(prefix) :]] for result in results]

@@ -171,7 +171,7 @@ def export_transformers(
         before, after = (
             sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
         )
-    ranks = {name: None for name in plan.config.rank_fields()}
+    ranks = dict.fromkeys(plan.config.rank_fields())
     changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(

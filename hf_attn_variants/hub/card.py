@@ -72,8 +72,7 @@ SECRETS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
     (
         re.compile(
-            r"([?&][\w.-]*(?:token|key|secret|password|passwd|signature|sig|credential)[\w.-]*=)[^&\s\"'#]+",
-            re.IGNORECASE,
+            r"(?i)([?&][\w.-]*(?:token|key|secret|password|passwd|signature|sig|credential)[\w.-]*=)[^&\s\"'#]+"
         ),
         r"\1...",
     ),
@@ -193,11 +192,6 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
     return all_facts
 
 
-def find_last_training(steps: Sequence[Step]) -> Step | None:
-    """Return the last step if it is a training step, whose scores then apply to the model, or None otherwise."""
-    return steps[-1] if steps and steps[-1]["kind"] == "training" else None
-
-
 def starts_from_model(step: Step) -> bool:
     """Return whether a step started from an existing model instead of from scratch."""
     return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
@@ -278,11 +272,8 @@ def _get_task_name(training: Step) -> str | None:
 # {key/value head field: prefixes of the fields for the same encoder or decoder}.
 OF_STACKS = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 OWN_TAGS = (
-    "attn-variants",
-    "multi-query-attention",
-    "grouped-query-attention",
-    "multi-head-latent-attention",
-    "talking-heads-attention",
+    *("attn-variants", "multi-query-attention", "grouped-query-attention"),
+    *("multi-head-latent-attention", "talking-heads-attention"),
 )
 ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 MARKS = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
@@ -311,30 +302,24 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         table: The costs of the variant.
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
-    names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    latents, talking = (
-        [_describe_latent(variant, name) for name in names],
-        describe_talking_projections(variant, fields),
-    )
+    rank_fields = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
+    latents = [_describe_latent(variant, name) for name in rank_fields]
+    talking = describe_talking_projections(variant, fields)
     patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
-    shared = {
-        count
-        for name in kv_fields
-        for count in get_values_by_layer(variant, name)
-        if count != variant.query_heads(name)
-    }
+    layers = {name: get_values_by_layer(variant, name) for name in kv_fields}
+    shared = {count for name, counts in layers.items() for count in counts if count != variant.query_heads(name)}
     ranks = {rank for latent in latents for rank in latent["ranks"]}
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
     papers = [MultiQuery.paper] * (1 in shared) + [GroupedQuery.paper] * bool(shared)
     papers += [Latent.paper] * bool(ranks - {variant.hidden_size})
-    papers += [Latent.paper_for_cached_inputs] * (variant.hidden_size in ranks) + [TalkingHeadsSettings.paper] * bool(
-        talking
-    )
-    pattern_fields = [f"{name.removesuffix(HeadSharing.field)}attention_pattern" for name in kv_fields]
-    pattern_names = [getattr(variant, name) for name in pattern_fields]
+    papers += [Latent.paper_for_cached_inputs] * (variant.hidden_size in ranks)
+    papers += [TalkingHeadsSettings.paper] * bool(talking)
+    prefixes = [name.removesuffix(HeadSharing.field) for name in kv_fields]
+    pattern_names = [getattr(variant, f"{prefix}attention_pattern") for prefix in prefixes]
     papers += [get_pattern_class(name).paper for name in pattern_names if name is not None]
     papers += [get_kernel_class(kernel["name"]).paper for kernel in kernels]
     current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
+    cache = current.kv_cache_bytes_per_token
     all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
     return {
         "stacks": [_describe_heads(variant, name) for name in kv_fields],
@@ -347,12 +332,10 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "head_counts": {name: _get_value(variant, name) for name in variant.head_count_fields(fields)},
         "parameters": current.parameters,
         "count_attention_parameters": current.count_attention_parameters,
-        "caches": [
-            (part, count, full_cache[part]) for part, count in (current.kv_cache_bytes_per_token or {}).items()
-        ],
+        "caches": [(part, count, full_cache[part]) for part, count in (cache or {}).items()],
         "dtype": table.dtype,
         "decodes": "decoder" in current.flops_per_token,
-        "has_cache": current.kv_cache_bytes_per_token is not None,
+        "has_cache": cache is not None,
         "shares": bool(all_ranks or HeadSharing.requested_in(variant, get_field_row(fields[0])[0])),
         "keeps_inputs": variant.hidden_size in all_ranks,
         "talks": has_talking_heads(variant),
@@ -428,6 +411,12 @@ def _get_value(variant: Any, name: str) -> Any:
 
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
+TEMPLATE_VALUES: dict[str, Any] = {
+    "oldest_run": OLDEST_TESTED,
+    "newest_run": NEWEST_TESTED,
+    "plain": plain,
+    "code": code,
+}
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
 # The paragraph about the code in the template and in cards, and the repository loaded by the example on a card.
@@ -498,16 +487,13 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Generate the model card for a checkpoint.
+    """Generate the model card for a checkpoint, including its metadata.
 
     Args:
         folder: The checkpoint folder.
         repo_id: The repository that the example on the card loads.
         options: Values that are not contained in the files of the folder.
         history: The model's history, if it has already been read.
-
-    Returns:
-        The model card with its metadata.
 
     Raises:
         OSError: if there is no config.json.
@@ -525,19 +511,16 @@ def model_card(
     variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
-    with as_value_error(
-        "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`", ValueError
-    ):
-        evaluations = [EvalResult(**row) for row in options.evaluations]
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
         # Only the first step is used because later steps may have started from an earlier push of this model.
         origin = options.base_model or find_latest_hub_id(history.steps[:1])
-        scores = build_eval_results(find_last_training(steps), task) + evaluations
+        # The scores of a training apply to the model only if it is the last step.
+        last_training = next((step for step in steps[-1:] if step["kind"] == "training"), None)
+        scores = build_eval_results(last_training, task) + _make_eval_results(options.evaluations)
         options = replace(options, title=options.title or repo_id.split("/")[-1])
-        data = _build_metadata(
-            options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores
-        )
+        tags = facts["tags"] if facts else OWN_TAGS[:1]
+        data = _build_metadata(options, history, task, is_sentence_model, tags, scores)
         card = ModelCard.from_template(
             data,
             template_path=str(TEMPLATE),
@@ -557,12 +540,15 @@ def model_card(
             columns=get_trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
-            oldest_run=OLDEST_TESTED,
-            newest_run=NEWEST_TESTED,
-            plain=plain,
-            code=code,
+            **TEMPLATE_VALUES,
         )
     return ModelCard(_add_digest_mark(card.content))
+
+
+def _make_eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
+    rule = "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`"
+    with as_value_error(rule, ValueError):
+        return [EvalResult(**row) for row in evaluations]
 
 
 def _build_metadata(
@@ -644,7 +630,7 @@ def refresh_card(text: str) -> str | None:
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
-    values = {"repo_id": repo_id[1], "oldest_run": OLDEST_TESTED, "newest_run": NEWEST_TESTED}
+    values = {"repo_id": repo_id[1], **TEMPLATE_VALUES}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
     return text if refreshed == body else _add_digest_mark(refreshed)
 
@@ -658,9 +644,8 @@ def build_eval_results(training: Step | None, task: str | None) -> list[EvalResu
     """
     results = []
     for prefix, split, files in SCORE_SPLITS:
-        scores = {
-            name.removeprefix(prefix): value for name, value in (training or {}).items() if name.startswith(prefix)
-        }
+        items = (training or {}).items()
+        scores = {name.removeprefix(prefix): value for name, value in items if name.startswith(prefix)}
         names = [name for name in scores if not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
         data: Any = (describe_dataset(training, files) if training and names else None) or HELD_OUT_DATASET
@@ -675,9 +660,8 @@ def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), compute_cost_table(config)
-    return variant, collect_variant_facts(
-        variant, list_used_fields(variant_model_class(table.architecture), variant), table
-    )
+    fields = list_used_fields(variant_model_class(table.architecture), variant)
+    return variant, collect_variant_facts(variant, fields, table)
 
 
 def _compute_digest(text: str) -> str:
@@ -686,15 +670,13 @@ def _compute_digest(text: str) -> str:
 
 def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
     """Return the Hub ids of the datasets on which the model was trained, or None if there are no such ids."""
-    datasets = []
-    for step in steps:
-        if step["kind"] == "training":
-            data = describe_dataset(step, ())
-            is_benchmark = data is not None and ("dataset" in step or data["dataset_type"] == "nyu-mll/glue")
-            name = data["dataset_type"] if data and is_benchmark else step["arguments"].get("dataset_name")
-            if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
-                datasets.append(name)
-    return list(dict.fromkeys(datasets)) or None
+    names = []
+    for step in (step for step in steps if step["kind"] == "training"):
+        data = describe_dataset(step, ()) or {}
+        is_benchmark = "dataset" in step or data.get("dataset_type") == "nyu-mll/glue"
+        names.append(data["dataset_type"] if is_benchmark else step["arguments"].get("dataset_name"))
+    hub_ids = [name for name in names if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists()]
+    return list(dict.fromkeys(hub_ids)) or None
 
 
 def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
@@ -732,9 +714,8 @@ def format_heads_diagram(config: Any, fields: Sequence[str] | None = None) -> st
             title += [format_layers(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
             blocks.append("\n".join([*head, *_format_head_groups(config.query_heads(name), count)]))
-    latents = [
-        _format_latent_sentence(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields
-    ]
+    rank_fields = [name for name in config.rank_fields() if name in fields]
+    latents = [_format_latent_sentence(config, name, len(kv_fields) > 1) for name in rank_fields]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
     if chains := _format_projection_chains(config, kv_fields):

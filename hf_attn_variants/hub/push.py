@@ -65,8 +65,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spi
 STATUS_ADVICE = {
     401: "Run `hf auth login` with a token that has write access, or pass --token.",
     403: "Use a token with write access, or a different --repo_id.",
-    409: "Another process is pushing to the repository at the same time. Check the repository's content.",
-    412: "Another process is pushing to the repository at the same time. Check the repository's content.",
+    **dict.fromkeys((409, 412), "Another process is pushing to the repository. Check the repository's content."),
 }
 
 
@@ -156,12 +155,9 @@ def plan_push(
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "replaced by the generated model card unless --card is set"
     warnings = [] if any(name in files for name in _TOKENIZER_FILES) else ["The folder contains no tokenizer."]
-    notes = [
-        name
-        for name in files
-        if not name.startswith(("vocab", "merges")) and contains_local_path(_read_note(folder / name))
-    ]
-    warnings += [f"{name} contains local paths and is pushed unchanged." for name in notes]
+    notes = {name: _read_note(folder / name) for name in files if not name.startswith(("vocab", "merges"))}
+    with_paths = (name for name, text in notes.items() if contains_local_path(text))
+    warnings += [f"{name} contains local paths and is pushed unchanged." for name in with_paths]
     if card is None:
         history = read_history(folder)
         generated = model_card(folder, repo_id, card_options, history)

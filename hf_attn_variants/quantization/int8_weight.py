@@ -227,13 +227,13 @@ class FbgemmPath(QuantizedEnginePath):
     name = "FBGEMM"
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
-        product, product_in_blocks = _compile_fbgemm_functions()
+        functions = _compile_fbgemm_functions()
         output: torch.Tensor
         if (blocks := _count_rounding_blocks(states)) == 1:
-            output = product(states, self._packed, bias, LEVELS[bits])
+            output = functions.product(states, self._packed, bias, LEVELS[bits])
             return output
         rows = states.reshape(-1, states.shape[-1])
-        output = product_in_blocks(rows, self._packed, bias, LEVELS[bits], blocks, self._out_features)
+        output = functions.product_in_blocks(rows, self._packed, bias, LEVELS[bits], blocks, self._out_features)
         return output.view(*states.shape[:-1], self._out_features)
 
 
@@ -285,10 +285,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the name of each path with the minimum number of tokens for which it is used."""
-        names = {
-            path: f"{path.name} from {first} tokens"
-            for first, path in zip(ROW_COUNTS[::-1], self.paths[::-1], strict=True)
-        }
+        pairs = zip(ROW_COUNTS[::-1], self.paths[::-1], strict=True)
+        names = {path: f"{path.name} from {first} tokens" for first, path in pairs}
         return ", ".join(list(names.values())[::-1]).replace(" from 1 tokens", "")
 
 
@@ -308,9 +306,8 @@ def _make_plan(engine: str, threads: int) -> Plan:
     bits = _choose_input_bits(engine)
     paths, chosen = _find_correct_paths(engine, bits), list[type[LinearPath]]()
     for rows in ROW_COUNTS:
-        seconds = dict(
-            zip(paths, time_calls_in_turn(*(_make_timed_call(path, bits, rows) for path in paths)), strict=True)
-        )
+        calls = [_make_timed_call(path, bits, rows) for path in paths]
+        seconds = dict(zip(paths, time_calls_in_turn(*calls), strict=True))
         paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL_RATIO * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
         if chosen and chosen[-1] in paths and seconds[fastest] > MAX_TIME_RATIO * seconds[chosen[-1]]:
@@ -322,13 +319,11 @@ def _make_plan(engine: str, threads: int) -> Plan:
 @functools.cache
 def _choose_input_bits(engine: str) -> int:
     """Return 8, or 7 if a correct 7-bit path is several times faster (on x86 without VNNI)."""
-    seconds = {}
+    seconds = dict.fromkeys(LEVELS, math.inf)
     for bits in LEVELS:
-        if paths := _find_correct_paths(engine, bits):
-            seconds[bits] = min(
-                time_calls_in_turn(*(_make_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1)
-            )
-    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL_RATIO * seconds.get(7, float("inf")) else 7
+        calls = [_make_timed_call(path, bits, ROW_COUNTS[0]) for path in _find_correct_paths(engine, bits)]
+        seconds[bits] = min(time_calls_in_turn(*calls, times=1), default=math.inf)
+    return 8 if seconds[8] < REFERENCE_KERNEL_RATIO * seconds[7] else 7
 
 
 @functools.cache
@@ -344,19 +339,16 @@ def _computes_correct_products(path: type[LinearPath], bits: int) -> bool:
     """
     level = LEVELS[bits]
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.full((2, 64), LARGEST_WEIGHT, dtype=torch.int8)
-    numbers[1, ::2] *= -1
-    numbers = torch.cat(
-        [numbers, torch.randint(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (30, 64), generator=generator, dtype=torch.int8)]
-    )
+    extreme = torch.full((2, 64), LARGEST_WEIGHT, dtype=torch.int8)
+    extreme[1, ::2] *= -1
+    drawn = torch.randint(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (30, 64), generator=generator, dtype=torch.int8)
+    numbers = torch.cat([extreme, drawn])
     states = (numbers.double() / LARGEST_WEIGHT * level).round().float()
     states[:, 0] = level  # so that the step is 1
     expected = (states.double() @ numbers.double().t()).float()
     try:
         product = path(numbers, torch.ones(len(numbers)))
-        return all(
-            torch.equal(product(rows, None, bits), expected[: len(rows)]) for rows in (states[:1], states[:2], states)
-        )
+        return all(torch.equal(product(states[:rows], None, bits), expected[:rows]) for rows in (1, 2, len(states)))
     except (RuntimeError, TypeError, AttributeError):
         return False
 
@@ -371,10 +363,9 @@ def _make_timed_call(path: type[LinearPath], bits: int, rows: int) -> Callable[[
 
 
 @functools.cache
-def _compile_fbgemm_functions() -> tuple[Any, Any]:
-    """Compile `FBGEMM_SOURCE`, and return `product` and `product_in_blocks`."""
-    unit = torch.jit.CompilationUnit(FBGEMM_SOURCE)
-    return unit.product, unit.product_in_blocks
+def _compile_fbgemm_functions() -> Any:
+    """Compile `FBGEMM_SOURCE`, and return an object with its functions."""
+    return torch.jit.CompilationUnit(FBGEMM_SOURCE)
 
 
 def _count_rounding_blocks(states: torch.Tensor) -> int:

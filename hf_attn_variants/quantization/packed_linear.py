@@ -5,7 +5,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -112,16 +112,10 @@ def measure_rounding_errors(
             ratio = float((error - error.mean(0)).norm() / spread)
             errors[id(linear)] = max(errors.get(id(linear), 0.0), ratio)
 
-    hooks = [
-        linear.register_forward_pre_hook(measure)
-        for linear in {id(linear): linear for linear in linears.values()}.values()
-    ]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, torch.no_grad():
+        for linear in {*linears.values()}:
+            stack.callback(linear.register_forward_pre_hook(measure).remove)
+        model(**inputs)
     return {path: errors[id(linear)] for path, linear in linears.items() if id(linear) in errors}
 
 
@@ -188,12 +182,8 @@ class Bfloat16Weight:
 @torch.autocast("cpu", enabled=False)
 def supports_bfloat16() -> bool:
     """Return whether this processor supports bfloat16, and oneDNN in torch computes correct bfloat16 products."""
-    if (
-        _linear is None
-        or _pack is None
-        or not torch.backends.mkldnn.is_available()
-        or not has_instruction_set(*BFLOAT16_INSTRUCTIONS)
-    ):
+    has_operators = None not in (_linear, _pack) and torch.backends.mkldnn.is_available()
+    if not has_operators or not has_instruction_set(*BFLOAT16_INSTRUCTIONS):
         return False
     # The operators are private in torch, so their result must be checked.
     numbers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)
@@ -336,16 +326,8 @@ class PackedLinear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._get_packed_tensors().items()})
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        _, _, missing_keys, _, error_msgs = args
         shapes = {name: tuple(tensor.shape) for name, tensor in self._get_packed_tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
         tensors = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}

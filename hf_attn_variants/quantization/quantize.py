@@ -92,15 +92,12 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
         if isinstance(module, PreTrainedModel):
             # `Trainer` does not train models with `is_quantized`. `push_to_hub` would create a repository and then
             # fail to save the model.
-            vars(module).update(is_quantized=True)
-            vars(module).update(
-                {name: partial(_raise_unsupported, name) for name in ("save_pretrained", "push_to_hub")}
-            )
-            for name, function in REPLACED_METHODS.items():
-                vars(module)[name] = InstanceMethod(function, module)
+            unsupported = ["save_pretrained", "push_to_hub"]
             if isinstance(module.get_output_embeddings(), PackedLinear):
-                names = ("resize_token_embeddings", "tie_weights")
-                vars(module).update({name: partial(_raise_unsupported, name) for name in names})
+                unsupported += ["resize_token_embeddings", "tie_weights"]
+            vars(module).update({name: partial(_raise_unsupported, name) for name in unsupported}, is_quantized=True)
+            methods = {name: InstanceMethod(function, module) for name, function in REPLACED_METHODS.items()}
+            vars(module).update(methods)
     return model
 
 
@@ -118,13 +115,9 @@ def _measure_errors(
         inputs = make_example_inputs(model)
         return inputs, measure_rounding_errors(model, linears, inputs)
     except Exception as error:  # models may raise any error for unsuitable inputs
-        logger.warning(
-            "`quantize` could not run %s on a random batch (%s: %s) and therefore cannot measure the error of each "
-            "layer. Pass the keyword arguments for one call as `example_inputs`.",
-            type(model).__name__,
-            type(error).__name__,
-            error,
-        )
+        message = "`quantize` could not run %s on a random batch (%s: %s) and therefore cannot measure the error of "
+        message += "each layer. Pass the keyword arguments for one call as `example_inputs`."
+        logger.warning(message, type(model).__name__, type(error).__name__, error)
     float32_names = getattr(model, "_keep_in_fp32_modules", None) or ()
     return None, {path: math.inf for path in linears if contains_module_name(path, float32_names)}
 
@@ -200,21 +193,13 @@ def _log_summary(
     model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
 ) -> None:
     """Log the number of quantized layers, and warn if int8 is slower than float32 on this processor."""
-    kinds = Counter(type(packed).__name__ for packed in packed_layers.values())
-    logger.info(
-        "Quantized %d linear layers to int8 (%d-bit inputs, multiplied with %s) and %d to bfloat16. %d remain in "
-        "float32.",
-        kinds["Int8Linear"],
-        current_plan().bits,
-        current_plan(),
-        kinds["Bfloat16Linear"],
-        len({id(linear) for linear in linears.values()}) - len(packed_layers),
-    )
-    pairs = [
-        (linear, packed_layers[id(linear)])
-        for linear in linears.values()
-        if isinstance(packed_layers.get(id(linear)), Int8Linear)
-    ]
+    kinds, plan = Counter(type(packed).__name__ for packed in packed_layers.values()), current_plan()
+    rest = len({id(linear) for linear in linears.values()}) - len(packed_layers)
+    message = "Quantized %d linear layers to int8 (%d-bit inputs, multiplied with %s) and %d to bfloat16. "
+    message += "%d remain in float32."
+    logger.info(message, kinds["Int8Linear"], plan.bits, plan, kinds["Bfloat16Linear"], rest)
+    layers: list[tuple[nn.Linear, Any]] = [(linear, packed_layers.get(id(linear))) for linear in linears.values()]
+    pairs = [(linear, packed) for linear, packed in layers if isinstance(packed, Int8Linear)]
     if not pairs:
         return
     common = Counter(linear.weight.shape for linear, _ in pairs).most_common(1)[0][0]
@@ -222,18 +207,22 @@ def _log_summary(
     ratios = {}
     for what, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            float32, int8 = time_calls_in_turn(functools.partial(linear, states), functools.partial(packed, states))
-        ratios[what] = int8 / float32
+        ratios[what] = _measure_slowdown(partial(linear, states), partial(packed, states))
     if min(ratios.values()) > 1 or max(ratios.values()) > INT8_WARNING_RATIO:
-        figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
-        logger.warning(
-            "int8 is not always faster than float32 on this processor: a %d x %d layer takes %s. The model still "
-            "requires less memory.",
-            linear.out_features,
-            linear.in_features,
-            figures,
-        )
+        message = "int8 is not always faster than float32 on this processor: a %d x %d layer takes %s. The model "
+        message += "still requires less memory."
+        logger.warning(message, linear.out_features, linear.in_features, _format_ratios(ratios))
+
+
+def _measure_slowdown(float32_call: Callable[[], Any], call: Callable[[], Any]) -> float:
+    """Return the ratio of the time of a call to the time of the same call in float32."""
+    with torch.no_grad():
+        float32, seconds = time_calls_in_turn(float32_call, call)
+    return seconds / float32
+
+
+def _format_ratios(ratios: dict[str, float]) -> str:
+    return ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
 
 
 def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
@@ -244,22 +233,16 @@ def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _list_packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
-    """Return the packed layers of a model."""
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
-
-
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters, including the elements of the packed layers, which are not trainable."""
-    packed = [] if only_trainable else _list_packed_linears(module)
-    return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
-        linear.num_elements() for linear in packed
-    )
+    packed = sum(linear.num_elements() for linear in module.modules() if isinstance(linear, PackedLinear))
+    parameters = type(module).num_parameters(module, only_trainable, exclude_embeddings)
+    return parameters if only_trainable else parameters + packed
 
 
 def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
     """Return the size of the model in bytes, including its packed layers."""
-    packed = sum(linear.num_bytes() for linear in _list_packed_linears(module))
+    packed = sum(linear.num_bytes() for linear in module.modules() if isinstance(linear, PackedLinear))
     return int(type(module).get_memory_footprint(module, return_buffers)) + packed
 
 
@@ -290,14 +273,13 @@ REPLACED_METHODS: dict[str, Callable[..., Any]] = {
 
 def _check_model_type(model: Any) -> None:
     """Raise `ValueError` if an object is not a Transformers model or is compiled."""
-    if isinstance(model, PreTrainedModel):
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} is compiled. Call `quantize` before compiling the model.")
-        return
-    raise ValueError(
-        f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, and merge adapters with `merge_and_unload()`."
-    )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
+            "afterwards, and merge adapters with `merge_and_unload()`."
+        )
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is compiled. Call `quantize` before compiling the model.")
 
 
 def _check_state(model: PreTrainedModel) -> None:
@@ -322,10 +304,9 @@ def _check_state(model: PreTrainedModel) -> None:
 
 def _is_quantized(model: nn.Module) -> bool:
     """Return whether a quantization library or this package has replaced modules or parameters of a model."""
-    modules = any(
-        isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTIZATION_LIBRARIES) for m in model.modules()
-    )
-    return modules or any(type(parameter) is not nn.Parameter for parameter in model.parameters())
+    classes = {type(module) for module in model.modules()}
+    is_replaced = any(issubclass(c, PackedLinear) or c.__module__.startswith(QUANTIZATION_LIBRARIES) for c in classes)
+    return is_replaced or any(type(parameter) is not nn.Parameter for parameter in model.parameters())
 
 
 def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
@@ -365,12 +346,9 @@ def convert_to_bfloat16(model: PreTrainedModel) -> None:
     """
     ratios = measure_bfloat16_slowdowns(torch.get_num_threads())
     if max(ratios.values()) > BFLOAT16_WARNING_RATIO:
-        figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
-        logger.warning(
-            "bfloat16 is slow on this processor: a product takes %s. The model requires half the memory, but more "
-            'time. `quantize(model, "int8")` may reduce both.',
-            figures,
-        )
+        message = "bfloat16 is slow on this processor: a product takes %s. The model requires half the memory, but "
+        message += 'more time. `quantize(model, "int8")` may reduce both.'
+        logger.warning(message, _format_ratios(ratios))
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     float32_parameters: dict[Any, torch.Tensor] = {
         parameter: parameter.data for path, parameter in model.named_parameters() if contains_module_name(path, names)
@@ -414,13 +392,7 @@ def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
     """
     ratios = {}
     for what, rows in TIMED_ROWS.items():
-        pairs = [
-            (torch.full((rows, WIDTH), 0.01, dtype=dtype), torch.full((INNER, WIDTH), 0.01, dtype=dtype))
-            for dtype in (torch.float32, torch.bfloat16)
-        ]
-        with torch.no_grad():
-            float32, bfloat16 = time_calls_in_turn(
-                *(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs)
-            )
-        ratios[what] = bfloat16 / float32
+        states, weight = (torch.full((size, WIDTH), 0.01, dtype=torch.float32) for size in (rows, INNER))
+        float32 = partial(nn.functional.linear, states, weight)
+        ratios[what] = _measure_slowdown(float32, partial(nn.functional.linear, states.bfloat16(), weight.bfloat16()))
     return ratios

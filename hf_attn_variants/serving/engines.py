@@ -23,7 +23,6 @@ def get_ctranslate2_unsupported_reason(
 ) -> str | None:
     """Return why CTranslate2 cannot serve a checkpoint with the given fields changed, or None if it can."""
     from ..export.ctranslate2_check import check_ctranslate2_support
-    from ..inspection.costs import variant_config
 
     try:
         check_ctranslate2_support(get_served_model_class(config), variant_config(config, **(fields or {})))
@@ -159,10 +158,11 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     For a CTranslate2 engine, the result is the float32 model to export, which is from this package and has no latents.
     """
     torch.manual_seed(0)
-    if engine.fields is None and not engine.ctranslate2:
-        model = _build_baseline(config)
+    current = variant_config(config, **(engine.fields or {}))
+    is_unconverted = engine.fields is None and not engine.ctranslate2
+    if is_unconverted and config["model_type"] != type(current).model_type:
+        model = make_upstream_model(config, get_served_auto_class(config))
     else:
-        current = variant_config(config, **(engine.fields or {}))
         model = get_served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
     model = prepare_for_timing(model, "cpu")
     if engine.ctranslate2:
@@ -174,14 +174,6 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     if engine.compiled:
         model.compile()
     return model
-
-
-def _build_baseline(config: Mapping[str, Any]) -> Any:
-    """Return the unconverted model as an instance of the checkpoint's class, from Transformers or this package."""
-    current = variant_config(config)
-    if config["model_type"] == type(current).model_type:
-        return get_served_model_class(config)(current)
-    return make_upstream_model(config, get_served_auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:

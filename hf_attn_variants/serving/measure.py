@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,25 +106,23 @@ def measure_serving(
     Args:
         config: the config.json of the checkpoint. No weights are read.
         checkpoint: the name of the checkpoint for the table.
-        kv_heads: the numbers of key/value heads of the conversions to time. If None, a conversion to a quarter of the
-            heads is timed for Transformers models, unless there are `variants`.
+        kv_heads: the numbers of key/value heads of the conversions to time. By default, a conversion to a quarter of
+            the heads is timed for Transformers models, unless there are `variants`.
         batch_size: the number of texts or audio windows.
         length: the number of tokens per text. If None, it is 128, or the window of a Whisper model.
         max_new_tokens: the number of tokens to generate per text, for encoder-decoder models.
         num_beams: the number of beams, for encoder-decoder models. None means 1 (greedy).
         rounds: the number of timings per engine, of which the median is reported.
         peak_memory: whether to measure the peak memory of each engine in a separate process.
-        compiles: whether to also time compiled torch engines. This requires a C++ compiler and takes a minute per
-            engine.
+        compiles: whether to also time compiled torch engines, which requires a C++ compiler.
         variants: the configuration fields of additional conversions to time.
-        engines: the names of the engines to time in addition to the baseline. If None, all engines are timed.
+        engines: the names of the engines to time in addition to the baseline. By default, all are timed.
 
     Raises:
         ValueError: if the configuration, a number, a field or an engine is not valid.
     """
-    check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
-    )
+    sizes = {"batch_size": batch_size, "length": length, "max_new_tokens": max_new_tokens}
+    check_sizes(**sizes, num_beams=num_beams, rounds=rounds)
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
@@ -143,16 +141,13 @@ def measure_serving(
         runs.clear()  # frees the memory for the processes that run single engines
         gc.collect()
         peaks, without_peak = _measure_peaks(config, timed if peak_memory else [], load, threads, exported)
-    rows = _build_rows(timed, load, times, firsts, peaks)
+    rows = [_build_row(engine, load, times[engine.name], firsts[engine.name], peaks) for engine in timed]
+    rows = [replace(row, speedup=rows[0].milliseconds / row.milliseconds) for row in rows]
     return ServingTable(checkpoint, load, rows, left_out, describe_machine("cpu"), without_peak)
 
 
 def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
-    """Return {"CTranslate2": reason} if CTranslate2 cannot be timed, unless the user selected engines.
-
-    Raises:
-        ValueError: if the user selected CTranslate2 but it cannot be timed.
-    """
+    """Return {"CTranslate2": reason} if CTranslate2 cannot be timed, unless the user selected engines."""
     if problem is not None and any(CTRANSLATE2 in name for name in names or ()):
         raise ValueError(f"CTranslate2 cannot be timed: {problem}")
     return {CTRANSLATE2: problem} if problem is not None and names is None else {}
@@ -207,30 +202,14 @@ def _build_engines(
     return runs, exported
 
 
-def _build_rows(
-    engines: Sequence[Engine],
-    load: Load,
-    times: Mapping[str, list[float]],
-    firsts: Mapping[str, list[float]],
-    peaks: Mapping[str, int | None],
-) -> list[ServingRow]:
-    rows: list[ServingRow] = []
-    for engine in engines:
-        baseline = rows[0].milliseconds if rows else None
-        rows.append(
-            _build_row(engine, load, times[engine.name], firsts[engine.name], baseline, peaks.get(engine.name))
-        )
-    return rows
-
-
 def _build_row(
-    engine: Engine, load: Load, seconds: list[float], firsts: list[float], baseline: float | None, peak: int | None
+    engine: Engine, load: Load, seconds: list[float], firsts: list[float], peaks: Mapping[str, int | None]
 ) -> ServingRow:
     times = [1e3 * value for value in seconds]
     median = statistics.median(times)
     first = 1e3 * statistics.median(firsts) if firsts else None
     speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
-    return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak)
+    return ServingRow(engine, median, times, speed, 1.0, first, peaks.get(engine.name))
 
 
 def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -332,12 +311,17 @@ def _format_memory(row: ServingRow) -> str:
 
 
 # Color-blind readers can distinguish these colors.
-ENGINE_COLORS = {"transformers": "#0072B2", "a converted checkpoint": "#009E73", "CTranslate2": "#D55E00"}
+TORCH_COLOR, CONVERTED_COLOR, CTRANSLATE2_COLOR = "#0072B2", "#009E73", "#D55E00"
 
 
 def plot_serving(table: ServingTable) -> Figure:
     """Plot one bar for each row, with the first row at the top. The bars of int8 engines are hatched."""
     rows = table.rows
+    colors = [
+        CTRANSLATE2_COLOR if row.engine.ctranslate2 else TORCH_COLOR if row.engine.fields is None else CONVERTED_COLOR
+        for row in rows
+    ]
+    hatches = ["//" if row.engine.int8 else "" for row in rows]
     has_memory = all(row.peak_bytes is not None for row in rows)
     figure = Figure(figsize=(10.0 if has_memory else 6.5, 1.6 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -348,8 +332,6 @@ def plot_serving(table: ServingTable) -> Figure:
     for axes, numbers, label in zip(
         panels, values, ("tokens per second", "peak memory of a separate process (MiB)"), strict=False
     ):
-        colors = [ENGINE_COLORS[_get_engine_kind(row)] for row in rows]
-        hatches = ["//" if row.engine.int8 else "" for row in rows]
         bars = axes.barh([row.engine.name for row in rows], numbers, color=colors, hatch=hatches, edgecolor="white")
         axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
         axes.set_xlabel(label)
@@ -360,11 +342,4 @@ def plot_serving(table: ServingTable) -> Figure:
     search = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens, beams {load.num_beams}"
     title = f"{Path(table.checkpoint).name}: batch {load.batch_size}, length {load.length:,}{search}"
     figure.suptitle(title, parse_math=False)  # a $ in a name must not start a formula
-
     return figure
-
-
-def _get_engine_kind(row: ServingRow) -> str:
-    if row.engine.ctranslate2:
-        return "CTranslate2"
-    return "transformers" if row.engine.fields is None else "a converted checkpoint"

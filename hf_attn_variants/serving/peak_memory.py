@@ -25,7 +25,6 @@ TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endo
 # The file that contains the peak memory of the process, and the file to which "5" is written to reset the peak memory
 # (see proc(5)).
 STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
 # With `is_command`, the package imports only the modules that are used.
 PROGRAM = (
     "import attn_variants; attn_variants.is_command = True; from hf_attn_variants.serving import peak_memory; "
@@ -183,7 +182,7 @@ def _exported_model_to_json(exported: ExportedModel, folder: Path) -> dict[str, 
 def main() -> None:
     """Serve one batch as described by the JSON object on stdin, and print the peak memory in bytes."""
     task = json.load(sys.stdin)
-    load, threads, run = task["load"], task["threads"], None
+    load, threads = task["load"], task["threads"]
     if "exported" in task:
         exported = ExportedModel(**task["exported"])
         if exported.prompt:
@@ -199,7 +198,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         config, batch, engine = task["config"], Load(**load), Engine(**task["engine"])
         run = make_torch_call(build_model(config, engine), random_inputs(config, batch), batch, engine.compiled)
-    CLEAR_FILE.write_text(RESET_PEAK)
+    CLEAR_FILE.write_text("5")
     run(load["max_new_tokens"])
     [peak] = [line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:")]
     print(1024 * int(peak.split()[1]))

@@ -50,10 +50,8 @@ class CrossAttentionLayout:
     @property
     def attributes(self) -> tuple[str, ...]:
         """The names of the module attributes that this package reads."""
-        return (
-            *(self.query, self.key, self.value, self.output, self.head_dim),
-            *("config", "dropout", "layer_idx", "scaling"),
-        )
+        names = (self.query, self.key, self.value, self.output, self.head_dim)
+        return (*names, "config", "dropout", "layer_idx", "scaling")
 
 
 T5_ROLES = ("states", "encoder_outputs", "cache", "mask", "bias")
@@ -63,25 +61,15 @@ BART = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim"
 
 # Layouts by the class that defines `forward`. Classes with the same layout have the same code in Transformers 5.15 and
 # 5.24.
+BART_CLASSES = (
+    """BartAttention BigBirdPegasusDecoderAttention BlenderbotAttention BlenderbotSmallAttention M2M100Attention
+    MBartAttention MarianAttention NllbMoeAttention PLBartAttention PegasusAttention PegasusXAttention
+    Speech2TextAttention WhisperAttention"""  # Whisper scales the queries instead of the logits
+).split()
 SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
-    "LongT5Attention": T5,
-    "MT5Attention": T5,
-    "SwitchTransformersAttention": T5,
-    "T5Attention": T5,
+    **dict.fromkeys(("LongT5Attention", "MT5Attention", "SwitchTransformersAttention", "T5Attention"), T5),
     "UMT5Attention": UMT5,
-    "BartAttention": BART,
-    "BigBirdPegasusDecoderAttention": BART,
-    "BlenderbotAttention": BART,
-    "BlenderbotSmallAttention": BART,
-    "M2M100Attention": BART,
-    "MBartAttention": BART,
-    "MarianAttention": BART,
-    "NllbMoeAttention": BART,
-    "PLBartAttention": BART,
-    "PegasusAttention": BART,
-    "PegasusXAttention": BART,
-    "Speech2TextAttention": BART,
-    "WhisperAttention": BART,  # scales the queries instead of the logits
+    **dict.fromkeys(BART_CLASSES, BART),
 }
 
 
@@ -148,7 +136,9 @@ class SharedMemoryMixin(_Attention):
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
-        layer = get_filled_layer(cache, self.layer_idx)
+        layer: Any = None
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            layer = cache.cross_attention_cache.layers[self.layer_idx]
         if not self.training:
             encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
         source = None
@@ -159,7 +149,9 @@ class SharedMemoryMixin(_Attention):
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
             if beams <= 1 and _is_mask_broadcastable(mask, states):
                 return super().forward(*args, **kwargs)
-            if beams <= 1 or not self._prepare_shared_keys(cache, layer, beams):
+            has_shared_rows = layer is not None or cache is None
+            can_share = beams > 1 and self._uses_supported_implementation()
+            if not can_share or not (has_shared_rows or share_rows_between_beams(cache, self.layer_idx, beams)):
                 return super().forward(**self._repeat_arguments(args, kwargs))
         check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
@@ -175,11 +167,8 @@ class SharedMemoryMixin(_Attention):
         self, states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any, layer: Any
     ) -> torch.Tensor | None:
         """Cache the encoder outputs and return them, or return None if this call cannot attend to encoder outputs."""
-        if (
-            self.training
-            or not self._uses_supported_implementation()
-            or not (layer is None or holds_encoder_outputs(layer))
-        ):
+        can_read = layer is None or holds_encoder_outputs(layer)
+        if self.training or not can_read or not self._uses_supported_implementation():
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
         key_linear, value_linear = self.key_value_projections()
@@ -221,12 +210,10 @@ class SharedMemoryMixin(_Attention):
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
-        output, weights = self._attend(
-            multiply_per_head(query, key_linear.weight, head_dim), latent, latent, mask, **options
-        )
-        output = multiply_per_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(
-            1, 2
-        )
+        absorbed_query = multiply_per_head(query, key_linear.weight, head_dim)
+        output, weights = self._attend(absorbed_query, latent, latent, mask, **options)
+        output = multiply_per_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True)
+        output = output.transpose(1, 2)
         if value_linear.bias is not None:
             bias = value_linear.bias.view(-1, head_dim)
             if mask is not None and mask.dtype == torch.bool:
@@ -254,12 +241,6 @@ class SharedMemoryMixin(_Attention):
             output, weights = attention_with_weights(query, key, value, mask, position_bias, **options)
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
-
-    def _prepare_shared_keys(self, cache: Any, layer: Any, beams: int) -> bool:
-        """Return whether keys and values can have one row per sentence, and if so, prepare an empty cache layer."""
-        if not self._uses_supported_implementation():
-            return False
-        return layer is not None or cache is None or share_rows_between_beams(cache, self.layer_idx, beams)
 
     def _get_keys_and_values(
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
@@ -443,13 +424,6 @@ def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> 
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.beams = keys, values, beams
     return layer
-
-
-def get_filled_layer(cache: Any, index: int) -> Any:
-    """Return the cross-attention cache of a layer in an encoder-decoder cache, or None if it is empty."""
-    if cache is None or not cache.is_updated.get(index):
-        return None
-    return cache.cross_attention_cache.layers[index]
 
 
 def holds_encoder_outputs(layer: Any) -> bool:

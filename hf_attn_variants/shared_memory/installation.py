@@ -70,25 +70,23 @@ def install_sharing(model: PreTrainedModel, modules: dict[str, nn.Module], cross
         modules: Its cross-attention modules by path.
         cross_cache: The content of the cross-attention cache (see `share_memory`).
     """
-    classes = {path: _make_sharing_class_for(module, cross_cache) for path, module in modules.items()}
+    # A module may already have a class that shares memory, with another cache.
+    plain: dict[str, Any] = {path: getattr(type(module), "plain", type(module)) for path, module in modules.items()}
+    classes = {path: make_cache_sharing_class(cls, cross_cache) for path, cls in plain.items()}
     original_classes = {path: type(module) for path, module in modules.items()}
     try:
-        for path, cls in classes.items():
-            modules[path].__class__ = cls
-        if hasattr(type(model), EXPANSION_METHOD) and not isinstance(
-            vars(model).get(EXPANSION_METHOD), SharedInputExpansion
-        ):
+        _assign_classes(modules, classes)
+        is_expanded = isinstance(vars(model).get(EXPANSION_METHOD), SharedInputExpansion)
+        if hasattr(type(model), EXPANSION_METHOD) and not is_expanded:
             setattr(model, EXPANSION_METHOD, SharedInputExpansion(model))
     except BaseException:
-        for path, cls in original_classes.items():
-            modules[path].__class__ = cls
+        _assign_classes(modules, original_classes)
         raise
 
 
-def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
-    """Return the class that lets a cross-attention module share memory. The module may already have such a class."""
-    plain: Any = module.plain if isinstance(module, SharedMemoryMixin) else type(module)
-    return make_cache_sharing_class(plain, cross_cache)
+def _assign_classes(modules: dict[str, nn.Module], classes: dict[str, type]) -> None:
+    for path, cls in classes.items():
+        modules[path].__class__ = cls
 
 
 def remove_sharing(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:

@@ -83,7 +83,7 @@ def test_every_command_prints_its_help(name, capsys):
         cli.main([name, "--help"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 0 and f"usage: attn-variants {name} " in printed
-    assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
+    assert f"  attn-variants {name} " in printed.split("\n\nexample")[-1] and "python scripts/" not in printed
 
 
 def test_help_states_the_default_of_each_option(capsys):

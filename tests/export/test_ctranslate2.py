@@ -430,8 +430,8 @@ def test_exported_tokens_have_unique_names(caplog):
 def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):
     command = ["export", "x", "--to", "ctranslate2", "--output_dir", "out"]
     with pytest.raises(SystemExit):
-        cli.main(["export", "x", "--to", "onnx", "--output_dir", "out", "--quantization", "int8"])
-    assert "--quantization is only supported with --to ctranslate2" in capsys.readouterr().err
+        cli.main(["export", "x", "--to", "transformers", "--output_dir", "out", "--quantization", "int8"])
+    assert "--quantization is only supported with --to ctranslate2 or onnx" in capsys.readouterr().err
     result = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else result(name, *rest)

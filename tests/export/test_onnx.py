@@ -212,6 +212,8 @@ def test_unsupported_onnx_exports_name_the_reason(row, head, fields, message, tm
 def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="`opset`"):
         export_onnx(tmp_path, tmp_path / "onnx", opset=17)
+    with pytest.raises(ValueError, match="`quantization`"):
+        export_onnx(tmp_path, tmp_path / "onnx", quantization="float16")
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
     for options, message in (
         (["--dtype", "float32"], "--dtype is only supported with --to transformers"),
@@ -354,7 +356,6 @@ def test_calibration_texts_are_split_and_limited(tmp_path):
     [
         (["--to", "transformers", "--pooling", "mean"], "--pooling"),
         (["--to", "onnx", "--normalize"], "--pooling"),
-        (["--to", "onnx", "--quantization", "float16"], "float16"),
         (["--to", "onnx", "--calibration_file", "texts.txt"], "--quantization int8"),
     ],
 )
