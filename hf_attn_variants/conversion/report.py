@@ -51,7 +51,7 @@ from ..files import REPORT_NAME, atomic_write
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
-from .checkpoint.tensor_files import TensorEntry, element_size
+from .checkpoint.tensor_files import TensorEntry
 from .layer_choice import cache_bytes_per_token, num_cached_values
 from .plan import ConversionPlan
 
@@ -601,7 +601,7 @@ def build_layer_report(
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
         # The errors include rounding to another dtype.
-        final = module.read_converted_tensors(stored.__getitem__)
+        final = module.read_tensors(stored.__getitem__, converted=True)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
         errors = attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
@@ -673,7 +673,7 @@ def _compute_cache_bytes(
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # The size of the kernel's state does not depend on the number of tokens.
-            sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
+            sizes.append((module.site, numbers * entries[module.tensors["key_weight"]].itemsize))
         caches.append(cache_bytes_per_token(config, sizes))
     old, new = caches
     if old is None or new is None:

@@ -260,7 +260,7 @@ class CalibrationRun:
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = find_best_latent(forms, readers[0].heads.new_rank)
+            self._latents[latent] = find_best_latent(forms, readers[0].heads.rank[1])
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
         """Fit every module that changes, and return the new projections, {module name: projections}."""
@@ -272,7 +272,7 @@ class CalibrationRun:
             if calls.heads.latent_change == "compress":
                 tensors = self._convert_to_latent(calls, tensors)
             if calls.module.adds_kernel:
-                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.kernel[1], calls.heads)
                 tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
             converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
@@ -320,7 +320,7 @@ class CalibrationRun:
             forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
-            weight = find_best_latent([forms.key, forms.value], heads.new_rank)
+            weight = find_best_latent([forms.key, forms.value], heads.rank[1])
         latent = CalibratedLatent(weight, forms, module.site.shares_latent)
         return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
 
