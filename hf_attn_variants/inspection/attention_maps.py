@@ -29,8 +29,6 @@ from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
-__all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "render_attention_page"]
-
 ATTENTION_NAMES = {  # {type: (name on the page, field of the model outputs that contains the weights)}
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),

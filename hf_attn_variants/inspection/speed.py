@@ -99,53 +99,15 @@ def time_run(run: Callable[[], Any], device: str) -> Times:
 
 
 def _synchronize(device: str) -> None:
-    """Wait until a CUDA device has finished all pending work."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until an accelerator has finished all pending work."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # The sizes of the inputs and outputs that are compared.
 NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
 # The largest difference, relative to the largest output, that a different order of float32 additions can cause.
 MAX_RELATIVE_DIFFERENCE = 1e-4
-
-
-@torch.no_grad()
-def check_multi_head_outputs(ours: Any, upstream: Any, decodes: bool) -> None:
-    """Copy a Transformers model's weights to this package's multi-head model, and compare their outputs.
-
-    Args:
-        ours: The float32 model from this package.
-        upstream: The Transformers model, with the same shape and on the same device.
-        decodes: Whether to compare greedily decoded tokens. If False, the outputs for audio or for two texts (one of
-            them padded) are compared.
-
-    Raises:
-        ValueError: If the outputs differ.
-    """
-    ours.load_state_dict(upstream.state_dict())
-    names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
-    if decodes:
-        _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
-        return
-    inputs = _make_random_inputs(ours)
-    _compare(f"{names} have different outputs", _compute_output(ours, inputs), _compute_output(upstream, inputs))
-
-
-@torch.no_grad()
-def check_cached_decoding(models: Mapping[str, Any]) -> None:
-    """Check that each model decodes the same tokens with and without its cache.
-
-    Args:
-        models: {name: float32 encoder-decoder}.
-
-    Raises:
-        ValueError: If the tokens differ.
-    """
-    for name, model in models.items():
-        if supports_decoder_cache(model.config):
-            fault = f"{name} decodes differently with and without its cache"
-            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def _compare_decoded(
@@ -344,10 +306,9 @@ def measure_speed(
         >>> table = measure_speed(read_checkpoint_config("google-t5/t5-small"), rounds=3)
         >>> {row.name: row.speedup for row in table.rows}
     """
-    check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
-    )
-    _check_device(device)
+    sizes = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "rounds": rounds}
+    check_sizes(batch_size=batch_size, length=length, **sizes)
+
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
@@ -467,14 +428,10 @@ def get_round_order(names: Sequence[str], number: int) -> list[str]:
 def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
     """Time all variants and return {name: times in each round}."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
-    for number in progress_bar(
-        range(-1, rounds), desc="timing", unit="round", leave=False
-    ):  # round -1 is a warm-up round
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):
         for name in get_round_order(list(runs), number):
-            run_time = time_run(runs[name], device)
-            if number >= 0:
-                times[name].append(run_time)
-    return times
+            times[name].append(time_run(runs[name], device))
+    return {name: rounds[1:] for name, rounds in times.items()}  # the first round is a warm-up round
 
 
 def resolve_timed_length(requested: int | None, config: Any, auto_class: str) -> int:
@@ -498,22 +455,6 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
     return length
 
 
-def _check_device(device: str) -> None:
-    """Check that a device is a CPU or an available CUDA device.
-
-    Raises:
-        ValueError: If the device is not available or has another type.
-    """
-    try:
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"`device` must be a CPU or an available CUDA device, got {device!r} ({str(error).splitlines()[0]})."
-        ) from error
-
-
 def _iterate_head_and_latent_fields(
     config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
 ) -> Iterator[dict[str, Any]]:
@@ -532,14 +473,12 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
         ValueError: If a hybrid is requested without a window.
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
-    for kernel in kernels:
-        if get_kernel_class(kernel).needs_window and not windows:
-            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
     rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
-        by_size = sizes if get_kernel_class(kernel).needs_window else [{}]
-        rows += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
+        if (needs_window := get_kernel_class(kernel).needs_window) and not windows:
+            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
+        rows += [{f"{prefix}attention_kernel": kernel, **size} for size in (sizes if needs_window else [{}])]
     return rows
 
 
@@ -555,6 +494,7 @@ def _iterate_contestants(
         yield variant_name(variant, field), (fields, partial(model_class, variant))
 
 
+@torch.no_grad()
 def _make_checked_models(
     contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
 ) -> dict[str, Any]:
@@ -571,10 +511,20 @@ def _make_checked_models(
         ValueError: If the outputs of a model are wrong.
     """
     models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
-    if "transformers" in models:
-        check_multi_head_outputs(prepare_for_timing(multi_head(), device), models["transformers"], decodes)
-    if decodes:
-        check_cached_decoding({name: model for name, model in models.items() if name != "transformers"})
+    if (upstream := models.get("transformers")) is not None:
+        ours = prepare_for_timing(multi_head(), device)
+        ours.load_state_dict(upstream.state_dict())
+        names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
+        if decodes:
+            _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
+        else:
+            inputs = _make_random_inputs(ours)
+            outputs = (_compute_output(model, inputs) for model in (ours, upstream))
+            _compare(f"{names} have different outputs", *outputs)
+    for name, model in models.items():
+        if decodes and name != "transformers" and supports_decoder_cache(model.config):
+            fault = f"{name} decodes differently with and without its cache"
+            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
     return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 

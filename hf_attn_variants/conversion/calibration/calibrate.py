@@ -108,10 +108,7 @@ def measure_latent_forms(
         ValueError: See `calibrate`.
     """
     with _open_calibration_run(plan, reader, source, calibration) as run:
-        return [
-            compute_latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
-            for calls in run.record_calls(modules)
-        ]
+        return [calls.compute_latent_forms(calls.tensors) for calls in run.record_calls(modules)]
 
 
 def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
@@ -119,14 +116,9 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
 
     Raises:
         ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
-            decoder with cross-attention), or if it has no effect because the conversion only adds talking heads.
+            decoder with cross-attention).
     """
     if not plan.reduced_modules:
-        if any(module.projections for module in plan.modules):
-            raise ValueError(
-                "`calibration` is only supported for fewer key/value heads, a latent or a kernel. Talking heads do "
-                "not need it. Remove it."
-            )
         return False
     if plan.reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
@@ -161,10 +153,8 @@ def _open_calibration_run(
     calibration = add_text_lengths(calibration, processor, plan.config)
     if batches is None:
         batches = _make_batches(plan, model, processor, calibration)
-        config: Any = plan.config
-        check_token_count(
-            [module.site.get_stack_name(config) for module in plan.reduced_modules], config.hidden_size, batches[0]
-        )
+        stacks = [module.site.get_stack_name(plan.config) for module in plan.reduced_modules]
+        check_token_count(stacks, plan.config.hidden_size, batches[0])
     run = CalibrationRun(plan, reader, model, processor, calibration, batches)
     try:
         yield run
@@ -203,13 +193,13 @@ class AttentionCalls(NamedTuple):
     """An original attention module with its recorded inputs, which are the latents if the module has a latent."""
 
     module: AttentionModule
+    heads: HeadCounts
     tensors: AttentionTensors
     layer: LayerContext
 
-    @property
-    def heads(self) -> HeadCounts:
-        """The head counts before and after the conversion."""
-        return self.module.heads
+    def compute_latent_forms(self, tensors: AttentionTensors) -> LatentForms:
+        """Compute the quadratic forms of these projections on the recorded inputs."""
+        return compute_latent_forms(tensors, self.heads, self.layer.inputs, self.layer.generator)
 
 
 class CalibrationRun:
@@ -256,7 +246,7 @@ class CalibrationRun:
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.kv_head_change == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = compute_latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            self._forms[name] = calls.compute_latent_forms(tensors)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
@@ -299,7 +289,7 @@ class CalibrationRun:
                     error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
                     layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
-                    yield AttentionCalls(module, tensors, layer)
+                    yield AttentionCalls(module, module.heads, tensors, layer)
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -315,9 +305,7 @@ class CalibrationRun:
     def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of a module after adding the new latent."""
         module, heads = calls.module, calls.heads
-        forms = self._forms.pop(module.name, None)
-        if forms is None:
-            forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
+        forms = self._forms.pop(module.name, None) or calls.compute_latent_forms(tensors)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = find_best_latent([forms.key, forms.value], heads.rank[1])
