@@ -388,7 +388,8 @@ def compute_weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> Latent
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
         metric = torch.eye(len(gram)).to(gram)
         forms.append(QuadraticErrorForm(gram / gram.trace().clamp_min(1e-300), metric))
-    return LatentForms(*forms)
+    key_form, value_form = forms
+    return LatentForms(key_form, value_form)
 
 
 def _compute_regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:

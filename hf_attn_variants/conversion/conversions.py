@@ -299,12 +299,9 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Convert a checkpoint and write it to a new folder, with only one attention module in memory at a time.
 
-    The new folder has the same shards, tensor names and other files as the original folder. It also contains the
-    remote code for `trust_remote_code=True`. The folder is only created once all files have been written. Takes the
-    same arguments and raises the same errors as `convert`.
-
-    Returns:
-        The report, which is also saved in the folder as conversion_report.json.
+    The new folder has the same shards, tensor names and other files as the original folder, the remote code for
+    `trust_remote_code=True`, and the returned report as conversion_report.json. It is only created once all files have
+    been written. Takes the same arguments and raises the same errors as `convert`.
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -318,7 +315,7 @@ def convert_checkpoint(
         config, reader = extend_positions(config, stored, fields)
         source = request.make_source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
-        skipped = (CARD_NAME,) if history.has_readable_card else ()  # the history replaces the old model card
+        skipped = [CARD_NAME] * history.has_readable_card  # the history replaces the old model card
         new = OutputFolder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
         result = request.fit(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)

@@ -113,7 +113,7 @@ class Quality:
             return None
         known = {field.name for field in fields(cls)} & values.keys() - {"losses"}
         interval = values.get("interval")
-        options = {name: values[name] for name in known} | {"interval": interval and tuple(interval)}
+        options: dict[str, Any] = {name: values[name] for name in known} | {"interval": interval and tuple(interval)}
         return cls(**{"value": None} | options)
 
     @property

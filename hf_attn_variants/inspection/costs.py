@@ -311,21 +311,8 @@ def compute_cost_table(
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = untie_output_embeddings(model_class(variant), config)
         is_current = _get_variant_values(variant) == _get_variant_values(current)
-        parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
-        rows.append(
-            VariantCost(
-                name=variant_name(variant, field),
-                fields=fields,
-                current=is_current,
-                convertible=_is_convertible(current, variant),
-                parameters=parameters,
-                count_attention_parameters=count_attention_parameters(model),
-                flops_per_token=flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
-                kv_cache_bytes_per_token=kv_cache_bytes_per_token(model, itemsize),
-                kv_cache_bytes=None if cache is None else batch_size * cache,
-                largest_batch=largest_batch(memory, itemsize * parameters, cache),
-            )
-        )
+        description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
+        rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
             upstream_bytes = kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
@@ -337,6 +324,22 @@ def compute_cost_table(
         return table
     largest = largest_batch(memory, itemsize * table.current.parameters, upstream_bytes)
     return replace(table, upstream_kv_cache_bytes=batch_size * upstream_bytes, upstream_largest_batch=largest)
+
+
+def _count_costs(
+    model: AttnVariantModelMixin, sizes: tuple[int, int, int, int], batch_size: int, memory: int | None
+) -> dict[str, Any]:
+    """Count the costs of a model, and return them as fields of `VariantCost`."""
+    itemsize, length, source_length, _ = sizes
+    parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
+    return {
+        "parameters": parameters,
+        "count_attention_parameters": count_attention_parameters(model),
+        "flops_per_token": flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
+        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, itemsize),
+        "kv_cache_bytes": None if cache is None else batch_size * cache,
+        "largest_batch": largest_batch(memory, itemsize * parameters, cache),
+    }
 
 
 def get_num_audio_positions(config: Any) -> int | None:

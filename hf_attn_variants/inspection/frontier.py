@@ -461,9 +461,7 @@ def measure_frontier(
         calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
         held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
-        length: The number of tokens in the decoder's cache, or in the text that an encoder reads.
-        source_length: The number of tokens that the encoder of an encoder-decoder reads. Defaults to `length`, or to
-            all positions for audio.
+        length, source_length: See `Frontier`. `source_length` defaults to `length`, or to all positions for audio.
         seed: The random seed for the conversions.
         known: Rows from an interrupted call with the same arguments, with the base model first.
         on_row: A function that is called after each row with the current frontier and the number of variants left.
@@ -473,8 +471,7 @@ def measure_frontier(
 
     Example:
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
-        >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration,
-        held_out).find_smallest_variant(loss=0.05)
+        >>> frontier = measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out)
     """
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
@@ -484,14 +481,13 @@ def measure_frontier(
         text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    calibrated_on = _describe_calibration(attentions.calibration, seed)
-    header = (checkpoint, type(source).__name__, text.measure, len(losses), calibrated_on)
+    settings = _describe_calibration(attentions.calibration, seed)
+    header = (checkpoint, type(source).__name__, text.measure, len(losses), settings)
     _check_loss(losses, checkpoint, known)
     measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
     remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
     # Variants with many changes come first because later ones can reuse their modules.
-    width = source.config.hidden_size
-    order = sorted(remaining, key=lambda fields: -sum(value != width for value in fields.values()))
+    order = sorted(remaining, key=lambda fields: -sum(n != source.config.hidden_size for n in fields.values()))
     rows, conversions = [*known] or [measurer.row(source, {}, 0.0)], 0
     report = on_row or (lambda frontier, left: None)
     report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))

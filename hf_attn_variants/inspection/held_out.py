@@ -65,7 +65,7 @@ class HeldOutText:
     measure: str
     batches: list[ModelInputs]
     source: list[list[torch.Tensor]] = field(default_factory=list)
-    encoder: nn.Module | None = None
+    encoder: Any = None
     is_multi_label: bool = False
 
     @torch.inference_mode()

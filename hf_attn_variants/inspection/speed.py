@@ -312,9 +312,7 @@ def measure_speed(
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
-        raise ValueError(
-            f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
-        )
+        raise ValueError(f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type}.")
     length = resolve_timed_length(length, current, auto_class)
     variants = build_checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
@@ -347,6 +345,7 @@ def build_checked_models(
     Raises:
         ValueError: If a variant does not fit the model or its outputs are wrong.
     """
+    _check_device(device)
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     model_class = variant_model_class(current.auto_classes[auto_class])
@@ -453,6 +452,15 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
     if auto_class == "AutoModelForAudioClassification" and length != positions:
         raise ValueError(f"`length` must be {positions}, the number of audio positions of the model, got {length}.")
     return length
+
+
+def _check_device(device: str) -> None:
+    """Check that a device is available, which raises `ValueError` otherwise."""
+    try:
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be an available device, got {device!r} ({reason}).") from error
 
 
 def _iterate_head_and_latent_fields(

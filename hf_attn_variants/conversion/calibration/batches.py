@@ -506,14 +506,14 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
         )
 
 
-def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
+def generate_targets(model: Any, batch: Batch, length: int) -> Batch:
     """Generate greedily from a batch of texts, and return the decoder inputs that predict this output."""
     positions = max_input_length(model.config)
     if positions is not None:
         length = min(length, positions - 1)  # one position is reserved for the start token
     on_device: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
-        generated: Any = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
     return make_decoder_arguments(generated, model.config.pad_token_id)
 
 

@@ -229,7 +229,7 @@ def make_audio_batch(
 
 
 @torch.no_grad()
-def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
+def generate_transcripts(model: Any, batch: Batch, max_length: int) -> Batch:
     """Generate greedily from a batch of audio, and return the decoder inputs that predict this output."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
@@ -240,7 +240,7 @@ def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) 
     features = batch["input_features"].to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames], without padding
     with ignore_saved_length_limits(model):
-        generated: Any = model.generate(features, attention_mask=mask, **options)
+        generated = model.generate(features, attention_mask=mask, **options)
     return make_decoder_arguments(generated.sequences, model.generation_config.pad_token_id)
 
 

@@ -175,7 +175,7 @@ class _WhitenedProjections:
 
     def _unwhiten(self) -> dict[str, Any]:
         """Return all weights and biases in the original coordinates, {field: tensor}."""
-        changed = {}
+        changed: dict[str, Any] = {}
         for role, (inverse_root, _) in self._roots.items():
             size = self._original.join_weight_and_bias(role).shape[1]
             plain = (self._weights[role] @ inverse_root.T)[:, :size]

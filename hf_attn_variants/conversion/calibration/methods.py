@@ -117,7 +117,8 @@ def compute_latent_forms(
     pairs = zip(projections, products, strict=True)
     grams = [torch.einsum("hdi,hdj->ij", weight, metric @ weight) for weight, metric in pairs]
     energies = [total / queries for total in energies]
-    return LatentForms(*map(_make_form, grams, moments, energies), value_input_means)
+    key_form, value_form = map(_make_form, grams, moments, energies)
+    return LatentForms(key_form, value_form, value_input_means)
 
 
 def _compute_mixture_coefficients(
@@ -382,7 +383,7 @@ def _share_keys(
         scale = _compute_balance(refitted, shared)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
-    changed = {}
+    changed: dict[str, torch.Tensor] = {}
     for role, parts in new.items():
         changed |= tensors.split_weight_and_bias(role, torch.cat(parts))
     return _replace_tensors(tensors, changed, {"kept_key_energy": energies})

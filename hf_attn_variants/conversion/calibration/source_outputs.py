@@ -183,7 +183,7 @@ class SourceOutputs:
         value = math.nan if alike else float(amounts.sum()) / total
         is_finite = math.isfinite(value)
         before, after = self.loss, _compute_loss(outputs)
-        is_known = before is not None and after is not None and math.isfinite(before) and math.isfinite(after)
+        losses = None if before is None or after is None else (before, after)
         generated = [part.get("tokens", []) for part in (self._source_outputs, outputs)]
         interval = compute_ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None
         return Quality(
@@ -191,7 +191,7 @@ class SourceOutputs:
             value if is_finite else None,
             BOUNDS[self._measure],
             examples,
-            losses=(before, after) if is_known else None,
+            losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
             runaway=_count_runaway(*generated),
             alike=alike,
             # A model that was not trained on this type of text cannot lose quality on it.
@@ -229,7 +229,7 @@ class SourceOutputs:
         return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
 
     @contextmanager
-    def _use_generation_config(self, model: PreTrainedModel) -> Iterator[None]:
+    def _use_generation_config(self, model: Any) -> Iterator[None]:
         """Make a model use the original model's generation settings within this context."""
         model_generation = getattr(model, "generation_config", None)
         model.generation_config = copy.deepcopy(self._generation)
@@ -332,8 +332,8 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
     if getattr(model.config, "is_decoder", False):
-        labels = (make_next_token_labels(batch["input_ids"], batch["attention_mask"]) for batch in batches)
-        return [batch | {"labels": ids} for batch, ids in zip(batches, labels, strict=True)]
+        next_tokens = (make_next_token_labels(batch["input_ids"], batch["attention_mask"]) for batch in batches)
+        return [batch | {"labels": ids} for batch, ids in zip(batches, next_tokens, strict=True)]
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None or get_decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
         return None
