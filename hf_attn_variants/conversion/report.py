@@ -122,14 +122,9 @@ class Quality:
         return self.verdict == "within tolerance"
 
     @property
-    def is_uninformative(self) -> bool:
-        """True if the models cannot be compared on these examples."""
-        return self.alike or self.unknown
-
-    @property
     def verdict(self) -> str:
         """The verdict, which is "within tolerance", "outside tolerance" or "inconclusive"."""
-        if self.is_uninformative or (self.value is not None and self.interval is None and self.examples < 2):
+        if self.alike or self.unknown or (self.value is not None and self.interval is None and self.examples < 2):
             return "inconclusive"
         if self.value is None:
             return "outside tolerance"
@@ -233,7 +228,7 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
     """
     if quality is None or quality.is_kept:
         return
-    needs_examples = quality.verdict == "inconclusive" and not quality.is_uninformative
+    needs_examples = quality.verdict == "inconclusive" and not (quality.alike or quality.unknown)
     message = (
         f"The conversion is {quality.verdict}: {quality} (on {quality.examples} held-out examples). The tolerance is "
         f"{quality.formatted_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"

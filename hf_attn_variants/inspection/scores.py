@@ -58,11 +58,10 @@ class Spread:
     seeds: tuple[int, ...]
 
     @classmethod
-    def from_scores(cls, by_seed: Mapping[int, float]) -> "Spread":
-        """Compute the mean and the standard deviation of {seed: score}."""
-        values = [*by_seed.values()]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
+    def from_scores(cls, by_seed: Mapping[int, float], mean: float) -> "Spread":
+        """Return the given mean with the standard deviation of {seed: score}."""
+        deviation = statistics.stdev(by_seed.values()) if len(by_seed) > 1 else None
+        return cls(mean, deviation, tuple(sorted(by_seed)))
 
 
 @dataclass
@@ -87,9 +86,7 @@ class ModelScores:
     def __post_init__(self) -> None:
         shared = set.intersection(*(set(scores) for scores in self.by_seed.values()))
         averages = {seed: statistics.fmean(scores[seed] for scores in self.by_seed.values()) for seed in shared}
-        mean = statistics.fmean(spread.mean for spread in self.tasks.values())
-        deviation = statistics.stdev(averages.values()) if len(averages) > 1 else None
-        self.average = Spread(mean, deviation, tuple(sorted(shared)))
+        self.average = Spread.from_scores(averages, statistics.fmean(task.mean for task in self.tasks.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, including the score for each seed."""
@@ -219,7 +216,7 @@ def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     scores = []
     for model, tasks in by_model.items():
         names = [name for name in GLUE_METRICS if name in tasks]
-        spreads = {name: Spread.from_scores(tasks[name]) for name in names}
+        spreads = {name: Spread.from_scores(tasks[name], statistics.fmean(tasks[name].values())) for name in names}
         missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -308,7 +307,6 @@ def measure_speed(
     """
     sizes = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "rounds": rounds}
     check_sizes(batch_size=batch_size, length=length, **sizes)
-
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
@@ -352,9 +350,14 @@ def build_checked_models(
     field = kv_heads_field(model_class, current)
     rows = list(_iterate_head_and_latent_fields(config, current, field, kv_heads, talking_heads, latents))
     rows += _list_window_and_kernel_fields(field, windows, kernels)
-    contestants = dict(_iterate_contestants(config, current, auto_class, model_class, rows))
-    models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
-    return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
+    models: dict[str, tuple[dict[str, Any], Any]] = {}
+    if config["model_type"] != type(current).model_type:
+        models["transformers"] = {}, prepare_for_timing(make_upstream_model(config, auto_class), device)
+    for fields in rows:
+        variant = variant_config(config, **fields)
+        models[variant_name(variant, field)] = fields, prepare_for_timing(model_class(variant), device)
+    check_outputs(models, lambda: prepare_for_timing(model_class(current), device), "Seq2Seq" in auto_class)
+    return {name: (fields, model.to(getattr(torch, dtype))) for name, (fields, model) in models.items()}
 
 
 def select_timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
@@ -490,37 +493,21 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
     return rows
 
 
-def _iterate_contestants(
-    config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
-) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Yield each variant's name, its fields, and a function that creates the model, with the baseline first."""
-    if config["model_type"] != type(current).model_type:
-        yield "transformers", ({}, lambda: make_upstream_model(config, auto_class))
-    field = kv_heads_field(model_class, current)
-    for fields in rows:
-        variant = variant_config(config, **fields)
-        yield variant_name(variant, field), (fields, partial(model_class, variant))
-
-
 @torch.no_grad()
-def _make_checked_models(
-    contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
-) -> dict[str, Any]:
-    """Create the models and check their outputs in float32.
+def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[], Any], decodes: bool) -> None:
+    """Check that "transformers" equals this package's multi-head model, and decoding with and without the cache.
 
     Args:
-        contestants: The items of `_iterate_contestants`.
+        models: {name: (fields, float32 model)}.
         multi_head: Function that creates this package's equivalent of the Transformers model.
-        decodes: Whether the models are encoder-decoders that decode.
-        dtype: The dtype of the returned models.
-        device: The device of the models.
+        decodes: Whether the models are encoder-decoders that decode. If False, the outputs for audio or for two texts
+            (one of them padded) are compared.
 
     Raises:
         ValueError: If the outputs of a model are wrong.
     """
-    models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
-    if (upstream := models.get("transformers")) is not None:
-        ours = prepare_for_timing(multi_head(), device)
+    if "transformers" in models:
+        ours, upstream = multi_head(), models["transformers"][1]
         ours.load_state_dict(upstream.state_dict())
         names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
         if decodes:
@@ -529,11 +516,10 @@ def _make_checked_models(
             inputs = _make_random_inputs(ours)
             outputs = (_compute_output(model, inputs) for model in (ours, upstream))
             _compare(f"{names} have different outputs", *outputs)
-    for name, model in models.items():
+    for name, (_, model) in models.items():
         if decodes and name != "transformers" and supports_decoder_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
             _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
-    return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 
 def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:

@@ -199,17 +199,14 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
     from huggingface_hub import HfApi
 
     name = os.fspath(model_name_or_path)
-    folder, files = find_local_folder(name), None
-    if folder is None:
-        try:
-            files = HfApi().list_repo_files(name)
-        except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
-            folder = find_cached_folder(name)
-    if folder is not None:
-        check_complete_model(folder)
-    elif files is not None:
-        check_no_adapter(name, files)
-        check_no_pickled_weights(name, files)
+    folder = find_local_folder(name)
+    try:
+        files = os.listdir(folder) if folder is not None else HfApi().list_repo_files(name)
+    except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
+        folder = find_cached_folder(name)
+        files = [] if folder is None else os.listdir(folder)
+    check_no_adapter(str(folder or name), files)
+    check_no_pickled_weights(str(folder or name), files)
 
 
 def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
