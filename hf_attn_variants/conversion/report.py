@@ -356,7 +356,7 @@ def _select_heads(projection: Any, indices: torch.Tensor, head_dim: int) -> torc
     weight, bias = projection
     parts = [weight] if bias is None else [weight, bias[:, None]]
     heads = [part.unflatten(0, (-1, head_dim))[indices.to(part.device)].double() for part in parts]
-    return torch.cat(heads, dim=-1)
+    return heads[0] if bias is None else torch.cat(heads, dim=-1)
 
 
 @dataclass(frozen=True)

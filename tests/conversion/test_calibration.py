@@ -114,7 +114,7 @@ def test_calibration_pairs_are_joined_by_the_tokenizer():
         for c in (pairs, calibration())
     ]
     assert errors[0] < 0.9 * errors[1]
-    with pytest.raises(ValueError, match="pairs of strings"):
+    with pytest.raises(TypeError, match="pairs of strings"):
         Calibration([("one", "two", "three")] * 2)
 
 

@@ -45,7 +45,7 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
 @pytest.mark.thorough
 def test_encoder_decoder_without_a_head_needs_targets():
     for model in (BartModel(BART), T5Model(T5)):
-        with pytest.raises(ValueError, match=r"`target_texts` is required"):
+        with pytest.raises(ValueError, match=r"`target_texts` .* is required"):
             convert(model, 2, calibration=calibration())
         converted = convert(model, 2, calibration=calibration(target_texts=calibration().texts))
         assert converted.config.num_key_value_heads == 2
