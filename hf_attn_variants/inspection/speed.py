@@ -291,22 +291,21 @@ def measure_speed(
         batch_size: The number of texts per batch.
         length: The number of encoder output positions. Defaults to 128, or to the window of an audio encoder.
         max_new_tokens: The number of tokens to generate.
-        num_beams: The number of beams. 1 means greedy decoding. The reported tokens per second do not count each beam
-            separately.
+        num_beams: The number of beams (1 for greedy decoding). Tokens per second do not count each beam separately.
         rounds: The number of timings per variant.
         dtype, device: The dtype and the device ("cpu" or a CUDA device) of the models.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that generates text, a size does not fit it, or the outputs
-            of a variant are wrong.
+        ValueError: If the model does not generate text, a size does not fit it, or the outputs of a variant are wrong.
 
     Example:
         >>> from hf_attn_variants.inspection.costs import read_checkpoint_config
         >>> table = measure_speed(read_checkpoint_config("google-t5/t5-small"), rounds=3)
         >>> {row.name: row.speedup for row in table.rows}
     """
-    sizes = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "rounds": rounds}
-    check_sizes(batch_size=batch_size, length=length, **sizes)
+    check_sizes(
+        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
+    )
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
