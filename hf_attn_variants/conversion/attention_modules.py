@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel, get_kernel_tensors
+from ..modeling.mechanisms.kernels.attention_kernel import get_kernel_tensors
 from ..modeling.mechanisms.latents import get_projection_rank
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms
 from .attention_tensors import LATENT, AttentionTensors, HeadCounts
@@ -43,13 +43,7 @@ class AttentionModule:
     new_tensors: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     projections: dict[str, tuple[int, ...]]
-    kernel: tuple[AttentionKernel | None, AttentionKernel | None] = (None, None)
-
-    @property
-    def new_kernel(self) -> AttentionKernel:
-        """The kernel of the converted module. Only valid if the converted module has a kernel."""
-        kernel: Any = self.kernel[1]
-        return kernel
+    kernel: tuple[Any, Any] = (None, None)
 
     @property
     def adds_kernel(self) -> bool:
@@ -74,14 +68,11 @@ class AttentionModule:
         shared = self.heads.latent_change == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
-    def read_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return the original projections. `read` is a function that returns the tensor with a given name."""
-        return AttentionTensors.from_tensors({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
-
-    def read_converted_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return the converted projections. `read` is a function that returns the tensor with a given name."""
+    def read_tensors(self, read: Callable[[str], torch.Tensor], converted: bool = False) -> AttentionTensors:
+        """Return the original or converted projections. `read` returns the tensor with a given name."""
+        names = self.new_tensors if converted else self.tensors
         return AttentionTensors.from_tensors(
-            {part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1]
+            {part: read(name) for part, name in names.items()}, self.kernel[converted]
         )
 
 
@@ -149,9 +140,10 @@ def _build_attention_module(
         if kernel[0] is not None:
             tensors[part] = f"{core}{part}"
             _check_tensor(tensors[part], entries, list(tensor.shape))
-    parameters = core_module.named_parameters(recurse=False)
     projections = {
-        f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters if name not in new_kernel_tensors
+        f"{core}{name}": tuple(parameter.shape)
+        for name, parameter in core_module.named_parameters(recurse=False)
+        if name not in new_kernel_tensors
     }
     if site.get_heads(source_config, path).talking is not None:
         for name, shape in projections.items():
@@ -204,28 +196,14 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
             getattr(heads, check)
         except ValueError as error:
             raise ValueError(f"`{field}`: {error}") from None
-    if site.shares_latent and heads.latent_change != "same":
-        _check_shared_latent_terms(site, source, target)
-    return heads
-
-
-def _check_shared_latent_terms(site: AttentionSite, source: Any, target: Any) -> None:
-    """Check that no input-dependent talking-heads term is computed from a shared latent whose rank changes.
-
-    Args:
-        site: The type of attention whose shared latent changes its rank.
-        source, target: The configurations before and after.
-
-    Raises:
-        ValueError: if such terms exist.
-    """
     dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.place_prefix)}
-    terms = {name for name in dynamic if name.startswith("m")}
-    if terms:
+    terms = sorted(name for name in dynamic if name.startswith("m"))
+    if site.shares_latent and heads.latent_change != "same" and terms:
         raise ValueError(
-            f"`{site.rank_field}` must not change if `talking_heads_dynamic` contains {' and '.join(sorted(terms))} "
-            "because these terms are computed from the latent shared by all layers. Remove it."
+            f"`{site.rank_field}` must not change if `talking_heads_dynamic` contains {' and '.join(terms)} because "
+            "these terms are computed from the latent shared by all layers. Remove it."
         )
+    return heads
 
 
 def _check_no_leftover_tensors(

@@ -57,13 +57,7 @@ class HeadCounts:
     value: tuple[int, int]
     output: int
     head_dim: int
-    rank: tuple[int | None, int | None] = (None, None)
-
-    @property
-    def new_rank(self) -> int:
-        """The rank of the new latent. Only valid if the module gets a latent."""
-        rank: Any = self.rank[1]
-        return rank
+    rank: tuple[Any, Any] = (None, None)
 
     @property
     def kv_head_change(self) -> str:
@@ -236,11 +230,9 @@ class AttentionTensors:
 
     def to(self, device: torch.device | str) -> AttentionTensors:
         """Return a copy with all tensors on the given device."""
-        tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        moved = {name: tensor.to(device) for name, tensor in self.kernel_tensors.items()}
-        return replace(self, **tensors, kernel_tensors=moved)
+        moved: dict[str, Any] = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        moved["kernel_tensors"] = {name: tensor.to(device) for name, tensor in self.kernel_tensors.items()}
+        return replace(self, **moved)
 
     def join_weight_and_bias(self, role: str) -> torch.Tensor:
         """Return a role's weight and bias as one matrix [W | b] [out, in + 1], or only W [out, in] without a bias."""
@@ -352,10 +344,7 @@ def _compute_latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[tor
 
 def compute_preserved_energy_share(form: QuadraticErrorForm, latent: torch.Tensor) -> float:
     """Return the share of a form's energy that a latent projection [r, D] preserves."""
-    lost = (
-        torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
-        - _compute_regression_matrix(form, latent) @ latent
-    )
+    lost = torch.eye(latent.shape[1]).to(latent) - _compute_regression_matrix(form, latent) @ latent
     return float(1 - ((form.gram @ lost @ form.metric) * lost).sum() / form.energy.clamp_min(1e-300))
 
 
@@ -376,10 +365,9 @@ def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: 
         lost = split_heads(lost, forms.value_input_means.shape[0])  # [k, d, D]
         lost_mean = torch.einsum("kde,ke->kd", lost, forms.value_input_means).flatten()
         changed["value_bias"] = tensors.value_bias + lost_mean.to(like)
-    roles = ("key", "value")
     shares = {
         f"latent_{role}_energy": round(compute_preserved_energy_share(getattr(forms, role), latent), 4)
-        for role in roles
+        for role in ("key", "value")
     }
     return replace(tensors, **changed, latent_weight=latent.to(like), details=tensors.details | shares)
 
@@ -398,7 +386,7 @@ def compute_weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> Latent
         other_heads = split_heads(other, count)
         products = torch.einsum("hde,hfe->hdf", other_heads, other_heads)  # [h, d, d]
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
-        metric = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
+        metric = torch.eye(len(gram)).to(gram)
         forms.append(QuadraticErrorForm(gram / gram.trace().clamp_min(1e-300), metric))
     key_form, value_form = forms
     return LatentForms(key_form, value_form)
@@ -575,13 +563,9 @@ class CalibratedMethod(ABC):
 
 def average_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
-    pooled = [
-        # The mean of identical heads is exact in float64. Processing one group at a time avoids a float64 copy of all
-        # heads.
-        group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
-        for group in group_heads(projection, source, target)
-    ]
-    return join_heads(torch.stack(pooled))
+    # The mean of identical heads is exact in float64. Processing one group at a time avoids a large float64 copy.
+    groups = group_heads(projection, source, target)
+    return join_heads(torch.stack([group.double().sum(0).div_(len(group)).to(group.dtype) for group in groups]))
 
 
 class MeanPooling:

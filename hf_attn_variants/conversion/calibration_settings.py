@@ -79,8 +79,8 @@ class Calibration:
         cut_share: Share of the texts that are truncated. The conversion sets this field together with `whole_length`.
 
     Raises:
-        TypeError: if `texts`, `target_texts` or `audio` is not a list, or contains values of the wrong type.
-        ValueError: if there are too few examples, if a text is empty, or if a number is out of range.
+        TypeError: if `texts` is not a list of strings or of pairs of strings.
+        ValueError: if there are too few examples or targets, if a text is empty, or if a number is out of range.
 
     Example:
 
@@ -114,14 +114,12 @@ class Calibration:
         is_text = self.audio is None
         if is_text:
             self._check_texts()
-        else:
-            _check_is_list("audio", self.audio)
-            if texts := [name for name in ("texts", "target_texts", "tokenizer") if getattr(self, name)]:
-                raise ValueError(f"`audio` cannot be combined with `{texts[0]}`. Remove one of them.")
-        if len(self.examples) < MIN_TEXTS:
+        elif texts := [name for name in ("texts", "target_texts", "tokenizer") if getattr(self, name)]:
+            raise ValueError(f"`audio` cannot be combined with `{texts[0]}`. Remove one of them.")
+        if isinstance(self.audio, str) or len(self.examples) < MIN_TEXTS:
             raise ValueError(
-                f"`{'texts' if is_text else 'audio'}` in `Calibration` must contain at least {MIN_TEXTS} examples, "
-                f"got {len(self.examples)}. One is used for fitting, and one is held out to measure errors."
+                f"`{'texts' if is_text else 'audio'}` in `Calibration` must be a list of at least {MIN_TEXTS} "
+                "examples. One is used for fitting, and one is held out to measure errors."
             )
         if self.batch_size is None:
             object.__setattr__(self, "batch_size", BATCH_SIZE if is_text else AUDIO_BATCH_SIZE)
@@ -138,43 +136,28 @@ class Calibration:
                 f"{FIT_DEFAULTS['fit_learning_rate']}."
             )
         if self.passages and not self.supports_passages:
-            raise ValueError(
-                "`passages` is only supported for single texts, not for pairs, texts with targets, or audio. Remove "
-                "it."
-            )
+            raise ValueError("`passages` is only supported for single texts without targets. Remove it.")
 
     def _check_texts(self) -> None:
         """Check that the texts are non-empty strings or pairs of strings, and convert pairs to tuples."""
-        _check_is_list("texts", self.texts)
         # Pairs loaded from JSON are lists because JSON has no tuples.
         rows: list[Any] = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
-        object.__setattr__(self, "texts", rows)
         pairs = [row if isinstance(row, tuple) else (row,) for row in rows]
-        is_pair = isinstance(rows[0], tuple) if rows else False
-        for row, parts in zip(rows, pairs, strict=True):
-            if isinstance(row, tuple) is not is_pair or not all(isinstance(text, str) for text in parts):
-                raise TypeError(
-                    f"`texts` in `Calibration` must be all strings or all pairs of strings, got {row!r:.80}."
-                )
-            if len(parts) != 1 + is_pair:
-                raise ValueError(f"`texts` in `Calibration` must be pairs of strings, got {row!r:.80}.")
+        kinds = {(isinstance(row, tuple), len(parts)) for row, parts in zip(rows, pairs, strict=True)}
+        are_strings = all(isinstance(text, str) for parts in pairs for text in parts)
+        if isinstance(self.texts, str) or not are_strings or kinds not in (set(), {(False, 1)}, {(True, 2)}):
+            raise TypeError("`texts` in `Calibration` must be a list of strings, or of pairs of strings.")
+        object.__setattr__(self, "texts", rows)
         _check_unicode("texts", [text for parts in pairs for text in parts])
         if any(is_blank(text) for parts in pairs for text in parts):
             raise ValueError("`texts` in `Calibration` must not contain empty texts. Remove them.")
         if self.target_texts is not None:
-            self._check_targets(self.target_texts)
-
-    def _check_targets(self, targets: Sequence[str]) -> None:
-        """Check that there is one target string per text."""
-        _check_is_list("target_texts", targets)
-        if not all(isinstance(text, str) for text in targets):
-            raise TypeError("`target_texts` in `Calibration` must be strings.")
-        if len(targets) != len(self.texts):
-            raise ValueError(
-                f"`target_texts` in `Calibration` must contain one target per text, got {len(targets)} targets for "
-                f"{len(self.texts)} texts."
-            )
-        _check_unicode("target_texts", targets)
+            if isinstance(self.target_texts, str) or len(self.target_texts) != len(rows):
+                raise ValueError(
+                    f"`target_texts` in `Calibration` must be a list with one target per text, got "
+                    f"{len(self.target_texts)} targets for {len(rows)} texts."
+                )
+            _check_unicode("target_texts", self.target_texts)
 
     @property
     def resolved_batch_size(self) -> int:
@@ -255,12 +238,6 @@ def _check_unicode(name: str, texts: Sequence[str]) -> None:
             raise ValueError(
                 f"`{name}` in `Calibration` must be valid Unicode, but `{name}[{number}]` contains a lone surrogate."
             )
-
-
-def _check_is_list(name: str, value: Any) -> None:
-    """Check that an argument is a list or another sequence, but not a string."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"`{name}` in `Calibration` must be a list, got {type(value).__name__}.")
 
 
 # The types of calibration data that users can pass: settings, texts, pairs of texts, or the path of a text file, a

@@ -59,7 +59,7 @@ from .layer_choice import (
 )
 from .plan import ConversionPlan, explain_why_not_calibrated, make_plan
 from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
-from .writing import compute_converted_tensors, plan_output_folder, read_generation_config
+from .writing import OutputFolder, compute_converted_tensors, read_generation_config
 
 if TYPE_CHECKING:
     from .calibration.source_outputs import SourceLoader
@@ -75,23 +75,7 @@ def convert(
     *,
     output_dir: None = None,
     calibration: CalibrationLike | None = None,
-    kv_lora_rank: int | None = None,
-    encoder_num_key_value_heads: int | None = None,
-    encoder_kv_lora_rank: int | None = None,
-    cross_kv_lora_rank: int | None = None,
-    per_layer_values: Mapping[str, Any] | None = None,
-    kv_cache_bytes: Sequence[int] | None = None,
-    keep_matching_layers: int | None = None,
-    strict: bool = False,
-    dtype: torch.dtype | str | None = None,
-    seed: int = 0,
-    copy: bool = False,
-    max_position_embeddings: int | None = None,
-    position_extension: str | None = None,
-    allow_pickle: bool = False,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    **fields: Any,
+    **options: Any,
 ) -> PreTrainedModel: ...
 @overload
 def convert(
@@ -101,22 +85,7 @@ def convert(
     *,
     output_dir: str | os.PathLike,
     calibration: CalibrationLike | None = None,
-    kv_lora_rank: int | None = None,
-    encoder_num_key_value_heads: int | None = None,
-    encoder_kv_lora_rank: int | None = None,
-    cross_kv_lora_rank: int | None = None,
-    per_layer_values: Mapping[str, Any] | None = None,
-    kv_cache_bytes: Sequence[int] | None = None,
-    keep_matching_layers: int | None = None,
-    strict: bool = False,
-    dtype: torch.dtype | str | None = None,
-    seed: int = 0,
-    max_position_embeddings: int | None = None,
-    position_extension: str | None = None,
-    allow_pickle: bool = False,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    **fields: Any,
+    **options: Any,
 ) -> ConversionReport: ...
 def convert(
     model_or_path: PreTrainedModel | str | os.PathLike,
@@ -196,29 +165,14 @@ def convert(
     >>> print(report)
     ```
     """
-    arguments = {
-        "calibration": calibration,
-        "kv_lora_rank": kv_lora_rank,
-        "encoder_num_key_value_heads": encoder_num_key_value_heads,
-        "encoder_kv_lora_rank": encoder_kv_lora_rank,
-        "cross_kv_lora_rank": cross_kv_lora_rank,
-        "per_layer_values": per_layer_values,
-        "kv_cache_bytes": kv_cache_bytes,
-        "keep_matching_layers": keep_matching_layers,
-        "strict": strict,
-        "dtype": dtype,
-        "copy": copy,
-        "max_position_embeddings": max_position_embeddings,
-        "position_extension": position_extension,
-        "allow_pickle": allow_pickle,
-        "revision": revision,
-        "token": token,
-    }
+    arguments = dict(locals())
     # Arguments with their default value are not passed on because not all three functions accept all of them.
     # `token=False` is not the default value. It means that the stored token is not sent.
     defaults = dict.fromkeys(("strict", "copy", "allow_pickle"), False)
-    given = {name: value for name, value in arguments.items() if value is not defaults.get(name)}
-    options: dict[str, Any] = {"seed": seed, **given, **fields}
+    positional = ("model_or_path", "num_key_value_heads", "method", "output_dir", "fields")
+    options = {
+        name: value for name, value in arguments.items() if name not in positional and value is not defaults.get(name)
+    } | fields
     if isinstance(model_or_path, nn.Module):
         if output_dir is not None:
             raise ValueError(
@@ -345,12 +299,9 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Convert a checkpoint and write it to a new folder, with only one attention module in memory at a time.
 
-    The new folder has the same shards, tensor names and other files as the original folder. It also contains the
-    remote code for `trust_remote_code=True`. The folder is only created once all files have been written. Takes the
-    same arguments and raises the same errors as `convert`.
-
-    Returns:
-        The report, which is also saved in the folder as conversion_report.json.
+    The new folder has the same shards, tensor names and other files as the original folder, the remote code for
+    `trust_remote_code=True`, and the returned report as conversion_report.json. It is only created once all files have
+    been written. Takes the same arguments and raises the same errors as `convert`.
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -364,8 +315,8 @@ def convert_checkpoint(
         config, reader = extend_positions(config, stored, fields)
         source = request.make_source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
-        skipped = (CARD_NAME,) if history.has_readable_card else ()  # the history replaces the old model card
-        new = plan_output_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
+        skipped = [CARD_NAME] * history.has_readable_card  # the history replaces the old model card
+        new = OutputFolder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
         result = request.fit(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
@@ -434,10 +385,9 @@ def check_conversion(
         load_processor(folder, request.calibration)
 
 
-def _make_calibrated_method(name: str) -> ConversionMethod:
+def _make_calibrated_method(name: str) -> Any:
     """Create a method from `calibration.methods`, which is imported only when it is used."""
-    method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
-    return method
+    return getattr(importlib.import_module(".calibration.methods", __package__), name)()
 
 
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
@@ -446,31 +396,22 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
     "calibrated": partial(_make_calibrated_method, "Calibrated"),
 }
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# For each type of change, a warning about the quality loss without text, and the end of a sentence about the result
-# with text. The numbers are from benchmarks/convert/README.md and, for latents, from
+# For each type of change, how the conversion computes it without text, and measured examples of the quality with and
+# without text. The numbers are from benchmarks/convert/README.md and, for latents, from
 # benchmarks/convert/calibration_experiments.md.
 QUALITY_LOSS_TEXTS = {
     "pool": (
-        "The conversion averages heads, so the model loses quality until it is retrained. Measured examples: Spearman "
-        "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5 model, a quarter of its heads).",
-        "the same models reach 0.867 and 36.4.",
+        "averages heads",
+        "Spearman 0.867 to 0.804 (MiniLM, a third of its heads, 0.867 with text), BLEU 36.8 to 1.6 (a T5 model, a "
+        "quarter of its heads, 36.4 with text)",
     ),
     "compress": (
-        "The conversion computes latents only from the weights, so the model loses quality until it is retrained. "
-        "Measured examples: Spearman 0.867 to 0.846 (MiniLM, rank 128 of 384), BLEU 36.8 to 33.4 (a T5 model, rank 64 "
-        "of 256).",
-        "the same models reach 0.868 and 35.3.",
+        "computes latents only from the weights",
+        "Spearman 0.867 to 0.846 (MiniLM, rank 128 of 384, 0.868 with text), BLEU 36.8 to 33.4 (a T5 model, rank 64 "
+        "of 256, 35.3 with text)",
     ),
-    "kernel": (
-        "A kernel replaces the softmax, so the model loses much of its quality until it is retrained. "
-        "Measured example: Spearman 0.867 to 0.70 (MiniLM, elu).",
-        "the hedgehog kernel reaches 0.860.",
-    ),
+    "kernel": ("replaces the softmax", "Spearman 0.867 to 0.70 (MiniLM, elu, 0.860 with hedgehog and text)"),
 }
-WITHOUT_TEXT_ADVICE = 'To use only the weights and avoid this message, set method="mean" (--method mean).'
-AUDIO_ADVICE = (
-    "If you set `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the original ones."
-)
 
 
 @dataclass
@@ -499,7 +440,7 @@ class ConversionRequest:
         self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
         if self.kv_cache_bytes is not None:
             fields = self.fields | {"num_key_value_heads": self.num_key_value_heads}
-            self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, fields)
+            check_cache_bytes(self.kv_cache_bytes, fields)
         self.calibration = None
         if self.requested_calibration is not None:
             from .calibration.examples import as_calibration
@@ -559,34 +500,31 @@ class ConversionRequest:
         """
         if reader is not None:
             warn_about_remote_code(config)
-        make = partial(make_plan, config, entries, self.method, seed=self.seed, dtype=self.dtype)
-        make = partial(make, config_file=config_file)
+        options: dict[str, Any] = {"seed": self.seed, "dtype": self.dtype, "config_file": config_file}
+        make = partial(make_plan, config, entries, self.method, **options)
         fields: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         if self.kv_cache_bytes is not None:
             check_has_cache(config)
             probe = make(fields=fields | PROBE_FIELDS)
-            fields |= self._choose_rank_fields(
-                probe, entries, partial(self._measure_latent_losses, probe, reader, source)
-            )
+            losses = partial(self._measure_latent_losses, probe, reader, source)
+            budget = choose_ranks_for_budget(probe, self.kv_cache_bytes, entries, losses)
+            by_layer = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
+            fields |= budget | {"per_layer_values": by_layer}
         if self.matching_layers is not None:
             probe = make(fields=fields)
             check_matching_layers(probe, fields, self.matching_layers, self.calibration)
-            if source is not None:
-                fields = self._exclude_matching_layers(probe, fields, source)
+            if source is not None and self.calibration is not None:
+                self._should_calibrate(probe)  # raises an error if calibration is not possible
+                model, tokenizer = source(probe)
+                tokenizer = self.calibration.processor or tokenizer
+                self.matching_shares = compute_matching_shares(probe, model, tokenizer, self.calibration)
+                fields = exclude_matching_layers(probe, fields, self.matching_shares, self.matching_layers)
         plan = make(fields=fields)
         if (warning := self._describe_loss_without_examples(plan)) is not None and reader is not None:
             logger.warning(warning)
         if reader is None:
             self._should_calibrate(plan)  # raises an error if calibration is not possible
         return plan
-
-    def _choose_rank_fields(
-        self, probe: ConversionPlan, entries: Mapping[str, TensorEntry], losses: Callable[..., list[torch.Tensor]]
-    ) -> dict[str, Any]:
-        """Return the fields with ranks that fit into `kv_cache_bytes` (see `choose_ranks_for_budget`)."""
-        budget = choose_ranks_for_budget(probe, self.kv_cache_bytes, entries, losses)
-        by_layer = {**(self.fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
-        return budget | {"per_layer_values": by_layer or None}
 
     def _should_calibrate(self, plan: ConversionPlan) -> bool:
         """Return whether calibration is used and there are attention modules to fit (see `should_calibrate`)."""
@@ -607,37 +545,21 @@ class ConversionRequest:
             return None
         pools = any(module.heads.kv_head_change == "pool" for module in plan.reduced_modules)
         adds_kernel = any(module.adds_kernel for module in plan.reduced_modules)
-        loss, result = QUALITY_LOSS_TEXTS["kernel" if adds_kernel else "pool" if pools else "compress"]
+        cause, examples = QUALITY_LOSS_TEXTS["kernel" if adds_kernel else "pool" if pools else "compress"]
+        kind, flag = ("audio", "--calibration_audio_dir") if plan.reads_audio else ("text", "--calibration_file")
         if (reason := explain_why_not_calibrated(plan)) is not None:
-            message = f"{loss} Calibration is not possible because {reason}. {WITHOUT_TEXT_ADVICE}"
+            advice = f"Calibration is not possible because {reason}."
         else:
-            advice = (
-                AUDIO_ADVICE
-                if plan.reads_audio
-                else f"With calibration text (`calibration`, --calibration_file), {result}"
-            )
-            examples = "audio" if plan.reads_audio else "text"
-            message = f"No calibration {examples} was provided. {loss} {advice} {WITHOUT_TEXT_ADVICE}"
+            advice = f"Set `calibration` ({flag}) to fit the converted model to {kind}."
+        message = (
+            f"No calibration {kind} was provided. The conversion {cause}, so the model loses quality until it is "
+            f"retrained. Measured examples: {examples}. {advice} To use only the weights and avoid this message, set "
+            'method="mean" (--method mean).'
+        )
         has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced_modules)
         if self.needs_method and has_decoder and (pools or adds_kernel):
             raise ValueError(message)
         return message
-
-    def _exclude_matching_layers(
-        self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceLoader"
-    ) -> dict[str, Any]:
-        """Return the conversion fields that leave the token-matching layers unchanged.
-
-        Args:
-            probe: A plan that converts all layers.
-            fields: The conversion fields of this plan.
-            source: Function that loads the original model.
-        """
-        self._should_calibrate(probe)  # raises an error if calibration is not possible
-        calibration: Any = self.calibration  # `check_matching_layers` raises an error if there is none
-        model, tokenizer = source(probe)
-        self.matching_shares = compute_matching_shares(probe, model, calibration.processor or tokenizer, calibration)
-        return exclude_matching_layers(probe, fields, self.matching_shares, self.matching_layers)
 
     def _measure_latent_losses(
         self,
@@ -652,16 +574,14 @@ class ConversionRequest:
         """
         if reader is None:
             return [torch.zeros(1) for _ in modules]
-        if source is not None and self._should_calibrate(plan):
+        if source is not None and self.calibration is not None and self._should_calibrate(plan):
             from .calibration.calibrate import measure_latent_forms
 
-            calibration: Any = self.calibration
-            forms = measure_latent_forms(plan, modules, reader, source, calibration)
+            forms = measure_latent_forms(plan, modules, reader, source, self.calibration)
         else:
-            tensors = [replace(module.read_tensors(reader.read), latent_weight=None) for module in modules]
             forms = [
-                compute_weight_forms(attention, module.heads)
-                for attention, module in zip(tensors, modules, strict=True)
+                compute_weight_forms(replace(module.read_tensors(reader.read), latent_weight=None), module.heads)
+                for module in modules
             ]
         return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in forms]
 

@@ -28,7 +28,7 @@ from ..progress import progress_bar
 from ..registration import max_input_length, variant_config_class
 from .attention_modules import AttentionModule
 from .calibration_settings import Calibration
-from .checkpoint.tensor_files import TensorEntry, element_size
+from .checkpoint.tensor_files import TensorEntry
 from .plan import ConversionPlan
 
 
@@ -74,38 +74,32 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
 
 # Fields for a preliminary plan, which shows the attention modules that can be compressed. The ranks do not matter.
 PROBE_FIELDS = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
-# Fields that the budget determines.
-BUDGET_FIELDS = {*PROBE_FIELDS, "num_key_value_heads"}
+
 # If the budget allows at least MIN_STEPPED_RANK values per layer, ranks are multiples of RANK_STEP, which is efficient
 # on GPUs.
 RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 
-def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Check the cache budget, and return it in bytes per source token and per generated token.
+def check_cache_bytes(kv_cache_bytes: Sequence[int], fields: Mapping[str, Any]) -> None:
+    """Check the cache budget, which consists of the bytes per source token and per generated token.
 
     Args:
         kv_cache_bytes: The value passed by the user.
         fields: The other conversion fields.
 
     Raises:
-        ValueError: if the value does not consist of two positive integers, or if a field also sets a rank or the
-            number of key/value heads.
+        ValueError: if the budget does not consist of two numbers, or if a field also sets a rank or the number of
+            key/value heads.
     """
-    sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
-    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    if len(kv_cache_bytes) != 2:
         raise ValueError(
-            "`kv_cache_bytes` must be two positive integers (bytes per source token and per generated token), "
-            f"got {kv_cache_bytes!r}."
+            "`kv_cache_bytes` must be two numbers (bytes per source token and per generated token), got "
+            f"{kv_cache_bytes!r}."
         )
     by_layer = fields.get("per_layer_values") or {}
-    conflicts = [name for name in sorted(BUDGET_FIELDS) if fields.get(name) is not None or name in by_layer]
-    if conflicts:
-        raise ValueError(
-            f"`kv_cache_bytes` cannot be combined with `{conflicts[0]}` because it determines this field. Remove one "
-            "of them."
-        )
-    return sizes
+    for name in (*PROBE_FIELDS, "num_key_value_heads"):
+        if fields.get(name) is not None or name in by_layer:
+            raise ValueError(f"`kv_cache_bytes` cannot be combined with `{name}` because it determines this field.")
 
 
 def check_has_cache(config: Mapping[str, Any]) -> None:
@@ -125,7 +119,7 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
 
 def choose_ranks_for_budget(
     probe: ConversionPlan,
-    kv_cache_bytes: tuple[int, int],
+    kv_cache_bytes: Sequence[int],
     entries: Mapping[str, TensorEntry],
     losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
@@ -144,25 +138,21 @@ def choose_ranks_for_budget(
     config, width = probe.source_config, probe.source_config.hidden_size
     sizes, numbers = [], {}
     for module in probe.modules:
-        stored = entries[module.tensors["key_weight"]].dtype
-        itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
+        itemsize = (probe.dtype or entries[module.tensors["key_weight"]]).itemsize
         numbers[module.name] = num_cached_values(module.site.get_heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
     old_sizes = cache_bytes_per_token(config, sizes) or {}
     if not old_sizes:
         raise ValueError(
-            "`kv_cache_bytes` is only supported for decoders with a cache, which this model's dynamic talking-heads "
-            "projections do not allow. Remove it."
+            "`kv_cache_bytes` is not supported because this model's dynamic talking heads do not allow a cache."
         )
     source, generated = (size // itemsize for size in kv_cache_bytes)
     layers = [module for module in probe.modules if module.site.name == "decoder"]
-    minimums = {"source": 1, "generated": len(layers)}
-    for (name, minimum), limit in zip(minimums.items(), (source, generated), strict=True):
-        if limit < minimum:
-            raise ValueError(
-                f"`kv_cache_bytes` must allow at least {minimum} values per {name} token (one per latent), got "
-                f"{limit}. Increase the number of bytes."
-            )
+    if source < 1 or generated < len(layers):
+        raise ValueError(
+            f"`kv_cache_bytes` must be at least {itemsize} bytes per source token and {itemsize * len(layers)} bytes "
+            f"per generated token (one value per latent), got {kv_cache_bytes[0]} and {kv_cache_bytes[1]}."
+        )
     fields: dict[str, Any] = {}
     if source * itemsize < old_sizes["cross"]:
         fields["cross_kv_lora_rank"] = min(source, width)
@@ -170,8 +160,10 @@ def choose_ranks_for_budget(
         max_ranks = [min(numbers[module.name], width) for module in layers]
         ranks = allocate_ranks(losses(layers), generated, max_ranks)
         # A layer whose cache does not have to shrink keeps its latent, or its keys and values.
-        old = [(numbers[module.name], module.site.get_heads(config, module.name).rank) for module in layers]
-        new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
+        new_ranks = [
+            module.site.get_heads(config, module.name).rank if rank == numbers[module.name] else rank
+            for module, rank in zip(layers, ranks, strict=True)
+        ]
         fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
     if not fields:
         raise ValueError(
@@ -228,47 +220,32 @@ def check_matching_layers(
         calibration: The calibration settings with the text that is used to find these layers.
 
     Raises:
-        ValueError: if there is no layer left to convert, if there is no text or no encoder, if the encoder layers
-            share weights, or if other arguments do not change the encoder layers or also select layers.
+        ValueError: if there is no text, no encoder or no layer left to convert, if the encoder layers share weights,
+            or if other arguments do not change the encoder layers or also select layers.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
     if calibration is None:
         raise ValueError(
             "`keep_matching_layers` needs text to find the layers. Set `calibration` (--calibration_file)."
         )
     prefix = _get_encoder_prefix(plan)
-    if prefix is None or plan.reads_audio:
+    modules = [m for m in plan.modules if not m.site.is_cross_attention and m.site.stack_prefix == prefix]
+    runs = [plan.model_class.count_module_runs(plan.config, module.name) for module in modules]
+    if prefix is None or plan.reads_audio or max(runs) > 1:
         raise ValueError(
-            "`keep_matching_layers` is only supported for models with a text encoder, not for "
+            "`keep_matching_layers` is only supported for text encoders whose layers do not share weights, not for "
             f"{plan.model_class.__name__}. Remove it."
         )
-    names = _list_layer_fields(prefix, fields)
-    if not names:
+    if not 0 < count < len(modules):
+        raise ValueError(f"`keep_matching_layers` must be between 1 and {len(modules) - 1}, got {count}.")
+    if not _list_layer_fields(prefix, fields):
         raise ValueError(
             "`keep_matching_layers` needs new heads, ranks or a kernel for the other encoder layers. Set a field such "
             f"as `{prefix}num_key_value_heads`."
         )
-    by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
-    conflicts = [f"per_layer_values` of `{name}" for name in by_layer if _is_layer_field(prefix, name)]
-    conflicts += [name for name in (f"{prefix}attention_pattern",) if fields.get(name) is not None]
-    if conflicts:
-        raise ValueError(
-            f"`keep_matching_layers` cannot be combined with `{conflicts[0]}`, which selects other layers. Remove one "
-            "of them."
-        )
-    modules = [
-        module for module in plan.modules if not module.site.is_cross_attention and _is_in_stack(prefix, module)
-    ]
-    if any(plan.model_class.count_module_runs(plan.config, module.name) > 1 for module in modules):
-        raise ValueError(
-            "`keep_matching_layers` is only supported for models whose layers do not share weights. Remove it."
-        )
-    if count >= len(modules):
-        raise ValueError(
-            f"`keep_matching_layers` must be less than the number of layers ({len(modules)}), got {count}. Use a "
-            "smaller number."
-        )
+    conflicts = {f"{prefix}{field}" for field in LAYER_FIELDS} & (fields.get("per_layer_values") or {}).keys()
+    if conflicts or fields.get(f"{prefix}attention_pattern") is not None:
+        name = f"per_layer_values` of `{conflicts.pop()}" if conflicts else f"{prefix}attention_pattern"
+        raise ValueError(f"`keep_matching_layers` cannot be combined with `{name}`, which selects other layers.")
 
 
 @torch.no_grad()
@@ -299,9 +276,9 @@ def compute_matching_shares(
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)
     count = 0
-    starts = range(0, len(texts), calibration.resolved_batch_size)
-    for start in progress_bar(starts, desc="finding token-matching layers", leave=False):
-        rows = slice(start, start + calibration.resolved_batch_size)
+    size = calibration.resolved_batch_size
+    for start in progress_bar(range(0, len(texts), size), desc="finding token-matching layers", leave=False):
+        rows = slice(start, start + size)
         batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
@@ -342,22 +319,13 @@ def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
     """Return the prefix of encoder fields, or None if the model has no encoder."""
     if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
         return ""
-    return "encoder_" if any(_is_in_stack("encoder_", module) for module in plan.modules) else None
-
-
-def _is_in_stack(prefix: str, module: Any) -> bool:
-    """Return whether an attention module is in the encoder or decoder with this prefix."""
-    return module.site.stack_prefix == prefix
-
-
-def _is_layer_field(prefix: str, name: str) -> bool:
-    """Return whether a field changes the layers of the encoder or decoder with this prefix."""
-    return name in [f"{prefix}{field}" for field in LAYER_FIELDS]
+    return "encoder_" if any(module.site.stack_prefix == "encoder_" for module in plan.modules) else None
 
 
 def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
     """Return those of `fields` that change the layers of the encoder or decoder with this prefix."""
-    return [name for name, value in fields.items() if value is not None and _is_layer_field(prefix, name)]
+    names = [f"{prefix}{field}" for field in LAYER_FIELDS]
+    return [name for name, value in fields.items() if value is not None and name in names]
 
 
 def _find_same_tokens(batch: dict[str, torch.Tensor], special: torch.Tensor) -> torch.Tensor:

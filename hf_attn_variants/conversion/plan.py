@@ -13,7 +13,7 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_checks import find_closest_match
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, get_field_row
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.saving_and_loading import drop_default_value_head_dim
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
@@ -58,8 +58,6 @@ from .attention_tensors import (
 )
 from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
-# Fields that a conversion can change in addition to heads and latents.
-OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
 # Fields of the original model that must not be set, because the conversion does not support their features.
 UNCONVERTIBLE = {
     name: text for row in FIELDS for name in row.names if (text := FIELD_TEXTS[row.name].unconvertible) is not None
@@ -111,12 +109,9 @@ class ConversionPlan:
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that change, such as kernels and patterns, {field: (before, after)}."""
-        head_count_fields = {
-            *_list_key_value_fields(self.config),
-            *self.config.talking_heads_fields(),
-            "per_layer_values",
-        }
-        pairs = self._values([name for name in self.config.variant_fields() if name not in head_count_fields])
+        config = self.config
+        heads = {*config.kv_heads_fields(), *config.rank_fields(), *config.talking_heads_fields(), "per_layer_values"}
+        pairs = self._values([name for name in config.variant_fields() if name not in heads])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -155,13 +150,12 @@ class ConversionPlan:
             new = self.with_new_heads(module, replace(tensors, latent_weight=None))
             if module.heads.latent_change == "compress":
                 forms = compute_weight_forms(new, module.heads)
-                shared = latents.get(module.new_latent or "")
-                latent = (
-                    find_best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
-                )
+                latent = latents.get(module.new_latent or "")
+                if latent is None:
+                    latent = find_best_latent([forms.key, forms.value], module.heads.rank[1])
                 new = project_onto_latent(new, latent, forms)
             if module.adds_kernel:
-                new = new.with_new_kernel(module.new_kernel, module.heads)
+                new = new.with_new_kernel(module.kernel[1], module.heads)
         if tensors.latent_weight is not None:
             new = new.with_input_projection(tensors.latent_weight)
             if module.heads.rank[1] is None:
@@ -185,7 +179,12 @@ class ConversionPlan:
         """Initialize the talking-heads parameters that a module gets, {name in the checkpoint: tensor}."""
         generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
-        return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
+        tensors = {}
+        for name, shape in module.projections.items():  # as in `AttentionVariantMixin.init_projections`
+            std = get_projection_std(name.rsplit(".", 1)[-1], shape, init)
+            new = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
+            tensors[name] = new.to(dtype)
+        return tensors
 
 
 def make_plan(
@@ -215,7 +214,8 @@ def make_plan(
     """
     changes = {name: value for name, value in fields.items() if value is not None and value != {}}
     # `extend_positions` has already changed the number of positions in the configuration and the tensors.
-    has_other_changes = any([changes.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
+    has_other_changes = dtype is not None or POSITION_FIELDS[0] in changes
+    changes = {name: value for name, value in changes.items() if name not in POSITION_FIELDS}
     config_class = variant_config_class(config.get("model_type", ""))
     changes = drop_default_value_head_dim(config_class, config, changes)
     _check_fields(config_class, config, changes, has_other_changes)
@@ -241,7 +241,7 @@ def make_plan(
     modules = build_attention_modules(target, source_config, entries)
     check_other_tensor_shapes(target, entries, modules, wrong)
     check_no_missing_tensors(target, entries, modules, wrong)
-    _check_all_fields_used(model_class.__name__, config_class, changes, new_config, modules)
+    _check_all_fields_used(model_class.__name__, config_class, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -297,11 +297,6 @@ def _get_values_by_layer(config: Any, name: str) -> Any:
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
 
-def _list_key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the names of the fields that set key/value heads and latent ranks."""
-    return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
-
-
 def _check_fields(
     config_class: type[AttnVariantConfigMixin],
     config: Mapping[str, Any],
@@ -309,26 +304,17 @@ def _check_fields(
     has_other_changes: bool,
 ) -> None:
     """Check that the model changes, and that the conversion supports the original model and all changes."""
-    kv_fields = config_class.kv_heads_fields()
     for name in changes:
         if name not in config_class.variant_fields():
-            similar_field = find_closest_match(name, config_class.variant_fields())
-            kv_names = ", ".join(f"`{field}`" for field in kv_fields)
-            raise ValueError(
-                f"`{name}` is not a field of {config['model_type']!r} models. "
-                + (
-                    f"Did you mean `{similar_field}`?"
-                    if similar_field
-                    else f"Set their key/value heads with {kv_names}."
-                )
-            )
+            similar = find_closest_match(name, config_class.variant_fields()) or config_class.kv_heads_fields()[0]
+            raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. Did you mean `{similar}`?")
         if name in config_class.from_scratch_fields():
             raise ValueError(f"`{name}` is only supported for models that are trained from scratch. Remove it.")
     if not changes and not has_other_changes:
-        other_names = [name for field in OTHER_CHANGES for name in get_field_row(field)[1].names]
-        other_names = [name for name in other_names if name in config_class.variant_fields()]
-        names = ", ".join(f"`{name}`" for name in (*_list_key_value_fields(config_class), *other_names))
-        raise ValueError(f"There is nothing to convert. Set one of {names} (or the flag of the same name).")
+        raise ValueError(
+            f"There is nothing to convert. Set a field such as `{config_class.kv_heads_fields()[0]}` (or the flag of "
+            "the same name)."
+        )
     patterns = [
         values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
     ]
@@ -362,9 +348,7 @@ def _make_new_config(
     """
     # Head counts and per-layer lists that are not in `changes` stay the same, except for head counts that get a
     # per-layer list.
-    new_lists = changes.get("per_layer_values")
-    new_lists = new_lists if isinstance(new_lists, Mapping) else {}
-    lists = source_config.per_layer_values or {}
+    new_lists, lists = changes.get("per_layer_values") or {}, source_config.per_layer_values or {}
     kv_heads = {
         name: getattr(source_config, name)
         for name in config_class.kv_heads_fields()
@@ -388,10 +372,9 @@ def _check_all_fields_used(
     name: str,
     config_class: type[AttnVariantConfigMixin],
     changes: Mapping[str, Any],
-    config: Any,
     modules: list[AttentionModule],
 ) -> None:
-    """Check that each changed field has an effect on the model."""
+    """Check that the model has attention modules for all numbers of heads and ranks that change."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
     for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
         if unused := [field for field in fields if field in changes and field not in used]:
@@ -399,12 +382,6 @@ def _check_all_fields_used(
             raise ValueError(
                 f"`{unused[0]}` has no effect because {name} has no such attention modules. Only set {used_names}."
             )
-    for field in config_class.pattern_fields():
-        kind = ("encoder_" if field.startswith("encoder_") else "") + "attention_pattern"
-        if changes.get(field) is not None and getattr(config, kind) is None and not has_kernel(config):
-            raise ValueError(f"`{field}` has no effect without `{kind}`. Also set `{kind}`.")
-    prefixes = {module.site.place_prefix for module in modules}
-    check_talking_fields_used(name, changes, config, prefixes)
 
 
 def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, Any]) -> None:
@@ -429,7 +406,10 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
     kinds = [before.kind for place, (before, _) in pairs.items() if place in changed or not changed]
     kinds = [kind for kind in kinds if kind is not None]
     if talking_changes and kinds:
-        raise _make_talking_heads_error(kinds[0], talking_changes)
+        raise ValueError(
+            f"The original model already has talking heads ({kinds[0]!r}), which cannot be changed. Remove "
+            f"`{talking_changes[0]}`."
+        )
     has_bias = hasattr(new, "relative_attention_num_buckets")
     for (prefix, _), (before, after) in pairs.items():
         softmax_field = get_settings_prefix(new, prefix) + SOFTMAX
@@ -443,53 +423,3 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
                 f"`{softmax_field}` must stay {before.softmax} in a T5 model because its position bias has one column "
                 f"per softmax head, got {after.softmax}. Remove it."
             )
-
-
-def _make_talking_heads_error(kind: str, fields: list[str]) -> ValueError:
-    """Return the error to raise if fields would change existing talking heads."""
-    names = ", ".join(f"`{name}`" for name in fields)
-    return ValueError(
-        f"The original model already has talking heads ({kind!r}), which cannot be changed. Remove {names}."
-    )
-
-
-def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any, prefixes: Collection[str]) -> None:
-    """Check that each talking-heads field affects at least one attention module.
-
-    Args:
-        name: Name of the model class.
-        changes: The fields to change.
-        config: The configuration of the converted model.
-        prefixes: Field prefixes of the model's attention modules.
-
-    Raises:
-        ValueError: if a field does not apply to any attention module, or if `talking_heads` is not set.
-    """
-    for field in (field for field in config.talking_heads_fields() if field in changes):
-        prefix, _ = get_field_row(field)
-        if prefix and prefix not in prefixes:
-            raise ValueError(f"`{field}` has no effect because {name} has no such attention modules. Remove it.")
-        if field.endswith(KIND):
-            if not has_talking_heads(config):
-                raise ValueError(
-                    f"`{field}` must select projections to add, got {changes[field]!r}. Use another value."
-                )
-        elif not has_talking_heads(config, prefix or None):
-            raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Set both.")
-
-
-def initialize_projections(
-    shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and values of new talking-heads parameters.
-
-    They are initialized as in `AttentionVariantMixin.init_projections`.
-
-    Args:
-        shapes: The shape of each parameter, by its name in the checkpoint.
-        initialization: The value of `talking_heads_init`.
-        generator: Random number generator.
-    """
-    for name, shape in shapes.items():
-        std = get_projection_std(name.rsplit(".", 1)[-1], shape, initialization)
-        yield name, torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)

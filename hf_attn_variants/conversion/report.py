@@ -40,7 +40,7 @@ import logging
 import math
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ from ..files import REPORT_NAME, atomic_write
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
-from .checkpoint.tensor_files import TensorEntry, element_size
+from .checkpoint.tensor_files import TensorEntry
 from .layer_choice import cache_bytes_per_token, num_cached_values
 from .plan import ConversionPlan
 
@@ -111,12 +111,10 @@ class Quality:
         """Create an instance from values in a report, or return None if an incompatible version wrote the report."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
-        options: dict[str, Any] = {
-            name: values[name] for name in ("runaway", "alike", "unknown", "is_rare") if name in values
-        }
+        known = {field.name for field in fields(cls)} & values.keys() - {"losses"}
         interval = values.get("interval")
-        options["interval"] = None if interval is None else tuple(interval)
-        return cls(values["measure"], values.get("value"), values["bound"], values["examples"], **options)
+        options: dict[str, Any] = {name: values[name] for name in known} | {"interval": interval and tuple(interval)}
+        return cls(**{"value": None} | options)
 
     @property
     def is_kept(self) -> bool:
@@ -124,14 +122,9 @@ class Quality:
         return self.verdict == "within tolerance"
 
     @property
-    def is_uninformative(self) -> bool:
-        """True if the models cannot be compared on these examples."""
-        return self.alike or self.unknown
-
-    @property
     def verdict(self) -> str:
         """The verdict, which is "within tolerance", "outside tolerance" or "inconclusive"."""
-        if self.is_uninformative or (self.value is not None and self.interval is None and self.examples < 2):
+        if self.alike or self.unknown or (self.value is not None and self.interval is None and self.examples < 2):
             return "inconclusive"
         if self.value is None:
             return "outside tolerance"
@@ -144,10 +137,10 @@ class Quality:
     def __str__(self) -> str:
         """Describe the quality and its confidence interval as part of a sentence."""
         if self.alike:
-            output = (
+            same = (
                 "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
             )
-            return f"the original model {output}, so the models cannot be compared"
+            return f"the original model {same}, so the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
             return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
@@ -235,7 +228,7 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
     """
     if quality is None or quality.is_kept:
         return
-    needs_examples = quality.verdict == "inconclusive" and not quality.is_uninformative
+    needs_examples = quality.verdict == "inconclusive" and not (quality.alike or quality.unknown)
     message = (
         f"The conversion is {quality.verdict}: {quality} (on {quality.examples} held-out examples). The tolerance is "
         f"{quality.formatted_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
@@ -282,8 +275,6 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
     return row[-1]
 
 
-# A weight [h*d, D] and its bias [h*d]. The bias is None if the projection does not have one.
-WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 # Maximum number of elements in the float64 copy of a block of heads.
 _COMPARED_ELEMENTS = 2**20
 
@@ -300,15 +291,14 @@ def attention_errors(
     Returns:
         The two errors. An error is None if the original weight products are zero.
     """
-    queries, new_queries = before.weight_and_bias("query"), after.weight_and_bias("query")
-    keys, new_keys = before.weight_and_bias("key"), after.weight_and_bias("key")
-    values, new_values = before.weight_and_bias("value"), after.weight_and_bias("value")
-    outputs = new_outputs = (before.output_weight.T, None)
+    query, key, value = (before.weight_and_bias(role) for role in ("query", "key", "value"))
+    new_query, new_key, new_value = (after.weight_and_bias(role) for role in ("query", "key", "value"))
+    output = new_output = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
-        new_outputs = (after.output_weight.T, None)
+        new_output = (after.output_weight.T, None)
     return (
-        _compute_relative_error(queries, keys, new_queries, new_keys, heads.query, heads.key, heads.head_dim),
-        _compute_relative_error(outputs, values, new_outputs, new_values, heads.output, heads.value, heads.head_dim),
+        _compute_relative_error((query, key), (new_query, new_key), heads.query, heads.key, heads.head_dim),
+        _compute_relative_error((output, value), (new_output, new_value), heads.output, heads.value, heads.head_dim),
     )
 
 
@@ -339,18 +329,14 @@ def compute_bilinear_squared_norms(
 
 
 def _compute_relative_error(
-    left: WeightAndBias,
-    right: WeightAndBias,
-    new_left: WeightAndBias,
-    new_right: WeightAndBias,
-    heads: int,
-    shared: tuple[int, int],
-    head_dim: int,
+    factors: Sequence[Any], new_factors: Sequence[Any], heads: int, shared: tuple[int, int], head_dim: int
 ) -> float | None:
-    """Return the relative error of the products, or None if it is not defined.
+    """Return the relative error of the products of two factors, or None if it is not defined.
 
-    `shared` contains the number of heads in `right` and in `new_right`, which `heads` heads in `left` share.
+    Each factor consists of a weight [h*d, D] and its bias [h*d], or None. `shared` contains the number of heads in the
+    second factor before and after the conversion, which `heads` heads in the first factor share.
     """
+    (left, right), (new_left, new_right) = factors, new_factors
     # Heads are processed in blocks because a float64 copy of all heads would need more memory than the layer.
     block = max(1, _COMPARED_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
@@ -365,15 +351,12 @@ def _compute_relative_error(
     return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
 
 
-def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _select_heads(projection: Any, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return the given heads as float64 matrices [W | b] [i, d, D + 1], or as W [i, d, D] if there is no bias."""
     weight, bias = projection
-    heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
-    if bias is None:
-        return heads
-    # [W | b] acts on inputs with an additional element of 1.
-    bias = bias.unflatten(0, (-1, head_dim))[indices.to(bias.device)].double()
-    return torch.cat([heads, bias[..., None]], dim=-1)
+    parts = [weight] if bias is None else [weight, bias[:, None]]
+    heads = [part.unflatten(0, (-1, head_dim))[indices.to(part.device)].double() for part in parts]
+    return heads[0] if bias is None else torch.cat(heads, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -495,7 +478,7 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the mean errors as JSON values."""
         means = [name for name, member in vars(ConversionReport).items() if isinstance(member, property)]
-        quality = None if self.quality is None else self.quality.to_dict()
+        quality = self.quality and self.quality.to_dict()
         return asdict(self) | {"quality": quality} | {name: getattr(self, name) for name in means}
 
     def save(self, folder: Path) -> None:
@@ -513,65 +496,58 @@ class ConversionReport:
             attention_errors: Whether to include the errors of the attention modules. They are always included if the
                 quality of the whole model was not measured.
         """
-        fields = self.heads | self.other_fields
-        changed = [
-            f"  {name:<27} {_format_value(before)} -> {_format_value(after)}"
-            for name, (before, after) in fields.items()
-        ]
         before, after = self.parameters["before"], self.parameters["after"]
-        method = f" ({self.method})" if self.is_reduced() else ""
-        lines = [
-            f"Converted {self.source}{method} into {self.output_dir}",
-            *changed,
-            f"  {'parameters in the files':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})",
+        rows = [
+            (name, f"{_format_value(old)} -> {_format_value(new)}")
+            for name, (old, new) in (self.heads | self.other_fields).items()
         ]
+        change = (after - before) / max(before, 1)
+        rows.append(("parameters in the files", f"{before:,} -> {after:,} ({change:+.1%})"))
         if self.talking_heads:
             added = ", ".join(f"{name} {list(shape)}" for name, shape in self.talking_heads.items())
-            lines.append(f"  {'talking heads added':<27} {added}")
+            rows.append(("talking heads added", added))
         if self.matching_shares is not None:
             shares = ", ".join(f"{share:.2f}" for share in self.matching_shares)
-            lines.append(
-                f"  {'attention to the same word':<27} {shares} by layer; the layers with the largest values are "
-                "unchanged"
-            )
+            value = f"{shares} by layer; the layers with the largest values are unchanged"
+            rows.append(("attention to the same word", value))
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
-            lines.append(f"  {f'cache per token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
+            rows.append((f"cache per token ({site})", f"{cache['before']:,} -> {cache['after']:,} bytes"))
         if attention_errors or self.quality is None:
-            # A new attention pattern changes the outputs but not the weights, so weight errors would be misleading.
-            is_changed = any(layer.change != "same" for layer in self.layers)
-            weights = [
-                f"  {'relative error of logits':<27} {_format_error(self.mean_logits_relative_error)}",
-                f"  {'... of value products':<27} {_format_error(self.mean_value_relative_error)} (means over layers)",
-            ]
-            lines += self._describe_output_errors() or (weights if is_changed else [])
+            rows += self._describe_attention_errors()
         if averaged := [layer.module for layer in self.layers if layer.details.get("averaged")]:
             value = f"in {len(averaged)} attention modules, where they are better: {_shorten_list(averaged)}"
-            lines.append(f"  {'averaged heads used':<27} {value}")
+            rows.append(("averaged heads used", value))
         if self.quality is not None:
-            value = f"{self.quality}, on {self.quality.examples} held-out examples"
-            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.formatted_bound})")
+            value = f"{self.quality}, on {self.quality.examples} held-out examples: {self.quality.verdict}"
+            rows.append(("the whole model", f"{value} ({self.quality.formatted_bound})"))
         if self.files_left_out:
-            lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
-        lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
-        return "\n".join(lines)
+            rows.append(("not copied", ", ".join(self.files_left_out)))
+        rows.append(("time", f"{self.seconds:.1f} s; details in {REPORT_NAME}"))
+        method = f" ({self.method})" if self.is_reduced() else ""
+        lines = [f"  {label:<27} {value}" for label, value in rows]
+        return "\n".join([f"Converted {self.source}{method} into {self.output_dir}", *lines])
 
-    def _describe_output_errors(self) -> list[str]:
-        """Return summary lines about output errors on held-out text, or an empty list if they were not measured."""
+    def _describe_attention_errors(self) -> list[tuple[str, str]]:
+        """Return summary rows about output errors on held-out text, or about weight errors if these are unknown."""
         if self.mean_output_relative_error is None:
-            return []
+            # A new attention pattern changes the outputs but not the weights, so weight errors would be misleading.
+            if all(layer.change == "same" for layer in self.layers):
+                return []
+            values = f"{_format_error(self.mean_value_relative_error)} (means over layers)"
+            logits = _format_error(self.mean_logits_relative_error)
+            return [("relative error of logits", logits), ("... of value products", values)]
         averaged = self.mean_output_relative_error_averaged
         comparison = "" if averaged is None else f" (averaged heads: {_format_error(averaged)})"
         value = f"{_format_error(self.mean_output_relative_error)} on held-out text{comparison}"
-        lines = [f"  {'error of attention outputs':<27} {value}"]
+        rows = [("error of attention outputs", value)]
         fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if fits:
             before = _format_error(self._mean_detail("relative_error_closed_form"))
-            lines.append(f"  {'... of the closed form':<27} {before}, before fitting")
-        unfitted = [name for name, is_fitted in fits.items() if not is_fitted]
-        if unfitted:
+            rows.append(("... of the closed form", f"{before}, before fitting"))
+        if unfitted := [name for name, is_fitted in fits.items() if not is_fitted]:
             value = f"in {len(unfitted)} of {len(fits)} attention modules, where fitting is not better: "
-            lines.append(f"  {'closed form used':<27} {value}{_shorten_list(unfitted)}")
-        return lines
+            rows.append(("closed form used", f"{value}{_shorten_list(unfitted)}"))
+        return rows
 
     def _mean_detail(self, name: str) -> float | None:
         """Return the mean of an entry in `details` over all modules that have this entry."""
@@ -601,7 +577,7 @@ def build_layer_report(
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
         # The errors include rounding to another dtype.
-        final = module.read_converted_tensors(stored.__getitem__)
+        final = module.read_tensors(stored.__getitem__, converted=True)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
         errors = attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
@@ -673,7 +649,7 @@ def _compute_cache_bytes(
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # The size of the kernel's state does not depend on the number of tokens.
-            sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
+            sizes.append((module.site, numbers * entries[module.tensors["key_weight"]].itemsize))
         caches.append(cache_bytes_per_token(config, sizes))
     old, new = caches
     if old is None or new is None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
 
     Each tensor stays in the file that replaces its original file.
     """
-    new_dtype = get_safetensors_dtype(plan.dtype) if plan.dtype is not None else None
+    new_dtype = None if plan.dtype is None else get_safetensors_dtype(plan.dtype)
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
@@ -140,8 +140,7 @@ def _convert_modules(
         after = plan.convert(module, before, latents, calibrated.get(module.name))
         query, tensors = before.query_weight, {}
         for part, name in module.new_tensors.items():
-            stored = getattr(before, part, None)
-            stored = query if stored is None else stored
+            stored = query if (old := getattr(before, part, None)) is None else old
             tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
         added = plan.initialize_talking_heads(module, plan.dtype or query.dtype)
         yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
@@ -160,9 +159,11 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
             forms = compute_weight_forms(plan.with_new_heads(module, tensors), module.heads)
             # Without text, the metric of each form is the identity matrix, so the Gram matrices can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
-            ranks[name] = module.heads.new_rank
-    forms_by_name = {name: QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
-    return {name: find_best_latent([form], ranks[name]) for name, form in forms_by_name.items()}
+            ranks[name] = module.heads.rank[1]
+    return {
+        name: find_best_latent([QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram))], ranks[name])
+        for name, gram in grams.items()
+    }
 
 
 @contextmanager
@@ -194,9 +195,8 @@ def _get_safetensors_name(file: str) -> str:
     return Path(file).with_suffix(".safetensors").name.replace("pytorch_model", "model", 1)
 
 
-@dataclass(frozen=True)
-class OutputFolderPlan:
-    """The output folder of a converted checkpoint and its planned contents.
+class OutputFolder:
+    """The output folder of a converted checkpoint. The constructor plans its contents and checks the disk space.
 
     Args:
         plan: The conversion plan.
@@ -204,23 +204,34 @@ class OutputFolderPlan:
         source: Folder of the original model.
         config: The contents of the original config.json.
         output: The folder to create.
+        allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
+        should_copy: Function that returns whether to copy the file with a given relative path.
+
+    Attributes:
         copied, left_out: The files in the original folder that are copied, and those that are not.
         entries: The file, dtype and shape of every tensor.
+
+    Raises:
+        OSError: if there is not enough disk space, or if a file to copy is a broken link.
     """
 
-    plan: ConversionPlan
-    reader: CheckpointReader
-    source: Path
-    config: dict[str, Any]
-    output: Path
-    copied: list[str]
-    left_out: list[str]
-    entries: dict[str, TensorEntry]
-
-    @property
-    def weight_bytes(self) -> int:
-        """The total size of all tensors in bytes."""
-        return sum(entry.nbytes for entry in self.entries.values())
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        reader: CheckpointReader,
+        source: Path,
+        config: dict[str, Any],
+        output: Path,
+        allow_pickle: bool,
+        should_copy: Callable[[str], bool],
+    ):
+        self._plan, self._reader, self._source, self._config, self._output = plan, reader, source, config, output
+        available, left_out = list_side_files(source, reader.files, allow_pickle)
+        self.copied = [name for name in available if should_copy(name)]
+        self.left_out = sorted({*left_out, *available} - {*self.copied})
+        self.entries = plan_tensor_entries(plan, reader)
+        self._weight_bytes = sum(entry.nbytes for entry in self.entries.values())
+        check_disk_space(output, self._weight_bytes + sum((source / name).stat().st_size for name in self.copied))
 
     @contextmanager
     def write(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
@@ -238,43 +249,14 @@ class OutputFolderPlan:
         Raises:
             OSError: if a file cannot be written. In this case, the temporary folder is deleted.
         """
-        with staged_folder(self.output) as stage:
-            copy_side_files(self.source, stage, self.copied)
-            layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
-            write_class_names(stage, self.config)
-            generation = read_generation_config(self.plan, self.source)
+        with staged_folder(self._output) as stage:
+            copy_side_files(self._source, stage, self.copied)
+            layers = write_weights(self._plan, self._reader, calibrated, self.entries, stage, self._weight_bytes)
+            write_class_names(stage, self._config)
+            generation = read_generation_config(self._plan, self._source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             yield stage, layers
-
-
-def plan_output_folder(
-    plan: ConversionPlan,
-    reader: CheckpointReader,
-    source: Path,
-    config: dict[str, Any],
-    output: Path,
-    allow_pickle: bool = False,
-    should_copy: Callable[[str], bool] = lambda name: True,
-) -> OutputFolderPlan:
-    """Plan the contents of the output folder and check the available disk space.
-
-    Args:
-        plan, reader, source, config, output: See `OutputFolderPlan`.
-        allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
-        should_copy: Function that returns whether to copy the file with a given relative path.
-
-    Raises:
-        OSError: if there is not enough disk space, or if a file to copy is a broken link.
-    """
-    available, left_out = list_side_files(source, reader.files, allow_pickle)
-    copied = [name for name in available if should_copy(name)]
-    left_out = sorted({*left_out, *available} - {*copied})
-    folder = OutputFolderPlan(
-        plan, reader, source, config, output, copied, left_out, plan_tensor_entries(plan, reader)
-    )
-    check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))
-    return folder
 
 
 def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:

@@ -20,7 +20,7 @@ from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.writing import plan_output_folder
+from ..conversion.writing import OutputFolder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import list_used_fields, variant_config
 from ..model_folder import read_history, write_history
@@ -162,7 +162,7 @@ def export_transformers(
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_plain_conversion(config, reader.entries, dtype, folder / CONFIG_NAME)
-        output_folder = plan_output_folder(
+        output_folder = OutputFolder(
             plan, reader, folder, config, output, allow_pickle, partial(should_export_file, folder)
         )
         with output_folder.write({}) as (stage, _):

@@ -29,8 +29,6 @@ from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
-__all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "render_attention_page"]
-
 ATTENTION_NAMES = {  # {type: (name on the page, field of the model outputs that contains the weights)}
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),
@@ -140,9 +138,9 @@ def attention_maps(
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
-    tokens = {"text": inputs["input_ids"][0].tolist()}
-    tokens["target"] = inputs["decoder_input_ids"][0].tolist() if has_decoder else []
-    labels = {name: tuple(_format_token(tokenizer, token) for token in ids) for name, ids in tokens.items()}
+    names = {"text": "input_ids", "target": "decoder_input_ids"}
+    ids = {name: inputs[key][0].tolist() for name, key in names.items() if key in inputs}
+    labels = {name: tuple(_format_token(tokenizer, token) for token in row) for name, row in ids.items()}
     weights = {
         name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
     }
@@ -318,13 +316,8 @@ def render_attention_page(maps: TextMaps, model_name: str) -> str:
         }
         for attention in maps.attentions
     ]
-    content: dict[str, Any] = {
-        "model": model_name,
-        "text": maps.text,
-        "target": maps.target_text,
-        "attentions": attentions,
-    }
-    content |= {"targetIsOutput": maps.target_is_output, "isCut": maps.is_cut}
+    content: dict[str, Any] = {"model": model_name, "text": maps.text, "target": maps.target_text}
+    content |= {"attentions": attentions, "targetIsOutput": maps.target_is_output, "isCut": maps.is_cut}
     data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # a "<" could end the script element
     return Path(__file__).with_name("attention_maps.html").read_text(encoding="utf-8").replace("@DATA@", data)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,18 +46,6 @@ from ..modeling.ops.variant_attention import VariantAttention
 from ..registration import variant_config_class, variant_model_class
 from .tables import describe_talking_projections, select_place_prefixes
 
-if TYPE_CHECKING:
-    from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-
-
-class CacheSizes(NamedTuple):
-    """The sizes that determine the cache size of a sequence, in the order of the arguments of `kv_cache_bytes`."""
-
-    itemsize: int
-    length: int
-    source_length: int
-    num_beams: int
-
 
 def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
     """Read a checkpoint's `config.json`. No other file is downloaded from the Hub.
@@ -83,6 +71,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
             raise OSError(f"There is no folder {checkpoint!r}, and it cannot be read as a Hub id: {error}") from error
     elif revision is not None:
         raise ValueError(f"`revision` is only supported for Hub ids, but {checkpoint!r} is a folder. Remove it.")
+
     check_complete_model(folder, allow_pickle=True)
     return read_config(folder)
 
@@ -315,8 +304,8 @@ def compute_cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    sizes = CacheSizes(bytes_per_element(dtype), length, source_length, num_beams)
-    rows, upstream_bytes = [], None
+    itemsize = bytes_per_element(dtype)
+    sizes, rows, upstream_bytes = (itemsize, length, source_length, num_beams), [], None
     for fields in iterate_variant_fields(current, field, list_kv_head_counts(current, field)):
         variant = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
@@ -333,23 +322,23 @@ def compute_cost_table(
         raise ValueError(f"`{argument}` is not supported for {architecture}, which has no key/value cache. Remove it.")
     if upstream_bytes is None or batch_size * upstream_bytes == table.current.kv_cache_bytes:
         return table
-    largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstream_bytes)
+    largest = largest_batch(memory, itemsize * table.current.parameters, upstream_bytes)
     return replace(table, upstream_kv_cache_bytes=batch_size * upstream_bytes, upstream_largest_batch=largest)
 
 
 def _count_costs(
-    model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, memory: int | None
+    model: AttnVariantModelMixin, sizes: tuple[int, int, int, int], batch_size: int, memory: int | None
 ) -> dict[str, Any]:
     """Count the costs of a model, and return them as fields of `VariantCost`."""
+    itemsize, length, source_length, _ = sizes
     parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
-    lengths = (sizes.length, sizes.source_length)
     return {
         "parameters": parameters,
         "count_attention_parameters": count_attention_parameters(model),
-        "flops_per_token": flops_per_token(model, *lengths, decodes=True, batch_size=batch_size),
-        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, sizes.itemsize),
+        "flops_per_token": flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
+        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, itemsize),
         "kv_cache_bytes": None if cache is None else batch_size * cache,
-        "largest_batch": largest_batch(memory, sizes.itemsize * parameters, cache),
+        "largest_batch": largest_batch(memory, itemsize * parameters, cache),
     }
 
 
@@ -379,9 +368,8 @@ def iterate_variant_fields(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _has_unconvertible_attention(
-        current
-    ):  # these variants cannot be combined with kernels, or the attention cannot be converted
+    # These variants cannot be combined with kernels.
+    if has_kernel(current) or _has_unconvertible_attention(current):
         return
     # With latents, dynamic terms that read the encoder outputs would be computed from the latents instead.
     keeps_cross_cache = supports_cache(get_dynamic_terms(current, "cross_"))
@@ -454,16 +442,13 @@ def _is_convertible(source: Any, target: Any) -> bool:
     """Return whether a model with the `source` configuration can be converted to the `target` configuration."""
     if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
-    width = source.hidden_size
     try:
-        checks: list[tuple[str, Any]] = [
-            *((name, kv_head_change) for name in source.kv_heads_fields()),
-            *((name, latent_change) for name in source.rank_fields()),
-        ]
-        for field, check in checks:
+        for field in source.kv_heads_fields():
             for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
-                old, new = (get_projection_rank(value, width) if check is latent_change else value for value in pair)
-                check(old, new)
+                kv_head_change(*pair)
+        for field in source.rank_fields():
+            for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
+                latent_change(*(get_projection_rank(rank, source.hidden_size) for rank in pair))
     except ValueError:
         return False
     return True
@@ -474,21 +459,15 @@ def _has_unconvertible_attention(config: Any) -> bool:
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
-    has_other_shapes = uses_custom_scores(config) or config.value_head_dim is not None
-    return has_other_shapes or any(name in values for name in by_head)
+    prefixes = [p for p in get_field_row(AdditiveScore.field)[1].prefixes if hasattr(config, p + AdditiveScore.field)]
+    has_scores = any(get_score_name(config, prefix) is not None for prefix in prefixes)
+    return has_scores or config.value_head_dim is not None or any(name in values for name in by_head)
 
 
 def get_score_name(config: Any, prefix: str) -> str | None:
     """Return the name of the score function that the fields with this prefix set, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
-
-
-def uses_custom_scores(config: Any) -> bool:
-    """Return whether any place in a configuration uses a score function other than the dot product."""
-    field = AdditiveScore.field
-    prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
-    return any(get_score_name(config, prefix) is not None for prefix in prefixes)
 
 
 # The minimum number of bytes per value in a kernel's state, because sums are stored in float32 even in half precision.
@@ -546,7 +525,9 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     sizes = []
     for site, path, module in model.named_attention_modules():
         numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
-        sizes.append((site, 0 if _caches_kernel_state(module, site) else itemsize * numbers))
+        kernel = _get_core_module(module, site).kernel
+        # The size of a causal kernel's state does not depend on the number of tokens.
+        sizes.append((site, 0 if kernel is not None and kernel.is_causal else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
 
@@ -602,12 +583,6 @@ def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | 
 def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
     """Return the submodule that calls the attention function."""
     return module.get_submodule(site.core)
-
-
-def _caches_kernel_state(module: nn.Module, site: AttentionSite) -> bool:
-    """Return whether the cache contains a causal kernel's state instead of keys and values."""
-    kernel = _get_core_module(module, site).kernel
-    return kernel is not None and kernel.is_causal
 
 
 def flops_per_token(
@@ -704,9 +679,8 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     flops: dict[int, int] = {}
     for site, path, module in model.named_attention_modules():
         runs = model.count_module_runs(model.config, path)
-        flops |= {
-            id(linear): 2 * runs * linear.weight.numel() for linear in _list_linear_layers(model, site, path, module)
-        }
+        for linear in _list_linear_layers(model, site, path, module):
+            flops[id(linear)] = 2 * runs * linear.weight.numel()
     return sum(flops.values())
 
 

@@ -56,20 +56,6 @@ from .costs import (
 from .held_out import MEASURES, make_held_out_text
 from .speed import make_timed_function, time_run
 
-__all__ = [
-    "ConvertedAttentions",
-    "Frontier",
-    "FrontierFile",
-    "FrontierRow",
-    "hash_examples",
-    "list_default_variants",
-    "list_requested_variants",
-    "load_source",
-    "measure_frontier",
-    "select_held_out_examples",
-    "select_variants",
-]
-
 Fields = dict[str, Any]
 # The maximum number of key/value head counts to try by default.
 MAX_COUNTS = 4
@@ -92,10 +78,6 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     # A conversion merges whole groups of heads in each layer.
     counts = [count for count in list_kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
-
-    def fits(value: int | None) -> bool:
-        return value is None or 1 <= value <= width
-
     options: list[Fields] = []
     if has_latents(config, field):
         pass  # smaller latents are only tried on request because the original projections are lost
@@ -109,8 +91,13 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
         # A latent of the full width would only make an encoder slower.
         full_rank = [width] if decodes else []
         options += [{name: rank} for rank in (*full_rank, width // 2, 3 * width // 8, width // 4, width // 8)]
-    options += [{field: count} for count in _select_spread_counts(counts)]
-    return _remove_duplicates(option for option in options if all(fits(value) for value in option.values()))
+    if len(counts) > MAX_COUNTS:  # evenly spaced counts, including the first and the last
+        step = (len(counts) - 1) / (MAX_COUNTS - 1)
+        counts = [counts[round(i * step)] for i in range(MAX_COUNTS)]
+    options += [{field: count} for count in counts]
+    return _remove_duplicates(
+        option for option in options if all(value is None or 1 <= value <= width for value in option.values())
+    )
 
 
 def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
@@ -121,18 +108,10 @@ def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> li
     Args:
         requested: {field: values}. None means that the user did not set the field.
     """
-    heads = [(name, values) for name, values in requested.items() if "heads" in name and values]
+    heads = [{name: value} for name, values in requested.items() if "heads" in name for value in values or ()]
     ranks = {name: values for name, values in requested.items() if "rank" in name and values}
-    options = [dict(zip(ranks, values, strict=True)) for values in itertools.product(*ranks.values())] if ranks else []
-    return _remove_duplicates([*options, *({name: value} for name, values in heads for value in values)])
-
-
-def _select_spread_counts(counts: Sequence[int]) -> list[int]:
-    """Return at most `MAX_COUNTS` evenly spaced counts, including the first and the last."""
-    if len(counts) <= MAX_COUNTS:
-        return list(counts)
-    step = (len(counts) - 1) / (MAX_COUNTS - 1)
-    return [counts[round(i * step)] for i in range(MAX_COUNTS)]
+    options = [dict(zip(ranks, values, strict=True)) for values in itertools.product(*ranks.values())]
+    return _remove_duplicates([*options, *heads])
 
 
 def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
@@ -203,11 +182,9 @@ def select_variants(
         return list_requested_variants(requested)
     field = kv_heads_field(type(model), config)
     decodes = any(site.kv_heads_field == field and site.get_stack_name(config) == "decoder" for site in sites)
-    if options := list_default_variants(config, field, decodes):
-        return options
-    raise ValueError(
-        "There is no variant to try because the checkpoint has a single key/value head or latents. Set the ranks."
-    )
+    if not (options := list_default_variants(config, field, decodes)):
+        raise ValueError("There is no variant to try. Set the ranks.")
+    return options
 
 
 def select_held_out_examples(
@@ -298,15 +275,14 @@ class ConvertedAttentions:
         config = self.config(fields)
         if missing := self._unconverted_fields(config, fields):
             self._convert(missing)
-        tensors = {
-            name: parameter.detach() for name, parameter in self.source.named_parameters(remove_duplicate=False)
-        }
-        for key, source_key in self._attention_keys(config):
-            for name in self._tensors[source_key] if key != source_key else ():
+        parameters = self.source.named_parameters(remove_duplicate=False)
+        tensors = {name: parameter.detach() for name, parameter in parameters}
+        changed = [(key, source_key) for key, source_key in self._attention_keys(config) if key != source_key]
+        for _, source_key in changed:
+            for name in self._tensors[source_key]:
                 tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is only removed once
-        for key, source_key in self._attention_keys(config):
-            if key != source_key:
-                tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
+        for key, _ in changed:
+            tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
         return assemble_model(type(self.source), config, tensors, self.source)
 
     def _convert(self, fields: Mapping[str, Any]) -> None:
@@ -319,9 +295,8 @@ class ConvertedAttentions:
         fits, self._batches = result.attentions, result.batches or self._batches
         tensors = compute_converted_tensors(plan, reader, fits)
         converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
-        self._store_attentions(
-            converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
-        )
+        errors = {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
+        self._store_attentions(converted, errors)
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative output error of the attention modules that differ from the base model.
@@ -329,11 +304,8 @@ class ConvertedAttentions:
         The errors were measured on the held-out calibration examples. Returns None if any error is unknown.
         """
         keys = self._attention_keys(self.config(fields))
-        errors = [self._errors.get(key) for key, source_key in keys if key != source_key]
-        known = [error for error in errors if error is not None]
-        if len(known) < len(errors):
-            return None
-        return sum(known) / len(known) if known else 0.0
+        errors: Any = [self._errors.get(key) for key, source_key in keys if key != source_key]
+        return None if None in errors else sum(errors) / max(len(errors), 1)
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
         """Return whether all attention modules of the variant are already stored, so that no conversion is needed."""
@@ -372,9 +344,8 @@ class ConvertedAttentions:
 
     def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         """Store the attention modules of a model that are not stored yet, with their errors {path: error}."""
-        parameters = {
-            name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
-        }
+        named = model.base_model.named_parameters(remove_duplicate=False)
+        parameters = {name: parameter.detach() for name, parameter in named}
         for site, path, _ in model.named_attention_modules():
             key, shared = self._attention_key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
             if key not in self._tensors:
@@ -490,9 +461,7 @@ def measure_frontier(
         calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
         held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
-        length: The number of tokens in the decoder's cache, or in the text that an encoder reads.
-        source_length: The number of tokens that the encoder of an encoder-decoder reads. Defaults to `length`, or to
-            all positions for audio.
+        length, source_length: See `Frontier`. `source_length` defaults to `length`, or to all positions for audio.
         seed: The random seed for the conversions.
         known: Rows from an interrupted call with the same arguments, with the base model first.
         on_row: A function that is called after each row with the current frontier and the number of variants left.
@@ -502,8 +471,7 @@ def measure_frontier(
 
     Example:
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
-        >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration,
-        held_out).find_smallest_variant(loss=0.05)
+        >>> frontier = measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out)
     """
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
@@ -513,12 +481,13 @@ def measure_frontier(
         text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    calibrated_on = _describe_calibration(attentions.calibration, seed)
-    header = (checkpoint, type(source).__name__, text.measure, len(losses), calibrated_on)
+    settings = _describe_calibration(attentions.calibration, seed)
+    header = (checkpoint, type(source).__name__, text.measure, len(losses), settings)
     _check_loss(losses, checkpoint, known)
     measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
     remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
-    order = _sort_by_changes(remaining, source)
+    # Variants with many changes come first because later ones can reuse their modules.
+    order = sorted(remaining, key=lambda fields: -sum(n != source.config.hidden_size for n in fields.values()))
     rows, conversions = [*known] or [measurer.row(source, {}, 0.0)], 0
     report = on_row or (lambda frontier, left: None)
     report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
@@ -534,16 +503,11 @@ def measure_frontier(
     return frontier
 
 
-def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
-    """Sort options by decreasing number of changes, because later options can reuse modules of earlier ones."""
-    width = source.config.hidden_size
-    return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
-
-
 def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
     """Return the calibration settings for the report."""
-    settings = {"count": len(calibration.examples), "fit_steps": calibration.get_fit_option("fit_steps")}
-    return settings | {
+    return {
+        "count": len(calibration.examples),
+        "fit_steps": calibration.get_fit_option("fit_steps"),
         "targets": calibration.target_texts is not None,
         "max_length": calibration.length,
         "seed": seed,
@@ -552,11 +516,10 @@ def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]
 
 def _limit_lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return `length` and `source_length`, limited to the model's number of positions."""
-    positions = max_input_length(config)
-    limit = sys.maxsize if positions is None else positions
+    limit = max_input_length(config) or sys.maxsize
     if calibration.audio is not None:  # an audio encoder always reads all positions
-        return min(length, limit), config.max_source_positions if source_length is None else source_length
-    return min(length, limit), min(length if source_length is None else source_length, limit)
+        return min(length, limit), source_length or config.max_source_positions
+    return min(length, limit), min(source_length or length, limit)
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
@@ -644,7 +607,7 @@ def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
         better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
         return any((other.size, other.loss_above) != (row.size, row.loss_above) for other in better)
 
-    return [FrontierRow(**vars(row) | {"on_frontier": not is_dominated(row)}) for row in rows]
+    return [replace(row, on_frontier=not is_dominated(row)) for row in rows]
 
 
 def _make_timer(
@@ -655,14 +618,12 @@ def _make_timer(
     The model and the base model are timed alternately, so that other load on the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
-    positions, read = max_input_length(source.config), source_length if decodes else length
-    read = read if positions is None else min(read, positions)
+    read = min(source_length if decodes else length, max_input_length(source.config) or sys.maxsize)
     source_milliseconds = [row.milliseconds for row in known[:1]]
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
-        work = make_timed_function(
-            _disable_early_stopping(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None
-        )
+        decoding = (TIMED_TOKENS, 1) if decodes else None
+        work = make_timed_function(_disable_early_stopping(model), TIMED_BATCH, read, decoding)
 
         def milliseconds() -> float:
             first, end = time_run(work, str(model.device))
@@ -773,16 +734,13 @@ class FrontierFile:
         Raises:
             OSError: If the file cannot be written. In this case, the previous file stays unchanged.
         """
-        self._write(frontier.to_dict() | {UNFINISHED: {"variants_left": left, "call": self._call}})
+        self.finish(frontier.to_dict() | {UNFINISHED: {"variants_left": left, "call": self._call}})
 
-    def finish(self, results: Mapping[str, Any]) -> None:
+    def finish(self, content: Mapping[str, Any]) -> None:
         """Write the results of the finished call.
 
         Raises:
             OSError: See `save`.
         """
-        self._write(results)
-
-    def _write(self, content: Mapping[str, Any]) -> None:
         make_folders(self.path.parent)
         atomic_write(self.path, json.dumps(content, indent=2) + "\n")

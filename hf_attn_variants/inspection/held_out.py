@@ -65,7 +65,7 @@ class HeldOutText:
     measure: str
     batches: list[ModelInputs]
     source: list[list[torch.Tensor]] = field(default_factory=list)
-    encoder: nn.Module | None = None
+    encoder: Any = None
     is_multi_label: bool = False
 
     @torch.inference_mode()
@@ -135,17 +135,14 @@ class HeldOutText:
         """Return whether the encoder of a model has the same tensors and fields as the base model's encoder."""
         if self.encoder is None:
             return False
-        encoders = self.encoder, model.get_encoder()
-        if encoders[0] is encoders[1]:
-            return True
-        addresses = [{name: tensor.data_ptr() for name, tensor in part.named_parameters()} for part in encoders]
-        fields = [_list_encoder_fields(encoder.config) for encoder in encoders]
-        return addresses[0] == addresses[1] and fields[0] == fields[1]
-
-
-def _list_encoder_fields(config: Any) -> set[tuple[str, str]]:
-    """Return the names and values of a configuration's encoder fields."""
-    return {(name, str(value)) for name, value in config.to_dict().items() if name.startswith("encoder_")}
+        contents = [
+            (
+                {name: tensor.data_ptr() for name, tensor in encoder.named_parameters()},
+                {name: value for name, value in encoder.config.to_dict().items() if name.startswith("encoder_")},
+            )
+            for encoder in (self.encoder, model.get_encoder())
+        ]
+        return contents[0] == contents[1]
 
 
 def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
@@ -174,9 +171,8 @@ def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration
             "words. Set it, or use a checkpoint with another head."
         )
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
-    chunks: Any = [
-        order[start : start + text.resolved_batch_size] for start in range(0, len(order), text.resolved_batch_size)
-    ]
+    size = text.resolved_batch_size
+    chunks: Any = [order[start : start + size] for start in range(0, len(order), size)]
     if measure == "targets" and text.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
     held = HeldOutText(

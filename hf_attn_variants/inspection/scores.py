@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,11 +58,10 @@ class Spread:
     seeds: tuple[int, ...]
 
     @classmethod
-    def from_scores(cls, by_seed: Mapping[int, float]) -> "Spread":
-        """Compute the mean and the standard deviation of {seed: score}."""
-        values = [*by_seed.values()]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
+    def from_scores(cls, by_seed: Mapping[int, float], mean: float) -> "Spread":
+        """Return the given mean with the standard deviation of {seed: score}."""
+        deviation = statistics.stdev(by_seed.values()) if len(by_seed) > 1 else None
+        return cls(mean, deviation, tuple(sorted(by_seed)))
 
 
 @dataclass
@@ -87,9 +86,7 @@ class ModelScores:
     def __post_init__(self) -> None:
         shared = set.intersection(*(set(scores) for scores in self.by_seed.values()))
         averages = {seed: statistics.fmean(scores[seed] for scores in self.by_seed.values()) for seed in shared}
-        mean = statistics.fmean(spread.mean for spread in self.tasks.values())
-        deviation = statistics.stdev(averages.values()) if len(averages) > 1 else None
-        self.average = Spread(mean, deviation, tuple(sorted(shared)))
+        self.average = Spread.from_scores(averages, statistics.fmean(task.mean for task in self.tasks.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, including the score for each seed."""
@@ -134,45 +131,37 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
     if not runs:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in [*left_out.items()][:3])
         raise ValueError(f"No folder contains results for a GLUE task ({reasons or 'no folder was passed'}).")
-    seen: dict[tuple[str, str, int], Path] = {}
-    for run in runs:
-        key = run.task, run.model, run.seed
-        if key in seen:
-            raise ValueError(
-                f"{seen[key]} and {run.folder} are both runs of {run.task} with the model {run.model} and seed "
-                f"{run.seed}. Pass only one of them."
-            )
-        seen[key] = run.folder
-    _check_dev_sets(runs)
-    _check_settings(runs)
+    _check_compatible(runs)
     return runs, left_out
 
 
-def _check_dev_sets(runs: Sequence[GlueRun]) -> None:
-    """Check that all runs on the same task have the same number of rows and the same metrics."""
-    firsts: dict[str, GlueRun] = {}
+def _check_compatible(runs: Sequence[GlueRun]) -> None:
+    """Check that runs on a task have the same dev set, and runs of a model on a task differ only in the seed."""
+    seen: dict[tuple[str, str, int], GlueRun] = {}
+    tasks: dict[str, GlueRun] = {}
+    models: dict[tuple[str, str], GlueRun] = {}
     for run in runs:
-        first = firsts.setdefault(run.task, run)
-        for what, one, other in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
-            if one != other:
+        if other := seen.get((run.task, run.model, run.seed)):
+            raise ValueError(
+                f"{other.folder} and {run.folder} are both runs of {run.task} with the model {run.model} and seed "
+                f"{run.seed}. Pass only one of them."
+            )
+        seen[run.task, run.model, run.seed] = run
+        first = tasks.setdefault(run.task, run)
+        for what, old, new in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
+            if old != new:
                 raise ValueError(
                     f"{first.folder} and {run.folder} are both runs of {run.task}, but their {what} differ "
-                    f"({_format_value(one)} and {_format_value(other)}). Evaluate both on the same dev set, or pass "
+                    f"({_format_value(old)} and {_format_value(new)}). Evaluate both on the same dev set, or pass "
                     "only one of them."
                 )
-
-
-def _check_settings(runs: Sequence[GlueRun]) -> None:
-    """Check that all runs of a model on the same task differ only in the seed."""
-    firsts: dict[tuple[str, str], GlueRun] = {}
-    for run in runs:
-        first = firsts.setdefault((run.task, run.model), run)
+        first = models.setdefault((run.task, run.model), run)
         for name in sorted(first.settings.keys() & run.settings.keys()):
-            one, other = first.settings[name], run.settings[name]
-            if one != other:
+            if first.settings[name] != run.settings[name]:
                 raise ValueError(
-                    f"{first.folder} and {run.folder} are not two seeds of one model: `{name}` is {one!r} in the "
-                    f"first and {other!r} in the second. Pass runs that differ only in the seed."
+                    f"{first.folder} and {run.folder} are not two seeds of one model: `{name}` is "
+                    f"{first.settings[name]!r} in the first and {run.settings[name]!r} in the second. Pass runs that "
+                    "differ only in the seed."
                 )
 
 
@@ -193,33 +182,24 @@ def _read_run(folder: Path) -> GlueRun | str:
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"it was evaluated only on the first {arguments['max_eval_samples']} rows of the dev set"
-    undefined = [name for name in _select_metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
-    if undefined:
+    names = _select_metrics(results, GLUE_METRICS[task])
+    if undefined := [name for name in names if results.get(name, 0) is None]:
         return f"{undefined[0]} is undefined, for example because all predictions are the same"
     if results.get("eval_loss", 0) is None:
         return "its dev loss is not a number, so training has failed"
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} must contain a model name and a seed. Run the training again.")
-    metrics = GLUE_METRICS[task]
-    score, names = _compute_score(results, metrics, folder), tuple(_select_metrics(results, metrics))
+    if missing := [name for name in names if not isinstance(results.get(name), int | float)]:
+        raise ValueError(
+            f"`{missing[0]}` in {folder / RESULTS_NAME} must be a number, got {results.get(missing[0])!r}. Run the "
+            "evaluation again."
+        )
+    score = statistics.fmean(results[name] for name in names)
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
-    return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
-
-
-def _compute_score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
-    """Return the score for a task, which is the mean of its metrics."""
-    values: list[float] = []
-    for name in _select_metrics(results, metrics):
-        value = results.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(
-                f"`{name}` in {folder / RESULTS_NAME} must be a number, got {value!r}. Run the evaluation again."
-            )
-        values.append(value)
-    return statistics.fmean(values)
+    return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), tuple(names), settings)
 
 
 def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
@@ -236,7 +216,7 @@ def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     scores = []
     for model, tasks in by_model.items():
         names = [name for name in GLUE_METRICS if name in tasks]
-        spreads = {name: Spread.from_scores(tasks[name]) for name in names}
+        spreads = {name: Spread.from_scores(tasks[name], statistics.fmean(tasks[name].values())) for name in names}
         missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))
@@ -278,26 +258,21 @@ def sentence_embeddings(
     Example:
         >>> embeddings = sentence_embeddings(model, tokenizer, ["A cat sleeps.", "A dog barks."])
     """
-    device = next(model.parameters()).device
+    device, config = next(model.parameters()).device, cast(Any, model.config)
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
-    embeddings: list[torch.Tensor | None] = [None] * len(sentences)
+    batches = [torch.empty(0, config.hidden_size)] if not sentences else []
     was_training = model.training
     model.eval()
     try:
         for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            texts = [sentences[i] for i in indices]
-            batch = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt").to(
-                device
-            )
-            pooled = mean_pooled(model(**batch).last_hidden_state.float(), batch["attention_mask"]).cpu()
-            for i, embedding in zip(indices, pooled, strict=True):
-                embeddings[i] = embedding
+            texts = [sentences[i] for i in order[start : start + batch_size]]
+            batch = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+            batch = batch.to(device)
+            states = model(**batch).last_hidden_state.float()
+            batches.append(mean_pooled(states, batch["attention_mask"]).cpu())
     finally:
         model.train(was_training)
-    complete: Any = embeddings  # no entry is None here
-    config: Any = model.config
-    return torch.stack(complete) if complete else torch.empty(0, config.hidden_size)
+    return torch.cat(batches)[torch.tensor(order, dtype=torch.long).argsort()]
 
 
 def cosine_similarities(

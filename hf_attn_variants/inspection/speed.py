@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,53 +98,15 @@ def time_run(run: Callable[[], Any], device: str) -> Times:
 
 
 def _synchronize(device: str) -> None:
-    """Wait until a CUDA device has finished all pending work."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until an accelerator has finished all pending work."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 # The sizes of the inputs and outputs that are compared.
 NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
 # The largest difference, relative to the largest output, that a different order of float32 additions can cause.
 MAX_RELATIVE_DIFFERENCE = 1e-4
-
-
-@torch.no_grad()
-def check_multi_head_outputs(ours: Any, upstream: Any, decodes: bool) -> None:
-    """Copy a Transformers model's weights to this package's multi-head model, and compare their outputs.
-
-    Args:
-        ours: The float32 model from this package.
-        upstream: The Transformers model, with the same shape and on the same device.
-        decodes: Whether to compare greedily decoded tokens. If False, the outputs for audio or for two texts (one of
-            them padded) are compared.
-
-    Raises:
-        ValueError: If the outputs differ.
-    """
-    ours.load_state_dict(upstream.state_dict())
-    names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
-    if decodes:
-        _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
-        return
-    inputs = _make_random_inputs(ours)
-    _compare(f"{names} have different outputs", _compute_output(ours, inputs), _compute_output(upstream, inputs))
-
-
-@torch.no_grad()
-def check_cached_decoding(models: Mapping[str, Any]) -> None:
-    """Check that each model decodes the same tokens with and without its cache.
-
-    Args:
-        models: {name: float32 encoder-decoder}.
-
-    Raises:
-        ValueError: If the tokens differ.
-    """
-    for name, model in models.items():
-        if supports_decoder_cache(model.config):
-            fault = f"{name} decodes differently with and without its cache"
-            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def _compare_decoded(
@@ -330,14 +291,12 @@ def measure_speed(
         batch_size: The number of texts per batch.
         length: The number of encoder output positions. Defaults to 128, or to the window of an audio encoder.
         max_new_tokens: The number of tokens to generate.
-        num_beams: The number of beams. 1 means greedy decoding. The reported tokens per second do not count each beam
-            separately.
+        num_beams: The number of beams (1 for greedy decoding). Tokens per second do not count each beam separately.
         rounds: The number of timings per variant.
         dtype, device: The dtype and the device ("cpu" or a CUDA device) of the models.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that generates text, a size does not fit it, or the outputs
-            of a variant are wrong.
+        ValueError: If the model does not generate text, a size does not fit it, or the outputs of a variant are wrong.
 
     Example:
         >>> from hf_attn_variants.inspection.costs import read_checkpoint_config
@@ -345,15 +304,12 @@ def measure_speed(
         >>> {row.name: row.speedup for row in table.rows}
     """
     check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
+        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
-    _check_device(device)
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
-        raise ValueError(
-            f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
-        )
+        raise ValueError(f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type}.")
     length = resolve_timed_length(length, current, auto_class)
     variants = build_checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
@@ -386,15 +342,21 @@ def build_checked_models(
     Raises:
         ValueError: If a variant does not fit the model or its outputs are wrong.
     """
+    _check_device(device)
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     model_class = variant_model_class(current.auto_classes[auto_class])
     field = kv_heads_field(model_class, current)
     rows = list(_iterate_head_and_latent_fields(config, current, field, kv_heads, talking_heads, latents))
     rows += _list_window_and_kernel_fields(field, windows, kernels)
-    contestants = dict(_iterate_contestants(config, current, auto_class, model_class, rows))
-    models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
-    return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
+    models: dict[str, tuple[dict[str, Any], Any]] = {}
+    if config["model_type"] != type(current).model_type:
+        models["transformers"] = {}, prepare_for_timing(make_upstream_model(config, auto_class), device)
+    for fields in rows:
+        variant = variant_config(config, **fields)
+        models[variant_name(variant, field)] = fields, prepare_for_timing(model_class(variant), device)
+    check_outputs(models, lambda: prepare_for_timing(model_class(current), device), "Seq2Seq" in auto_class)
+    return {name: (fields, model.to(getattr(torch, dtype))) for name, (fields, model) in models.items()}
 
 
 def select_timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
@@ -467,14 +429,10 @@ def get_round_order(names: Sequence[str], number: int) -> list[str]:
 def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
     """Time all variants and return {name: times in each round}."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
-    for number in progress_bar(
-        range(-1, rounds), desc="timing", unit="round", leave=False
-    ):  # round -1 is a warm-up round
+    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):
         for name in get_round_order(list(runs), number):
-            run_time = time_run(runs[name], device)
-            if number >= 0:
-                times[name].append(run_time)
-    return times
+            times[name].append(time_run(runs[name], device))
+    return {name: rounds[1:] for name, rounds in times.items()}  # the first round is a warm-up round
 
 
 def resolve_timed_length(requested: int | None, config: Any, auto_class: str) -> int:
@@ -499,19 +457,12 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
 
 
 def _check_device(device: str) -> None:
-    """Check that a device is a CPU or an available CUDA device.
-
-    Raises:
-        ValueError: If the device is not available or has another type.
-    """
+    """Check that a device is available, which raises `ValueError` otherwise."""
     try:
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"`device` must be a CPU or an available CUDA device, got {device!r} ({str(error).splitlines()[0]})."
-        ) from error
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be an available device, got {device!r} ({reason}).") from error
 
 
 def _iterate_head_and_latent_fields(
@@ -532,50 +483,42 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
         ValueError: If a hybrid is requested without a window.
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
-    for kernel in kernels:
-        if get_kernel_class(kernel).needs_window and not windows:
-            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
     rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
-        by_size = sizes if get_kernel_class(kernel).needs_window else [{}]
-        rows += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
+        if (needs_window := get_kernel_class(kernel).needs_window) and not windows:
+            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
+        rows += [{f"{prefix}attention_kernel": kernel, **size} for size in (sizes if needs_window else [{}])]
     return rows
 
 
-def _iterate_contestants(
-    config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
-) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Yield each variant's name, its fields, and a function that creates the model, with the baseline first."""
-    if config["model_type"] != type(current).model_type:
-        yield "transformers", ({}, lambda: make_upstream_model(config, auto_class))
-    field = kv_heads_field(model_class, current)
-    for fields in rows:
-        variant = variant_config(config, **fields)
-        yield variant_name(variant, field), (fields, partial(model_class, variant))
-
-
-def _make_checked_models(
-    contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
-) -> dict[str, Any]:
-    """Create the models and check their outputs in float32.
+@torch.no_grad()
+def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[], Any], decodes: bool) -> None:
+    """Check that "transformers" equals this package's multi-head model, and decoding with and without the cache.
 
     Args:
-        contestants: The items of `_iterate_contestants`.
+        models: {name: (fields, float32 model)}.
         multi_head: Function that creates this package's equivalent of the Transformers model.
-        decodes: Whether the models are encoder-decoders that decode.
-        dtype: The dtype of the returned models.
-        device: The device of the models.
+        decodes: Whether the models are encoder-decoders that decode. If False, the outputs for audio or for two texts
+            (one of them padded) are compared.
 
     Raises:
         ValueError: If the outputs of a model are wrong.
     """
-    models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
     if "transformers" in models:
-        check_multi_head_outputs(prepare_for_timing(multi_head(), device), models["transformers"], decodes)
-    if decodes:
-        check_cached_decoding({name: model for name, model in models.items() if name != "transformers"})
-    return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
+        ours, upstream = multi_head(), models["transformers"][1]
+        ours.load_state_dict(upstream.state_dict())
+        names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
+        if decodes:
+            _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
+        else:
+            inputs = _make_random_inputs(ours)
+            outputs = (_compute_output(model, inputs) for model in (ours, upstream))
+            _compare(f"{names} have different outputs", *outputs)
+    for name, (_, model) in models.items():
+        if decodes and name != "transformers" and supports_decoder_cache(model.config):
+            fault = f"{name} decodes differently with and without its cache"
+            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:

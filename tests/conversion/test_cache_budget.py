@@ -110,15 +110,14 @@ def test_budget_keeps_latents_of_the_source(source):
     "options, message",
     [
         ({"kv_cache_bytes": (0, 5)}, "`kv_cache_bytes`"),
-        ({"kv_cache_bytes": 64}, "`kv_cache_bytes`"),
         ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "combined with `kv_lora_rank`"),
         (
             {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
             "combined with `num_key",
         ),
         ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "`num_key_value_heads`"),
-        ({"kv_cache_bytes": (3, 64)}, "source token .*got 0"),
-        ({"kv_cache_bytes": (64, 7)}, "2 values per generated token .*got 1"),
+        ({"kv_cache_bytes": (3, 64)}, "at least 4 bytes per source token .*got 3 and 64"),
+        ({"kv_cache_bytes": (64, 7)}, "8 bytes per generated token .*got 64 and 7"),
         ({"kv_cache_bytes": (9999, 9999)}, "got 9999 and 9999"),
     ],
     ids=str,

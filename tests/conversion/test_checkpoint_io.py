@@ -138,7 +138,7 @@ def test_truncated_file_error_names_the_file(tmp_path, cut):
     save_file({"a": torch.ones(100)}, tmp_path / FILE)
     content = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(content[:cut])
-    with pytest.raises(OSError, match=r"model\.safetensors is truncated"):
+    with pytest.raises(OSError, match=r"model\.safetensors is truncated or not a safetensors file"):
         open_checkpoint(tmp_path)
 
 
@@ -147,23 +147,27 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "content",
     [
-        (raw_safetensors(b"not json"), "corrupt header"),
-        (raw_safetensors([1]), "corrupt header"),
-        (raw_safetensors({"a": 1}), "corrupt header"),
-        (raw_safetensors({"a": entry(offsets=(0, 4))}, bytes(4)), "corrupt header.*4 bytes for F32"),
-        (raw_safetensors({"a": entry(offsets=(4, 12))}, bytes(12)), "corrupt header.*expected to start at 0"),
-        (raw_safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "corrupt header.*start at 8"),
-        (raw_safetensors({"a": entry(shape=(-2,))}, bytes(8)), "corrupt header"),
-        (raw_safetensors({"a": entry(offsets=(0,))}, bytes(8)), "corrupt header"),
-        (raw_safetensors({"a": entry()}, bytes(9)), "described in its header"),
-        (b"\xff" * 64, "not a safetensors file"),
+        raw_safetensors(b"not json"),
+        raw_safetensors({"a": 1}),
+        raw_safetensors({"a": entry(offsets=(0, 4))}, bytes(4)),
+        raw_safetensors({"a": entry(offsets=(4, 12))}, bytes(12)),
+        raw_safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
+        raw_safetensors({"a": entry(shape=(-2,))}, bytes(8)),
+        raw_safetensors({"a": entry()}, bytes(9)),
+        b"\xff" * 64,
     ],
 )
-def test_corrupt_file_error_names_the_file(tmp_path, content, message):
+def test_corrupt_file_error_names_the_file(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
+    with pytest.raises(OSError, match=r"model\.safetensors is truncated or not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_unsupported_dtype_raises_an_error(tmp_path):
+    (tmp_path / FILE).write_bytes(raw_safetensors({"a": entry("F4", (2,), (0, 1))}, bytes(1)))
+    with pytest.raises(ValueError, match=r"'a' .* must have a dtype that PyTorch supports, got F4"):
         open_checkpoint(tmp_path)
 
 
@@ -210,10 +214,10 @@ def test_pickle_with_code_is_not_executed(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content, message", [([1], "got list"), ({"a": 3}, "'a' in .* must be a tensor, got int")])
-def test_pickle_of_another_object_raises_an_error(tmp_path, content, message):
+@pytest.mark.parametrize("content", [[1], {"a": 3}])
+def test_pickle_of_another_object_raises_an_error(tmp_path, content):
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="must contain only a model's `state_dict`"):
         open_checkpoint(tmp_path, allow_pickle=True)
 
 

@@ -14,7 +14,6 @@ from transformers import (
     M2M100Config,
     M2M100ForConditionalGeneration,
     T5Config,
-    T5EncoderModel,
     T5Model,
 )
 
@@ -41,20 +40,15 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
     with torch.no_grad():
         outputs = [item(**batch)[0] for item in (model, ours, averaged)]
     assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
-    with pytest.raises(ValueError, match="`target_texts`"):
-        convert(model, 2, calibration=calibration(target_texts=text.texts))
 
 
 @pytest.mark.thorough
 def test_encoder_decoder_without_a_head_needs_targets():
     for model in (BartModel(BART), T5Model(T5)):
-        with pytest.raises(ValueError, match=r"`target_texts` is required"):
+        with pytest.raises(ValueError, match=r"`target_texts` .* is required"):
             convert(model, 2, calibration=calibration())
         converted = convert(model, 2, calibration=calibration(target_texts=calibration().texts))
         assert converted.config.num_key_value_heads == 2
-    with pytest.raises(ValueError, match=r"`target_texts` is not supported"):
-        options = {"encoder_num_key_value_heads": 2, "calibration": calibration(target_texts=calibration().texts)}
-        convert(T5EncoderModel(T5), **options)
 
 
 def test_generated_targets_use_the_requested_language(tmp_path, monkeypatch):

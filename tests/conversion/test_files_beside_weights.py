@@ -274,5 +274,5 @@ def test_broken_link_error_names_the_link(make_source, tmp_path):
 
 def test_empty_source_name_raises_an_error(tmp_path, monkeypatch, make_source):
     monkeypatch.chdir(make_source())
-    with pytest.raises(FileNotFoundError, match="must not be empty"):
+    with pytest.raises(FileNotFoundError, match="There is no folder ''"):
         convert_checkpoint("", tmp_path / "out", 4)

@@ -168,8 +168,7 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
     "model, options, message",
     [
         (bert, {"keep_matching_layers": 0}, "`keep_matching_layers`"),
-        (bert, {"keep_matching_layers": True}, "`keep_matching_layers`"),
-        (bert, {"keep_matching_layers": 2}, r"\(2\), got 2"),
+        (bert, {"keep_matching_layers": 2}, "between 1 and 1, got 2"),
         (bert, {"keep_matching_layers": 1, "calibration": None}, "`keep_matching_layers`"),
         (bert, {"num_key_value_heads": None, "keep_matching_layers": 1}, "nothing to convert"),
         (

@@ -77,8 +77,7 @@ def test_fitted_passages_contain_no_held_out_text():
 
 
 def test_unsupported_passages_raise_an_error():
-    with pytest.raises(ValueError, match="`passages`"):
-        convert_model(t5(), 2, calibration=calibration(passages=True))
+
     with pytest.raises(ValueError, match="`passages`"):
         calibration(passages=True, target_texts=text())
 

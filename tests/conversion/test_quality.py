@@ -295,7 +295,7 @@ def test_score_error_is_a_share_of_the_variance():
     assert float(result.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
     assert text == "the error of its scores is 28.6% of the variance of the original's"
-    assert "same score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
+    assert "the same score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
 
 
 def test_confidence_bounds_equal_reference_values():

@@ -32,7 +32,6 @@ IMPOSSIBLE = [
     ({"num_kv_heads": 4}, "`num_kv_heads`"),
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype`"),
     ({}, "`num_key_value_heads`"),
-    ({"attention_window": 4}, "`attention_window`"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),
     ({"talking_heads": "both", "num_softmax_heads": 24}, "`talking_heads_init`"),
     ({"talking_heads": "weights", "num_value_heads": 6, "talking_heads_init": "random"}, "`num_value_heads`"),

@@ -86,7 +86,6 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     ("head", "fields", "message"),
     [
         (HEAD, {"cross_talking_heads_init": "random"}, "`cross_talking_heads_init`"),
-        (HEAD, {"cross_talking_heads": "none"}, "`cross_talking_heads`"),
         (
             HEAD,
             {"cross_talking_heads": "weights", "cross_talking_heads_init": "random", "cross_num_value_heads": 6},
@@ -107,7 +106,6 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
             {"cross_kv_lora_rank": 8, "cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]},
             "`cross_kv_lora_rank`",
         ),
-        ("T5EncoderModel", {"cross_talking_heads": "both"}, "`cross_talking_heads`"),
     ],
 )
 def test_invalid_places_raise_before_any_work(head, fields, message, tmp_path):

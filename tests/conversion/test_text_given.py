@@ -112,9 +112,9 @@ def test_calibration_accepts_all_text_types(encoder, tmp_path):
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(encoder).get_vocab()
 
 
-@pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
+@pytest.mark.parametrize("given", [[1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], b"text"])
 def test_other_text_types_raise_a_type_error(encoder, given):
-    with pytest.raises(TypeError, match=r"list of texts|`texts`.*strings"):
+    with pytest.raises(TypeError, match=r"`texts`.*strings"):
         convert(encoder, 4, calibration=given)
 
 
@@ -128,7 +128,7 @@ def test_in_memory_model_without_a_tokenizer_raises_before_copying(encoder, tmp_
 
 
 def test_missing_text_file_raises_an_error(encoder):
-    with pytest.raises(FileNotFoundError, match="'one sentence' does not exist"):
+    with pytest.raises(FileNotFoundError, match="one sentence"):
         convert(encoder, 4, calibration="one sentence")
 
 
@@ -149,13 +149,6 @@ def test_method_options_are_checked_per_method(encoder, tmp_path):
         with pytest.raises(ValueError, match=f"--{name} cannot be combined with --method mean"):
             run("--method", "mean", f"--{name}", lines if name == "calibration_file" else 8)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("size", ["1", "0", "-1"])
-def test_invalid_line_count_raises_before_reading(size):
-    flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
-    with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 2, got {size}"):
-        command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
 def test_convert_command_reads_lines_targets_and_tables(tmp_path):
@@ -188,7 +181,7 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
             [file, lines, *columns],
             r"--calibration_columns\) is only supported for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
-        ([file, lines, *target], r"--calibration_target_column\) is only supported for tables, not for .*a.txt"),
+        ([file, lines, *target], r"--calibration_target_column\) is not supported for .*a.txt"),
         ([file, table, "--calibration_target_file", targets], "`target_file`"),
         ([file, table, *columns, "de"], "must contain one or two columns, got 3"),
         (

@@ -10,6 +10,7 @@ The fitting and held-out batches from `make_batches` are used for individual att
 are used to measure the quality of the whole model.
 """
 
+import itertools
 import logging
 import math
 import string
@@ -65,20 +66,13 @@ def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mappi
         name = "decoder_attention_mask" if stack == "decoder" else "attention_mask"
         masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
         known = [mask for mask in masks if mask is not None]
-        if len(known) < len(masks):
-            continue  # Audio has no mask because each file fills a window of many positions.
         tokens, examples = sum(int(mask.sum()) for mask in known), sum(map(len, known))
-        if tokens < min_tokens:
+        # Audio has no mask because each file fills a window of many positions.
+        if len(known) == len(masks) and tokens < min_tokens:
             logger.warning(
-                "Calibrating the %s requires at least %d tokens (%d for each of the %d hidden-state elements), got %d "
-                "tokens in %d examples. The model may lose quality on other text. Provide about %d such examples.",
-                stack,
-                min_tokens,
-                TOKENS_PER_DIMENSION,
-                width,
-                tokens,
-                examples,
-                -(-min_tokens * examples // max(1, tokens)),
+                f"Calibrating the {stack} requires at least {min_tokens} tokens ({TOKENS_PER_DIMENSION} for each of "
+                f"the {width} hidden-state elements), got {tokens} tokens in {examples} examples. The model may lose "
+                f"quality on other text. Provide about {-(-min_tokens * examples // max(1, tokens))} such examples."
             )
 
 
@@ -102,13 +96,13 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if len(tokens) < MIN_CHECKED_TOKENS:
         return
     share = sum(token == unknown for token in tokens) / len(tokens)
+    message = (
+        f"{share:.0%} of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
+    )
     if share > MAX_UNKNOWN_SHARE:
-        raise ValueError(
-            f"{share:.0%} of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
-        )
+        raise ValueError(message)
     if share > WARN_UNKNOWN_SHARE:
-        message = "%.0f %% of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
-        logger.warning(message, 100 * share)
+        logger.warning(message)
     _check_language(tokenizer, [word for text in joined for word in text.split()])
 
 
@@ -124,10 +118,8 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
     pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
-            "The tokenizer splits words in the calibration texts into %.1f tokens on average, compared with less than "
-            "%.1f in its own language. Check that the texts are in the model's language.",
-            pieces,
-            MAX_TOKENS_PER_WORD,
+            f"The tokenizer splits words in the calibration texts into {pieces:.1f} tokens on average, compared with "
+            f"less than {MAX_TOKENS_PER_WORD:.1f} in its own language. Check that the texts are in this language."
         )
 
 
@@ -146,11 +138,9 @@ def check_source_loss(loss: float | None, vocabulary: int) -> None:
     """Warn if the original model's loss, in nats per token, is more than half of that of a random guess."""
     if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
         logger.warning(
-            "The original model has a loss of %.1f nats per token on the calibration data, compared with a random "
-            "guess among its %d tokens at %.1f. Check that the texts are typical of the model's inputs.",
-            loss,
-            vocabulary,
-            math.log(vocabulary),
+            f"The original model has a loss of {loss:.1f} nats per token on the calibration data, compared with a "
+            f"random guess among its {vocabulary} tokens at {math.log(vocabulary):.1f}. Check that the texts are "
+            "typical of the model's inputs."
         )
 
 
@@ -200,15 +190,9 @@ def should_join_passages(
 ) -> bool:
     """Return whether to join half of the calibration texts with the texts that follow them.
 
-    Raises:
-        ValueError: if `passages` is True and the model is an encoder-decoder.
+    The texts of encoder-decoders are not joined because the decoder would need targets for the passages.
     """
     has_both = get_decoder_input(model_class, config) is not DecoderInput.NOTHING
-    if calibration.passages and has_both:
-        raise ValueError(
-            f"`passages` is not supported for {model_class.__name__} because its decoder would need targets for the "
-            "passages. Remove it."
-        )
     return calibration.supports_passages and not has_both and calibration.passages is not False
 
 
@@ -257,18 +241,18 @@ def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> C
         return calibration
     counts = list(map(len, tokenize_texts(config, tokenizer, calibration.texts, UNLIMITED)[0]))
     if calibration.target_texts is not None:
-        targets = tokenizer(text_target=list(calibration.target_texts), truncation=True, max_length=UNLIMITED)
-        counts = [max(count, len(ids)) for count, ids in zip(counts, targets["input_ids"], strict=True)]
+        targets = _tokenize_targets(tokenizer, calibration.target_texts, UNLIMITED)
+        counts = [max(count, len(ids)) for count, ids in zip(counts, targets, strict=True)]
     limit: Any = max_input_length(config) or getattr(tokenizer, "model_max_length", UNLIMITED)
     whole = min(max(counts), limit if limit < UNLIMITED else LONGEST)
     length: int = whole if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
     if share:
         reason = "--max_length" if length < whole else "the model's maximum"
-        message = (
-            "%.1f %% of the calibration examples are truncated to %d tokens (%s). The longest example has %d tokens."
+        logger.warning(
+            f"{100 * share:.1f} % of the calibration examples are truncated to {length} tokens ({reason}). The "
+            f"longest example has {max(counts)} tokens."
         )
-        logger.warning(message, 100 * share, length, reason, max(counts))
     return replace(calibration, whole_length=whole, cut_share=share)
 
 
@@ -305,10 +289,8 @@ def make_batches(
 
 def _truncate_to_token_limit(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Return the leading examples that have at most `limit` tokens in total, but at least one example."""
-    total, count = 0, 0
-    while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= limit):
-        total, count = total + len(encoded[rows[count]]), count + 1
-    return rows[:count]
+    totals = itertools.accumulate(len(encoded[row]) for row in rows)
+    return rows[: max(1, sum(total <= limit for total in totals))]
 
 
 def make_untruncated_batches(
@@ -330,8 +312,7 @@ def make_untruncated_batches(
     encoded, segments = tokenize_texts(model.config, tokenizer, texts, length)
     targets = None
     if calibration.target_texts is not None:
-        target_texts = [calibration.target_texts[row] for row in rows]
-        targets = tokenizer(text_target=target_texts, truncation=True, max_length=length)["input_ids"]
+        targets = _tokenize_targets(tokenizer, [calibration.target_texts[row] for row in rows], length)
     split: ExampleSplit = ([], list(range(len(rows))))
     chunks = group_by_length(calibration, list(map(len, encoded)), split, MEASURED_BATCH_TOKENS)
     return [_make_batch(model, tokenizer, chunk, (encoded, segments, targets), None) for _, chunk in chunks]
@@ -357,17 +338,14 @@ def group_by_length(
     Returns:
         For each batch, its part (0 for fitting, 1 for held out) and the indices of its examples.
     """
-    chunks = []
+    chunks: list[tuple[int, list[int]]] = []
     for part, rows in enumerate(split):
-        chunk: list[int] = []
-        for row in sorted(rows, key=lambda i: (lengths[i], i)):
-            if chunk and (
-                len(chunk) == calibration.resolved_batch_size or (len(chunk) + 1) * lengths[row] > max_tokens
-            ):
-                chunks.append((part, chunk))
-                chunk = []
-            chunk.append(row)
-        chunks += [(part, chunk)] if chunk else []
+        for number, row in enumerate(sorted(rows, key=lambda i: (lengths[i], i))):
+            chunk = chunks[-1][1] if number else []
+            is_full = len(chunk) == calibration.resolved_batch_size or (len(chunk) + 1) * lengths[row] > max_tokens
+            if not chunk or is_full:
+                chunks.append((part, []))
+            chunks[-1][1].append(row)
     return chunks
 
 
@@ -405,8 +383,8 @@ def make_next_token_labels(
     """
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
-    prompt = sorted(_get_prompt_tokens(generation)) if generation is not None else []
-    return labels.masked_fill(torch.isin(labels, torch.tensor(prompt, dtype=ids.dtype, device=ids.device)), IGNORED)
+    prompt = torch.tensor(sorted(_get_prompt_tokens(generation)), dtype=ids.dtype, device=ids.device)
+    return labels.masked_fill(torch.isin(labels, prompt), IGNORED)
 
 
 def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
@@ -470,6 +448,12 @@ def tokenize_texts(
     return encoded, segments
 
 
+def _tokenize_targets(tokenizer: Any, targets: Sequence[str], length: int) -> list[list[int]]:
+    """Tokenize and truncate target texts, and return their token ids."""
+    ids: list[list[int]] = tokenizer(text_target=list(targets), truncation=True, max_length=length)["input_ids"]
+    return ids
+
+
 def _tokenize_examples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, split: ExampleSplit
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
@@ -491,8 +475,7 @@ def _tokenize_examples(
                     segments[rows[i]] = types[0]
     targets = None
     if calibration.target_texts is not None:
-        limit = {"truncation": True, "max_length": calibration.length}
-        targets = tokenizer(text_target=list(calibration.target_texts), **limit)["input_ids"]
+        targets = _tokenize_targets(tokenizer, calibration.target_texts, calibration.length)
     longest = max(map(len, [*encoded, *(targets or [])]))
     if positions is not None and longest > positions:
         raise ValueError(
@@ -501,11 +484,9 @@ def _tokenize_examples(
         )
     if positions is not None and longest * SHORT_TEXT_FACTOR < positions:
         logger.warning(
-            "The longest calibration example has %d tokens, but the model can read up to %d. The model may lose "
-            "quality on longer text. Provide longer examples or the lines of whole documents, or increase "
-            "--max_length.",
-            longest,
-            positions,
+            f"The longest calibration example has {longest} tokens, but the model can read up to {positions}. The "
+            "model may lose quality on longer text. Provide longer examples or the lines of whole documents, or "
+            "increase --max_length."
         )
     tokens = sum(map(len, encoded))
     if tokens < MIN_TOKENS:
@@ -517,33 +498,22 @@ def _tokenize_examples(
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Check that target texts are set if the decoder needs them, and not set if the decoder does not read them.
-
-    Raises:
-        ValueError: if targets are missing or not supported.
-    """
+    """Check that target texts are set if the decoder needs them, which raises `ValueError` otherwise."""
     reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
-            f"`target_texts` is required for {name} because it cannot generate targets. Use "
-            "--calibration_target_file on the command line."
-        )
-    if calibration.target_texts is not None and reads in (DecoderInput.SOURCE, DecoderInput.NOTHING):
-        raise ValueError(
-            f"`target_texts` is not supported for {name}, whose decoder does not read targets. Remove it."
+            f"`target_texts` (--calibration_target_file) is required for {name} because it cannot generate targets."
         )
 
 
-def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
+def generate_targets(model: Any, batch: Batch, length: int) -> Batch:
     """Generate greedily from a batch of texts, and return the decoder inputs that predict this output."""
-    device, positions = next(model.parameters()).device, max_input_length(model.config)
-    length = (
-        length if positions is None else min(length, positions - 1)
-    )  # one position is reserved for the start token
-    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    positions = max_input_length(model.config)
+    if positions is not None:
+        length = min(length, positions - 1)  # one position is reserved for the start token
+    on_device: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
-        generate: Any = model.generate
-        generated = generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
     return make_decoder_arguments(generated, model.config.pad_token_id)
 
 

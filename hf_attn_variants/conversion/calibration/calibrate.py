@@ -14,7 +14,7 @@ Each module is fitted independently of the others because it is given the inputs
 model. Each pass over the batches records the inputs of as many modules as fit into memory (`recording.group_modules`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,6 @@ import torch
 from transformers import GenerationConfig
 
 from ...model_properties import DecoderInput, get_decoder_input, set_languages
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_interactive, progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import (
@@ -85,7 +84,8 @@ def calibrate(
     """
     if not should_calibrate(plan, calibration):
         return CalibrationResult({})
-    with _open_calibration_run(plan, reader, source, calibration, batches) as run:
+    run = CalibrationRun(plan, reader, source, calibration, batches)
+    with run.convert_errors():
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
         return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.settings())
@@ -107,11 +107,9 @@ def measure_latent_forms(
     Raises:
         ValueError: See `calibrate`.
     """
-    with _open_calibration_run(plan, reader, source, calibration) as run:
-        return [
-            compute_latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
-            for calls in run.record_calls(modules)
-        ]
+    run = CalibrationRun(plan, reader, source, calibration)
+    with run.convert_errors():
+        return [calls.compute_latent_forms(calls.tensors) for calls in run.record_calls(modules)]
 
 
 def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
@@ -119,14 +117,9 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
 
     Raises:
         ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
-            decoder with cross-attention), or if it has no effect because the conversion only adds talking heads.
+            decoder with cross-attention).
     """
     if not plan.reduced_modules:
-        if any(module.projections for module in plan.modules):
-            raise ValueError(
-                "`calibration` is only supported for fewer key/value heads, a latent or a kernel. Talking heads do "
-                "not need it. Remove it."
-            )
         return False
     if plan.reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
@@ -141,75 +134,17 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
     return True
 
 
-@contextmanager
-def _open_calibration_run(
-    plan: ConversionPlan,
-    reader: TensorSource,
-    source: SourceLoader,
-    calibration: Calibration,
-    batches: Batches | None = None,
-) -> Iterator["CalibrationRun"]:
-    """Load the original model, make its batches, and yield a `CalibrationRun`.
-
-    Linear algebra errors within this context are converted to a `ValueError` that names the attention module. Takes
-    the same arguments as `calibrate`.
-    """
-    model, processor = source(plan)
-    processor = calibration.processor or processor
-    device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.eval().to(device)
-    calibration = add_text_lengths(calibration, processor, plan.config)
-    if batches is None:
-        batches = _make_batches(plan, model, processor, calibration)
-        config: Any = plan.config
-        check_token_count(
-            [module.site.get_stack_name(config) for module in plan.reduced_modules], config.hidden_size, batches[0]
-        )
-    run = CalibrationRun(plan, reader, model, processor, calibration, batches)
-    try:
-        yield run
-    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on this text are not
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The attention module {run.current_name!r} cannot be fitted because its outputs on the calibration data "
-            f"are too large or not finite ({reason}). Check the checkpoint's weights, or convert with method "
-            '"mean" (--method mean).'
-        ) from error
-
-
-def _make_batches(
-    plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration
-) -> Batches:
-    """Return the calibration batches, and set the model's generation settings to greedy decoding."""
-    is_audio = calibration.audio is not None
-    if not is_audio and get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
-        # The model's own generation settings, such as beams or penalties, are not used, except for the first token.
-        begin = model.generation_config.forced_bos_token_id
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.generation_config.forced_bos_token_id = begin
-        start = set_languages(processor, model.config, calibration.source_lang, calibration.target_lang)
-        if start is not None:
-            start.apply_to(model)
-    make: Callable[..., Batches] = make_audio_batches if is_audio else make_batches
-    return make(model, processor, calibration, _make_held_out_generator(plan))
-
-
-def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
-    """Create the random number generator that selects the held-out examples."""
-    return make_seeded_generator(plan.seed, "held-out texts")
-
-
 class AttentionCalls(NamedTuple):
     """An original attention module with its recorded inputs, which are the latents if the module has a latent."""
 
     module: AttentionModule
+    heads: HeadCounts
     tensors: AttentionTensors
     layer: LayerContext
 
-    @property
-    def heads(self) -> HeadCounts:
-        """The head counts before and after the conversion."""
-        return self.module.heads
+    def compute_latent_forms(self, tensors: AttentionTensors) -> LatentForms:
+        """Compute the quadratic forms of these projections on the recorded inputs."""
+        return compute_latent_forms(tensors, self.heads, self.layer.inputs, self.layer.generator)
 
 
 class CalibrationRun:
@@ -219,19 +154,59 @@ class CalibrationRun:
         self,
         plan: ConversionPlan,
         reader: TensorSource,
-        model: AttnVariantModelMixin,
-        processor: Any,
+        source: SourceLoader,
         calibration: Calibration,
-        batches: Batches,
+        batches: Batches | None = None,
     ):
-        self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
+        """Load the original model and make its batches. Takes the same arguments as `calibrate`."""
+        model, processor = source(plan)
+        self._processor = calibration.processor or processor
+        self._model = model.eval().to(calibration.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._plan, self._reader = plan, reader
         self._method = cast(CalibratedMethod, plan.method)  # ensured by `resolve_method`
-        self.calibration, self.batches = calibration, batches
+        self.calibration = add_text_lengths(calibration, self._processor, plan.config)
         self.current_name = plan.reduced_modules[0].name  # for error messages
         # The new heads and quadratic forms of modules that share a latent, by module, and the latents by tensor name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
+        self.batches = batches or self._make_batches()
+        if batches is None:
+            stacks = [module.site.get_stack_name(plan.config) for module in plan.reduced_modules]
+            check_token_count(stacks, plan.config.hidden_size, self.batches[0])
+
+    def _make_batches(self) -> Batches:
+        """Return the calibration batches, and set the model's generation settings to greedy decoding."""
+        model, calibration = self._model, self.calibration
+        is_audio = calibration.audio is not None
+        if not is_audio and get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
+            # The model's own generation settings (beams, penalties) are not used, except for the first token.
+            begin = model.generation_config.forced_bos_token_id
+            model.generation_config = GenerationConfig.from_model_config(model.config)
+            model.generation_config.forced_bos_token_id = begin
+            start = set_languages(self._processor, model.config, calibration.source_lang, calibration.target_lang)
+            if start is not None:
+                start.apply_to(model)
+        make: Any = make_audio_batches if is_audio else make_batches
+        batches: Batches = make(model, self._processor, calibration, self._make_held_out_generator())
+        return batches
+
+    def _make_held_out_generator(self) -> torch.Generator:
+        """Create the random number generator that selects the held-out examples."""
+        return make_seeded_generator(self._plan.seed, "held-out texts")
+
+    @contextmanager
+    def convert_errors(self) -> Iterator[None]:
+        """Convert linear algebra errors to a `ValueError` that names the attention module."""
+        try:
+            yield
+        except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on this text are not
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"The attention module {self.current_name!r} cannot be fitted because its outputs on the calibration "
+                f"data are too large or not finite ({reason}). Check the checkpoint's weights, or convert with method "
+                '"mean" (--method mean).'
+            ) from error
 
     def settings(self) -> dict[str, Any]:
         """Return the calibration settings for the report."""
@@ -243,7 +218,7 @@ class CalibrationRun:
         """Compute the original model's outputs on the untruncated held-out examples."""
         batches = self.batches[1]
         if self.calibration.audio is None:
-            generator = _make_held_out_generator(self._plan)
+            generator = self._make_held_out_generator()
             batches = make_untruncated_batches(self._model, self._processor, self.calibration, generator)
         outputs = SourceOutputs(self._model, self._processor, self.calibration, batches)
         check_source_loss(outputs.loss, self._model.config.vocab_size)
@@ -256,11 +231,11 @@ class CalibrationRun:
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.kv_head_change == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = compute_latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            self._forms[name] = calls.compute_latent_forms(tensors)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = find_best_latent(forms, readers[0].heads.new_rank)
+            self._latents[latent] = find_best_latent(forms, readers[0].heads.rank[1])
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
         """Fit every module that changes, and return the new projections, {module name: projections}."""
@@ -272,7 +247,7 @@ class CalibrationRun:
             if calls.heads.latent_change == "compress":
                 tensors = self._convert_to_latent(calls, tensors)
             if calls.module.adds_kernel:
-                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.kernel[1], calls.heads)
                 tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
             converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
@@ -299,7 +274,7 @@ class CalibrationRun:
                     error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
                     layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
-                    yield AttentionCalls(module, tensors, layer)
+                    yield AttentionCalls(module, module.heads, tensors, layer)
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -315,12 +290,10 @@ class CalibrationRun:
     def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of a module after adding the new latent."""
         module, heads = calls.module, calls.heads
-        forms = self._forms.pop(module.name, None)
-        if forms is None:
-            forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
+        forms = self._forms.pop(module.name, None) or calls.compute_latent_forms(tensors)
         weight = self._latents.get(module.new_latent)
         if weight is None:
-            weight = find_best_latent([forms.key, forms.value], heads.new_rank)
+            weight = find_best_latent([forms.key, forms.value], heads.rank[1])
         latent = CalibratedLatent(weight, forms, module.site.shares_latent)
         return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
 

@@ -3,8 +3,7 @@
 import os
 import random
 import wave
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def read_audio_calibration(
         The calibration settings with the selected files.
 
     Raises:
-        OSError: if the folder does not exist.
         ValueError: if the folder contains too few files.
 
     Example:
@@ -59,23 +57,20 @@ def read_audio_calibration(
     >>> model = convert("openai/whisper-tiny", num_key_value_heads=2, calibration=calibration)
     ```
     """
-    size = AUDIO_CALIBRATION_SIZE if size is None else size
-    if size < MIN_TEXTS:
-        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise NotADirectoryError(
-            f"`folder` (--calibration_audio_dir) must be a folder, got {os.fspath(folder)!r:.200}. Check the path."
-        )
-    recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
+    paths = Path(folder).expanduser().rglob("*")
+    recordings = sorted(path for path in paths if path.suffix.lower() in AUDIO_FILES and path.is_file())
     if len(recordings) < MIN_TEXTS:
         raise ValueError(
             f"`folder` (--calibration_audio_dir) must contain at least {MIN_TEXTS} audio files "
-            f"({', '.join(AUDIO_FILES)}), got {len(recordings)} in {os.fspath(folder)}. Add more files."
+            f"({', '.join(AUDIO_FILES)}), got {len(recordings)} in {os.fspath(folder)!r:.200}. Check the path."
         )
-    if len(recordings) > size:
-        recordings = sorted(random.Random(seed).sample(recordings, size))
-    return Calibration(audio=recordings, **settings)
+    rows = _sample_rows(len(recordings), AUDIO_CALIBRATION_SIZE if size is None else size, seed)
+    return Calibration(audio=[recordings[i] for i in rows], **settings)
+
+
+def _sample_rows(count: int, size: int, seed: int) -> Sequence[int]:
+    """Return the sorted indices of at most `size` examples out of `count`, sampled at random."""
+    return range(count) if count <= size else sorted(random.Random(seed).sample(range(count), size))
 
 
 def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
@@ -170,8 +165,13 @@ def make_audio_batches(
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
         batches[part].append(make_audio_batch(model, [features[i] for i in rows], calibration.length, decodes))
-    _check_speech(batches, decodes)
     decoder_batches = [batch for part in batches for batch in part if decodes]
+    tokens = sum(int(batch["decoder_attention_mask"].sum()) for batch in decoder_batches)
+    if decodes and tokens < MIN_TOKENS:
+        raise ValueError(
+            f"The calibration audio must contain at least {MIN_TOKENS} tokens of speech, got {tokens} tokens in "
+            f"{len(features)} files. Provide more speech."
+        )
     transcripts = [row for batch in decoder_batches for row in get_generated_tokens(batch, model.generation_config)]
     check_audio(loudness, transcripts)
     return batches
@@ -214,8 +214,13 @@ def make_audio_batch(
     """
     batch = {"input_features": torch.stack(list(features))}
     if decodes:
-        with _record_encoder_outputs(model) as outputs:
+        outputs: list[torch.Tensor] = []
+        encoder: Any = model.get_encoder()
+        hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+        try:
             batch |= generate_transcripts(model, batch, max_length)
+        finally:
+            hook.remove()
         # The first call may only be used to detect the language. If a call processed only part of the batch, it is not
         # known which rows its outputs belong to.
         if outputs and all(len(states) == len(features) for states in outputs):
@@ -223,20 +228,8 @@ def make_audio_batch(
     return batch
 
 
-@contextmanager
-def _record_encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the encoder outputs within this context."""
-    outputs: list[torch.Tensor] = []
-    encoder: Any = model.get_encoder()
-    hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    try:
-        yield outputs
-    finally:
-        hook.remove()
-
-
 @torch.no_grad()
-def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
+def generate_transcripts(model: Any, batch: Batch, max_length: int) -> Batch:
     """Generate greedily from a batch of audio, and return the decoder inputs that predict this output."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
@@ -247,20 +240,8 @@ def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) 
     features = batch["input_features"].to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames], without padding
     with ignore_saved_length_limits(model):
-        generate: Any = model.generate
-        generated = generate(features, attention_mask=mask, **options)
+        generated = model.generate(features, attention_mask=mask, **options)
     return make_decoder_arguments(generated.sequences, model.generation_config.pad_token_id)
-
-
-def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
-    """Check that the recordings contain enough speech, based on the number of generated tokens."""
-    all_batches = [batch for part in batches for batch in part]
-    if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in all_batches)) < MIN_TOKENS:
-        files = sum(len(batch["input_features"]) for batch in all_batches)
-        raise ValueError(
-            f"The calibration audio must contain at least {MIN_TOKENS} tokens of speech, got {tokens} tokens in "
-            f"{files} files. Provide more speech."
-        )
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
@@ -272,25 +253,14 @@ def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibr
         seed: Random seed for selecting examples from a file or folder.
 
     Raises:
-        TypeError: if `calibration` has any other type.
-        ValueError, OSError: See `Calibration`, `read_calibration` and `read_audio_calibration`.
+        TypeError, ValueError, OSError: See `Calibration`, `read_calibration` and `read_audio_calibration`.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
     if isinstance(calibration, str | os.PathLike):
-        if not Path(calibration).expanduser().exists():
-            raise FileNotFoundError(
-                f"`calibration` must be the path of a file or folder, or a list of texts, but "
-                f"{os.fspath(calibration)!r:.200} does not exist. Check the path."
-            )
         is_folder = Path(calibration).expanduser().is_dir()
         return (read_audio_calibration if is_folder else read_calibration)(calibration, seed=seed)
-    if isinstance(calibration, Sequence) and not isinstance(calibration, bytes | bytearray):
-        return Calibration(calibration)
-    raise TypeError(
-        "`calibration` must be a list of texts or pairs of texts, the path of a text file, a table or a folder of "
-        f"audio files, or a `Calibration`, got {type(calibration).__name__}."
-    )
+    return Calibration(calibration)
 
 
 def read_calibration(
@@ -330,16 +300,10 @@ def read_calibration(
     >>> model = convert("google-t5/t5-small", num_key_value_heads=2, calibration=calibration)
     ```
     """
-    size = CALIBRATION_SIZE if size is None else size
-    if size < MIN_TEXTS:
-        raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
-    if isinstance(columns, str):
-        columns = [columns]
+    columns = [columns] if isinstance(columns, str) else columns
     texts, targets = _read_examples(path, columns, target_file, target_column)
-    if len(texts) > size:
-        rows = sorted(random.Random(seed).sample(range(len(texts)), size))
-        texts, targets = [texts[i] for i in rows], targets and [targets[i] for i in rows]
-    return Calibration(texts, targets, **settings)
+    rows = _sample_rows(len(texts), CALIBRATION_SIZE if size is None else size, seed)
+    return Calibration([texts[i] for i in rows], targets and [targets[i] for i in rows], **settings)
 
 
 def _read_examples(
@@ -352,21 +316,16 @@ def _read_examples(
     columns_name = "`columns` of `read_calibration` (--calibration_columns)"
     target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
     text_names = resolve_text_columns([path], columns, columns_name)
+    if (target_file if text_names else target_column) is not None:
+        right, wrong = ("target_column", "target_file")[:: 1 if text_names else -1]
+        raise ValueError(
+            f"`{wrong}` (--calibration_{wrong}) is not supported for {path}. Use `{right}` (--calibration_{right})."
+        )
     if text_names:
-        if target_file is not None:
-            raise ValueError(
-                "`target_file` (--calibration_target_file) is not supported for tables. Use `target_column` "
-                "(--calibration_target_column)."
-            )
         argument_names = columns_name + (f" and {target_name}" if target_column else "")
         rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], argument_names).texts
         texts = [row[: len(text_names)] if len(text_names) == 2 else row[0] for row in rows]
         return texts, [row[-1] for row in rows] if target_column else None
-    if target_column is not None:
-        raise ValueError(
-            f"`target_column` (--calibration_target_column) is only supported for tables, not for {path}. Use "
-            "`target_file` (--calibration_target_file)."
-        )
     if target_file is None:
         return read_lines([path]), None
     sources, targets = zip(*read_pairs(path, target_file).texts, strict=True)

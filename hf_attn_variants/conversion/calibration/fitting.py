@@ -12,7 +12,9 @@ new projection is one of
     sum y c^T (sum c c^T + k I)^-1                  shrunk towards zero, for modules that cannot be reproduced
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,31 +136,19 @@ class _WhitenedProjections:
         self._original = tensors
         contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
-        key_value_states = (batch.key_value_states[batch.get_key_mask()] for batch in inputs)
-        self._input_names = {
-            "query": "states",
-            "key": "key_value_states",
-            "value": "key_value_states",
-            "output": "context",
-        }
-        has_bias = tensors.value_bias is not None
-        # The matrices C^-1/2 and C^1/2 for each type of input.
+        key_value_states = [batch.key_value_states[batch.get_key_mask()] for batch in inputs]
+        key_value = _compute_roots(map(tensors.latent, key_value_states), tensors.value_bias is not None)
+        # The matrices C^-1/2 and C^1/2 for the input of each role.
         self._roots = {
-            "states": _compute_roots(states, tensors.query_bias is not None),
-            "context": _compute_roots(contexts, tensors.output_bias is not None),
+            "query": _compute_roots(states, tensors.query_bias is not None),
+            "key": key_value,
+            "value": key_value,
+            "output": _compute_roots(contexts, tensors.output_bias is not None),
         }
-        if tensors.latent_weight is None:
-            self._roots["key_value_states"] = _compute_roots(key_value_states, has_bias)
-        else:
-            self._input_names |= {"key": "latent", "value": "latent", "latent": "key_value_states"}
-            latents = (tensors.latent(batch.key_value_states[batch.get_key_mask()]) for batch in inputs)
-            self._roots |= {
-                "key_value_states": _compute_roots(key_value_states, False),
-                "latent": _compute_roots(latents, has_bias),
-            }
+        if tensors.latent_weight is not None:
+            self._roots["latent"] = _compute_roots(key_value_states, False)
         self._weights = {
-            role: (self._pad_joined(role) @ self._roots[name][1]).requires_grad_()
-            for role, name in self._input_names.items()
+            role: (self._pad_joined(role) @ root).requires_grad_() for role, (_, root) in self._roots.items()
         }
         # A kernel's learned tensors are not whitened because their inputs are heads.
         names = () if tensors.kernel is None else tensors.kernel.learned
@@ -167,30 +157,30 @@ class _WhitenedProjections:
 
     def tensors(self) -> AttentionTensors:
         """Return the projections in the original coordinates, with gradients."""
-        changed: dict[str, Any] = {"kernel_tensors": self._original.kernel_tensors | self._learned}
-        for role in self._input_names:
-            changed |= self._unwhiten(role)
-        return replace(self._original, **changed)
+        return replace(
+            self._original, **self._unwhiten(), kernel_tensors=self._original.kernel_tensors | self._learned
+        )
 
     @torch.no_grad()
     def detached_tensors(self) -> AttentionTensors:
         """Return copies of the projections in the original coordinates, without gradients."""
-        plain = {name: tensor for role in self._input_names for name, tensor in self._unwhiten(role).items()}
-        changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
+        changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in self._unwhiten().items()}
         learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
     def _pad_joined(self, role: str) -> torch.Tensor:
         """Return [W | b], padded with zeros if the input has a bias column but this role has no bias."""
         joined = self._original.join_weight_and_bias(role)
-        return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
+        return nn.functional.pad(joined, (0, self._roots[role][1].shape[0] - joined.shape[1]))
 
-    def _unwhiten(self, role: str) -> dict[str, torch.Tensor]:
-        """Return a role's weight and bias in the original coordinates, {field: tensor}."""
-        plain = self._weights[role] @ self._roots[self._input_names[role]][0].T
-        return self._original.split_weight_and_bias(
-            role, plain[:, : self._original.join_weight_and_bias(role).shape[1]]
-        )
+    def _unwhiten(self) -> dict[str, Any]:
+        """Return all weights and biases in the original coordinates, {field: tensor}."""
+        changed: dict[str, Any] = {}
+        for role, (inverse_root, _) in self._roots.items():
+            size = self._original.join_weight_and_bias(role).shape[1]
+            plain = (self._weights[role] @ inverse_root.T)[:, :size]
+            changed |= self._original.split_weight_and_bias(role, plain)
+        return changed
 
 
 def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,17 +188,12 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
     moment: Any = 0.0
     count = 0
     for part in rows:
-        part = _append_bias_input(part) if with_bias else part
+        part = nn.functional.pad(part, (0, 1), value=1.0) if with_bias else part  # the input for the bias is 1
         moment, count, dtype = moment + (part.T @ part).double(), count + part.shape[0], part.dtype
     moment = moment / count
     moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-30))
     values, vectors = torch.linalg.eigh(moment)
     return (vectors * values.rsqrt()).to(dtype), (vectors * values.sqrt()).to(dtype)
-
-
-def _append_bias_input(states: torch.Tensor) -> torch.Tensor:
-    """Append a column of ones to the states, as the input for the bias."""
-    return nn.functional.pad(states, (0, 1), value=1.0)
 
 
 def _root_mean_square(tensor: torch.Tensor) -> float:
@@ -238,7 +223,7 @@ def refit_output_projection(
     folds = _compute_folds(tensors, heads, inputs, targets)
     if len(folds) < 2:
         return tensors
-    all_moments = _sum_moments(folds)
+    all_moments = functools.reduce(operator.add, folds)
     has_bias = tensors.output_bias is not None
     errors: dict[Any, float] = {(None, 0): sum(float(fold.energy[0]) for fold in folds)}
     for fold in folds:
@@ -258,7 +243,7 @@ def iterate_output_refits(
 
     Takes the same arguments as `refit_output_projection`.
     """
-    moments = _sum_moments(_compute_folds(tensors, heads, inputs, targets))
+    moments = functools.reduce(operator.add, _compute_folds(tensors, heads, inputs, targets))
     regression = _RidgeRegression(moments, tensors.output_bias is not None)
     for strength in REFIT_STRENGTHS:
         yield _replace_output_projection(tensors, regression, strength, 0)
@@ -344,14 +329,6 @@ def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torc
         (both.mT @ context).double(),
         both.double().square().sum((1, 2)),
     )
-
-
-def _sum_moments(folds: Sequence[_Moments]) -> _Moments:
-    """Return the total moments over all folds."""
-    total = folds[0]
-    for fold in folds[1:]:
-        total = total + fold
-    return total
 
 
 class _RidgeRegression:

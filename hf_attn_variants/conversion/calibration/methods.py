@@ -36,6 +36,7 @@ to weight keys against values, or layers that read the same encoder outputs agai
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -86,11 +87,9 @@ def compute_latent_forms(
         generator: Random number generator for the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
-    key, value = projections = [
-        _repeat_for_query_heads(weight, heads)
-        for weight in (tensors.key_weight, tensors.value_weight)  # [h, d, D]
-    ]
-    output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
+    weights = tensors.key_weight, tensors.value_weight
+    key, value = projections = [_repeat_for_query_heads(weight, heads) for weight in weights]  # [h, d, D]
+    output = _split_output_heads(tensors, heads)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
     # The weight of each head in the sum S over all heads.
     shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(projections, products, strict=True)]
@@ -115,10 +114,8 @@ def compute_latent_forms(
             correction = correction + correction.T - queries * torch.outer(center[head], center[head])
             moments[1] -= shares[1][head] * correction
             energies[1] -= (value[head] @ correction @ value[head].T * products[1][head]).sum()
-    grams = [
-        torch.einsum("hdi,hdj->ij", weight, metric @ weight)
-        for weight, metric in zip(projections, products, strict=True)
-    ]
+    pairs = zip(projections, products, strict=True)
+    grams = [torch.einsum("hdi,hdj->ij", weight, metric @ weight) for weight, metric in pairs]
     energies = [total / queries for total in energies]
     key_form, value_form = map(_make_form, grams, moments, energies)
     return LatentForms(key_form, value_form, value_input_means)
@@ -207,12 +204,14 @@ class Aligned(CalibratedMethod):
         moments = compute_head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
-        rotate_queries = partial(_rotate_and_average, rotations=key_rotations, new_heads=heads.query)
-        rotate_keys = partial(_rotate_and_average, rotations=key_rotations, new_heads=len(groups))
-        rotate_values = partial(_rotate_and_average, rotations=value_rotations, new_heads=len(groups))
-        changed: dict[str, Any] = tensors.apply_to_role("query", rotate_queries)
-        changed |= tensors.apply_to_role("key", rotate_keys)
-        changed |= tensors.apply_to_role("value", rotate_values)
+        changed: dict[str, Any] = {}
+        for role, rotations, new_heads in (
+            ("query", key_rotations, heads.query),
+            ("key", key_rotations, len(groups)),
+            ("value", value_rotations, len(groups)),
+        ):
+            rotate = partial(_rotate_and_average, rotations=rotations, new_heads=new_heads)
+            changed |= tensors.apply_to_role(role, rotate)
         output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
         output = torch.einsum("ohe,hde->ohd", output, value_rotations).flatten(1).to(tensors.output_weight.dtype)
         return replace(tensors, **changed, output_weight=output)
@@ -223,9 +222,7 @@ def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_h
     heads, head_dim = rotations.shape[:2]
     repeated = repeat_heads(projection, projection.shape[0] // head_dim, heads)
     rotated = torch.einsum("hde,he...->hd...", rotations, split_heads(repeated.double(), heads))  # [h, d, ...]
-    if new_heads != heads:
-        rotated = rotated.unflatten(0, (new_heads, -1)).mean(1)
-    return join_heads(rotated).to(projection.dtype)
+    return join_heads(rotated.unflatten(0, (new_heads, -1)).mean(1)).to(projection.dtype)
 
 
 def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -373,9 +370,8 @@ def _share_keys(
         queries: Second-moment matrices of the queries, [h, d, d].
         keys: Second-moment matrix of the stacked keys in each group, [g*d, g*d].
     """
-    query, key = (
-        _repeat_for_query_heads(tensors.join_weight_and_bias(role), heads) for role in ("query", "key")
-    )  # [h, d, D + 1]
+    joined = map(tensors.join_weight_and_bias, ("query", "key"))
+    query, key = (_repeat_for_query_heads(weight, heads) for weight in joined)  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
@@ -387,8 +383,9 @@ def _share_keys(
         scale = _compute_balance(refitted, shared)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
-    new_query, new_key = torch.cat(new["query"]), torch.cat(new["key"])
-    changed = tensors.split_weight_and_bias("query", new_query) | tensors.split_weight_and_bias("key", new_key)
+    changed: dict[str, torch.Tensor] = {}
+    for role, parts in new.items():
+        changed |= tensors.split_weight_and_bias(role, torch.cat(parts))
     return _replace_tensors(tensors, changed, {"kept_key_energy": energies})
 
 
@@ -404,7 +401,7 @@ def _share_values(
         moments: The second moments, measured on text.
     """
     value = _repeat_for_query_heads(tensors.join_weight_and_bias("value"), heads)  # [h, d, D + 1]
-    output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
+    output = _split_output_heads(tensors, heads)
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
     for group, value_moments in zip(groups, moments.values, strict=True):
@@ -416,9 +413,8 @@ def _share_values(
         scale = _compute_balance(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
-    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.split_weight_and_bias(
-        "value", torch.cat(new["value"])
-    )
+    changed = tensors.split_weight_and_bias("value", torch.cat(new["value"]))
+    changed["output_weight"] = torch.cat(new["output"]).T
     return _replace_tensors(tensors, changed, {"kept_value_energy": energies})
 
 
@@ -465,6 +461,11 @@ def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torc
     """Repeat the heads of a projection [k*d, ...], and return one head per query head, [h, d, ...], in float64."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
+
+
+def _split_output_heads(tensors: AttentionTensors, heads: HeadCounts) -> torch.Tensor:
+    """Return the output projection of each query head, [h, D, d], in float64."""
+    return tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)
 
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -633,8 +634,7 @@ def find_best_groups(
     if count == 1 or count == len(units):
         return get_consecutive_groups(heads.query, count)
     if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
-        message = "Grouping consecutive heads because the search for groups of %d heads of size %d would need %.0f GB."
-        logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9)
+        logger.warning(f"Grouping consecutive heads because the search would need {needed_bytes / 1e9:.0f} GB.")
         return get_consecutive_groups(heads.query, count)
     loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
 
@@ -649,8 +649,7 @@ def find_best_groups(
     ]
     best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
     candidates = (best_by_pairs, get_consecutive_groups(len(units), count))
-    best = min(candidates, key=lambda groups: sum(map(loss, groups)))
-    best = _improve_by_swaps(best, loss)
+    best = _improve_by_swaps(min(candidates, key=lambda groups: sum(map(loss, groups))), loss)
     return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
 
 
@@ -664,28 +663,24 @@ def _make_sharing_loss(
     d = heads.head_dim
     all_heads = list(range(heads.query))
     queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
-    output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
+    output = _split_output_heads(tensors, heads)
     # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
     keys = _transform(keys, [matrix_square_root(moment) for moment in queries])
     metric = [matrix_square_root(weight.T @ weight) for weight in output]
     values = torch.stack([_transform(moment, metric) for moment in values])
     total_keys = keys.trace()
     total_values = sum(values[i, i * d : (i + 1) * d, i * d : (i + 1) * d].trace() for i in all_heads)
-    losses: dict[tuple[int, ...], float] = {}
 
-    def loss(group: Sequence[int]) -> float:
-        """Return the loss of a group. Losses are cached."""
-        group = tuple(sorted(group))
-        if group not in losses:
-            members = [head for unit in group for head in units[unit]]
-            rows = torch.cat([torch.arange(head * d, (head + 1) * d, device=keys.device) for head in members])
-            key_moment = keys[rows][:, rows]
-            value_moment = values[members].mean(0)[rows][:, rows]
-            lost = [torch.linalg.eigvalsh(moment)[:-d].sum() for moment in (key_moment, value_moment)]
-            losses[group] = float(lost[0] / total_keys + lost[1] / total_values)
-        return losses[group]
+    @functools.cache
+    def loss(group: tuple[int, ...]) -> float:
+        members = [head for unit in group for head in units[unit]]
+        rows = torch.cat([torch.arange(head * d, (head + 1) * d, device=keys.device) for head in members])
+        key_moment = keys[rows][:, rows]
+        value_moment = values[members].mean(0)[rows][:, rows]
+        lost = [torch.linalg.eigvalsh(moment)[:-d].sum() for moment in (key_moment, value_moment)]
+        return float(lost[0] / total_keys + lost[1] / total_values)
 
-    return loss
+    return lambda group: loss(tuple(sorted(group)))
 
 
 def _transform(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -705,8 +700,7 @@ def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[Attenti
 
 def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
     """Swap members between groups until no swap decreases the total loss."""
-    groups = [list(group) for group in groups]
-    improved = True
+    groups, improved = [list(group) for group in groups], True
     while improved:
         improved = False
         for a, b in itertools.combinations(range(len(groups)), 2):

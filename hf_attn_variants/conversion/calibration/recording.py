@@ -68,10 +68,8 @@ def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_hea
     """Return the queries [b, h, n, d], keys [b, k, m, d] and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
     latent = tensors.latent(inputs.key_value_states)
-    role_inputs = (("query", inputs.states), ("key", latent), ("value", latent))
-    return [
-        tensors.project(role, states).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, states in role_inputs
-    ]
+    states = {"query": inputs.states, "key": latent, "value": latent}
+    return [tensors.project(role, x).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, x in states.items()]
 
 
 def _get_attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
@@ -96,18 +94,12 @@ def record_inputs(
     """
     recorder = _Recorder(model, paths)
     arguments = with_known_encoder_outputs if recorder.only_needs_decoder() else without_known_encoder_outputs
-    implementation = model.config._attn_implementation
-    device = next(model.parameters()).device
-    with recorder.record():
-        model.set_attn_implementation(RECORDING)
-        try:
-            for batch in progress_bar(batches, desc="recording attention inputs", unit="batch", leave=False):
-                recorder.batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                with as_value_error(UNREADABLE), suppress(_AllRecorded):
-                    model.base_model(**arguments(recorder.batch))
-                recorder.end_batch()
-        finally:
-            model.set_attn_implementation(implementation)
+    with recorder.record(model):
+        for batch in progress_bar(batches, desc="recording attention inputs", unit="batch", leave=False):
+            recorder.batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            with as_value_error(UNREADABLE), suppress(_AllRecorded):
+                model.base_model(**arguments(recorder.batch))
+            recorder.end_batch()
     return recorder.calls
 
 
@@ -136,14 +128,16 @@ class _Recorder:
         return all(site.stack == "decoder" for _, site, _, _ in self._modules.values())
 
     @contextmanager
-    def record(self) -> Iterator[None]:
-        """Record all calls within this context."""
+    def record(self, model: AttnVariantModelMixin) -> Iterator[None]:
+        """Record all calls of the model within this context."""
         projections = [linear for _, _, *linears in self._modules.values() for linear in linears]
         hooks = [linear.register_forward_pre_hook(self._store_input) for linear in projections]
-        token = _RECORDER.set(self)
+        implementation, token = model.config._attn_implementation, _RECORDER.set(self)
+        model.set_attn_implementation(RECORDING)
         try:
             yield
         finally:
+            model.set_attn_implementation(implementation)
             _RECORDER.reset(token)
             for hook in hooks:
                 hook.remove()

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def make_source_loader_for_folder(
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         # float32 is used even if config.json has another dtype, because second moments overflow in half precision.
-        config = deepcopy(plan.source_config)
+        config = copy.deepcopy(plan.source_config)
         model = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
         if (generation := read_generation_config(plan, folder)) is not None:
             model.generation_config = generation
@@ -132,10 +131,8 @@ class SourceOutputs:
         self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
         name = type(model).__name__
-        self._is_tagger, self._is_multiple_choice = (
-            name.endswith("ForTokenClassification"),
-            name.endswith("ForMultipleChoice"),
-        )
+        self._is_tagger = name.endswith("ForTokenClassification")
+        self._is_multiple_choice = name.endswith("ForMultipleChoice")
         self._measure = _select_measure(model, self._logits_kind, self._generates)
         self._batches: Sequence[Batch] = batches
         self._targets: Sequence[Batch | None] = [None] * len(batches)
@@ -143,14 +140,13 @@ class SourceOutputs:
             # The generated outputs are compared, and the loss is computed for the targets if there are any.
             self._targets = batches if calibration.target_texts is not None else self._targets
             bar = progress_bar(batches, desc="generating held-out outputs", unit="batch", leave=False)
-            self._batches = [
-                _remove_decoder_inputs(batch) | generate_targets(model, _remove_decoder_inputs(batch), self._length)
-                for batch in bar
-            ]
+            inputs = (_remove_decoder_inputs(batch) for batch in bar)
+            self._batches = [batch | generate_targets(model, batch, self._length) for batch in inputs]
         if self._measure == "loss":
-            labelled = _add_labels(model, processor, batches)
-            self._measure = "embeddings" if labelled is None else self._measure
-            self._batches = batches if labelled is None else labelled
+            if (labelled := _add_labels(model, processor, batches)) is None:
+                self._measure = "embeddings"
+            else:
+                self._batches = labelled
         try:
             self._source_outputs = self._compute_outputs(model, is_source=True)
         except ValueError:
@@ -188,21 +184,19 @@ class SourceOutputs:
         is_finite = math.isfinite(value)
         before, after = self.loss, _compute_loss(outputs)
         losses = None if before is None or after is None else (before, after)
+        generated = [part.get("tokens", []) for part in (self._source_outputs, outputs)]
+        interval = compute_ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None
         return Quality(
             self._measure,
             value if is_finite else None,
             BOUNDS[self._measure],
             examples,
             losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
-            runaway=_count_runaway(self._source_outputs["tokens"], outputs["tokens"])
-            if self._measure == "tokens"
-            else 0,
+            runaway=_count_runaway(*generated),
             alike=alike,
             # A model that was not trained on this type of text cannot lose quality on it.
             unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
-            interval=compute_ratio_confidence_interval(amounts, counts, self._measure in SHARES)
-            if is_finite
-            else None,
+            interval=interval,
             is_rare=self._measure == "predictions" and self._get_common_prediction() is not None,
         )
 
@@ -235,12 +229,9 @@ class SourceOutputs:
         return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
 
     @contextmanager
-    def _use_generation_config(self, model: PreTrainedModel) -> Iterator[None]:
+    def _use_generation_config(self, model: Any) -> Iterator[None]:
         """Make a model use the original model's generation settings within this context."""
-        if self._generation is None:
-            yield
-            return
-        model_generation = model.generation_config
+        model_generation = getattr(model, "generation_config", None)
         model.generation_config = copy.deepcopy(self._generation)
         try:
             yield
@@ -251,22 +242,16 @@ class SourceOutputs:
     def _compute_outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, list[Any]]:
         """Return the outputs that are compared, {name: one item per example}."""
         outputs: dict[str, list[Any]] = {}
-        device = next(model.parameters()).device
-        for batch, targets in zip(
-            progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False),
-            self._targets,
-            strict=True,
-        ):
-            labels = batch.get("labels")
-            arguments = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+        prepare = with_known_encoder_outputs if is_source else without_known_encoder_outputs
+        bar = progress_bar(self._batches, desc="held-out examples", unit="batch", leave=False)
+        for batch, targets in zip(bar, self._targets, strict=True):
             arguments = {
-                name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in arguments.items()
+                name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+                for name, tensor in batch.items()
+                if name != "labels"
             }
-            arguments = (
-                with_known_encoder_outputs(arguments) if is_source else without_known_encoder_outputs(arguments)
-            )
-            for name, value in self._compute_batch(model, arguments, labels, is_source, targets).items():
+            labels = batch.get("labels")
+            for name, value in self._compute_batch(model, prepare(arguments), labels, is_source, targets).items():
                 outputs.setdefault(name, []).extend(value)
         return outputs
 
@@ -280,9 +265,9 @@ class SourceOutputs:
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
         generated = None if is_source or self._measure != "tokens" else self._generate(model, batch)
         # For audio, `_generate` has already run the encoder.
-        inputs = (
-            batch if generated is None else with_known_encoder_outputs(batch | _get_encoder_outputs(generated, model))
-        )
+        inputs: dict[str, Any] = batch
+        if generated is not None and ENCODER_OUTPUTS in generated:
+            inputs = with_known_encoder_outputs(batch | {ENCODER_OUTPUTS: generated[ENCODER_OUTPUTS].to(model.device)})
         if targets is not None:
             inputs = {name: tensor.to(model.device) for name, tensor in targets.items()}
         output = model(**inputs)
@@ -326,11 +311,6 @@ def _remove_decoder_inputs(batch: Batch) -> Batch:
     return {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
 
 
-def _get_encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
-    """Return the encoder outputs in a batch, moved to the model's device."""
-    return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
-
-
 def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
     """Select the measure (a key of `BOUNDS`) for a model."""
     if generates:
@@ -352,10 +332,8 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
     if getattr(model.config, "is_decoder", False):
-        return [
-            batch | {"labels": make_next_token_labels(batch["input_ids"], batch["attention_mask"])}
-            for batch in batches
-        ]
+        next_tokens = (make_next_token_labels(batch["input_ids"], batch["attention_mask"]) for batch in batches)
+        return [batch | {"labels": ids} for batch, ids in zip(batches, next_tokens, strict=True)]
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None or get_decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
         return None

@@ -22,16 +22,7 @@ from .tensor_files import CheckpointReader, TensorEntry, check_finite, get_safet
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 # Suffixes of the files from which a tokenizer can be loaded.
-_TOKENIZER_FILE_SUFFIXES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    ".model",
-    ".spm",
-    ".bpe",
-    ".vocab",
-)
+_TOKENIZER_FILE_SUFFIXES = tuple("tokenizer.json vocab.txt vocab.json merges.txt .model .spm .bpe .vocab".split())
 
 
 @contextmanager
@@ -89,11 +80,9 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
     Raises:
         OSError: if the folder contains no file from which a tokenizer can be loaded.
     """
-    folder = Path(source)
-    if folder.is_dir() and not any(
-        name.endswith((*_TOKENIZER_FILE_SUFFIXES, "config.json")) for name in _list_file_names(folder)
-    ):
-        raise _make_no_tokenizer_error(source, advice)
+    folder, suffixes = Path(source), (*_TOKENIZER_FILE_SUFFIXES, "config.json")
+    if folder.is_dir() and not any(name.endswith(suffixes) for name in _list_file_names(folder)):
+        raise FileNotFoundError(f"{source} has no tokenizer files{advice}")
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
@@ -109,23 +98,18 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     """
     if list_learned_tokens(tokenizer):
         return
-    folder = Path(os.path.expanduser(source))
-    if names := [name for name in _list_file_names(folder) if name.endswith(_TOKENIZER_FILE_SUFFIXES)]:
-        raise FileNotFoundError(
-            f"{os.fspath(source)} contains {', '.join(names)}, but AutoTokenizer loads an empty vocabulary because "
-            f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
-        )
-    raise _make_no_tokenizer_error(source, advice)
+    names = _list_file_names(Path(os.path.expanduser(source)))
+    if not (files := [name for name in names if name.endswith(_TOKENIZER_FILE_SUFFIXES)]):
+        raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
+    raise FileNotFoundError(
+        f"{os.fspath(source)} contains {', '.join(files)}, but AutoTokenizer loads an empty vocabulary because "
+        f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
+    )
 
 
 def _list_file_names(folder: Path) -> list[str]:
     """Return the sorted names of the files in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-
-
-def _make_no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundError:
-    """Return the error to raise for a folder without tokenizer files."""
-    return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
 def build_model_from_tensors(

@@ -10,7 +10,7 @@ folder or Hub id ──► resolve_source ──► check_files          links o
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,18 +38,7 @@ from ...model_folder import ADAPTER_FILES, describe_unfinished_model
 logger = logging.getLogger(__name__)
 
 # Patterns of file names that Transformers, PEFT and this package look for.
-LOADED = (
-    "*.json",
-    "*.safetensors",
-    "*.bin",
-    "*.model",
-    "*.spm",
-    "*.py",
-    "*.jinja",
-    "vocab.*",
-    "merges.txt",
-    CARD_NAME,
-)
+LOADED = (*"*.json *.safetensors *.bin *.model *.spm *.py *.jinja vocab.* merges.txt".split(), CARD_NAME)
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats are not copied because they contain the original heads.
@@ -86,7 +75,7 @@ def check_files(folder: Path) -> None:
     if advice := describe_unfinished_model(folder):
         raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
-        if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):
+        if not _matches(path.name, LOADED):
             continue
         if not path.exists():
             raise FileNotFoundError(f"{path} is a broken link. Repair or remove it.")
@@ -120,13 +109,17 @@ def check_no_adapter(name: str, files: list[str]) -> None:
     Raises:
         ValueError: if the files include an adapter.
     """
-    adapter_files = sorted(file for file in files if any(fnmatchcase(file, pattern) for pattern in ADAPTER_FILES))
-    if adapter_files:
+    if adapter_files := sorted(file for file in files if _matches(file, ADAPTER_FILES)):
         kind = "an adapter next to complete weights" if {*WEIGHTS} & {*files} else "only an adapter"
         raise ValueError(
             f"{name} must be a model without an adapter, got {kind} ({', '.join(adapter_files)}). Merge the adapter "
             "into its base model first (`merge_and_unload` in PEFT), or remove these files to ignore the adapter."
         )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a file name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_no_pickled_weights(name: str, files: list[str]) -> None:
@@ -155,15 +148,13 @@ def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
             considered a path if it starts with ".", "/" or "~", ends with "/", or contains more than one "/".
     """
     name = os.fspath(model_name_or_path)
-    if not name:
-        raise FileNotFoundError("The name of the checkpoint must not be empty. Pass a folder or a Hub id.")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         check_files(path)
         return path
-    if path.exists():
+    if name and path.exists():
         raise NotADirectoryError(f"{name!r} is a file. Pass the checkpoint folder {str(path.parent)!r}.")
-    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
+    if not name or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
         raise FileNotFoundError(f"There is no folder {name!r}, and it is not a Hub id. Check the path.")
     return None
 
@@ -208,17 +199,14 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
     from huggingface_hub import HfApi
 
     name = os.fspath(model_name_or_path)
-    folder, files = find_local_folder(name), None
-    if folder is None:
-        try:
-            files = HfApi().list_repo_files(name)
-        except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
-            folder = find_cached_folder(name)
-    if folder is not None:
-        check_complete_model(folder)
-    elif files is not None:
-        check_no_adapter(name, files)
-        check_no_pickled_weights(name, files)
+    folder = find_local_folder(name)
+    try:
+        files = os.listdir(folder) if folder is not None else HfApi().list_repo_files(name)
+    except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
+        folder = find_cached_folder(name)
+        files = [] if folder is None else os.listdir(folder)
+    check_no_adapter(str(folder or name), files)
+    check_no_pickled_weights(str(folder or name), files)
 
 
 def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
@@ -245,9 +233,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = load_json(path, "utf-8-sig")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} must contain `model_type`. Pass the folder of a Transformers checkpoint.")
-    architectures = config.get("architectures")
-    is_list = isinstance(architectures, list | None)
-    if not is_list or not all(isinstance(name, str) for name in architectures or ()):
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"`architectures` in {path} must be a list of class names, got {architectures!r}.")
     return config
 
@@ -292,7 +279,7 @@ def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = 
             path = (relative / file).as_posix()
             if path in read:
                 continue
-            is_result = relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES)
+            is_result = relative == Path(".") and _matches(file, RESULT_FILES)
             is_copied = not is_result and _should_copy_file(file, relative.as_posix() in modules, allow_pickle)
             if is_copied and not (folder / path).exists():
                 raise FileNotFoundError(f"{folder / path} is a broken link. Repair or remove it.")
@@ -310,10 +297,10 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
     auto_map = config.get("auto_map") or {}
     classes = [str(auto_map[auto]) for auto in auto_map if auto.startswith(MODEL_AUTO_CLASSES)]
     if others := [name for name in classes if CLASS_PREFIX not in name]:
-        message = (
-            "The checkpoint's remote code (%s) is not run. The checkpoint is converted as a %s model of Transformers."
+        logger.warning(
+            f"The checkpoint's remote code ({', '.join(others)}) is not run. The checkpoint is converted as a "
+            f"{config.get('model_type')} model of Transformers."
         )
-        logger.warning(message, ", ".join(others), config.get("model_type"))
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
@@ -349,15 +336,11 @@ def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
     """Return whether to copy a file, based on its name."""
     name = file.lower()
     # An adapter, even in a separate folder, does not match the new heads.
-    if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOG_PATTERNS)):
-        return False
-    if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
+    if _matches(name, (*ADAPTER_FILES, *LOG_PATTERNS)) or name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
         return in_module
-    if name.endswith(PICKLE_SUFFIXES):
-        return in_module and allow_pickle
-    return True
+    return not name.endswith(PICKLE_SUFFIXES) or (in_module and allow_pickle)
 
 
 def _should_skip_folder(name: str) -> bool:

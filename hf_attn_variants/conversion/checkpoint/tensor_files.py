@@ -2,10 +2,8 @@
 
 A reader holds at most one tensor, or one chunk of a tensor, in memory. A safetensors file consists of the length of
 the header (8 bytes, little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the data.
-`safetensors.safe_open` is not used for three reasons. First, it maps files into memory, so the process crashes
-(SIGBUS) if a file is truncated while it is read, and the mapped pages count as used memory. Second, its errors do not
-distinguish between files that are too short and files that are too long. Third, it can only read rows of a tensor, but
-packed dtypes must be read as byte ranges.
+`safetensors.safe_open` only checks the files. It does not read tensors because it maps files into memory. The process
+would crash (SIGBUS) if a file is truncated while it is read, and the mapped pages count as used memory.
 
 **Positions.** The number of positions in a checkpoint with learned position embeddings can be increased. "tiled"
 repeats the existing embeddings (arXiv 2004.05150, section 5). "interpolated" stretches them to the new number by
@@ -19,12 +17,13 @@ import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -54,7 +53,6 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CASTABLE = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 16 * 2**20
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 
 def get_safetensors_dtype(dtype: torch.dtype) -> str:
@@ -66,17 +64,6 @@ def get_safetensors_dtype(dtype: torch.dtype) -> str:
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"`dtype` must be a dtype that safetensors can store, got {dtype}.")
     return DTYPE_NAMES[dtype]
-
-
-def element_size(dtype: str) -> int:
-    """Return the size of one element of a dtype (safetensors name) in bytes.
-
-    Raises:
-        ValueError: if tensors of this dtype cannot be written.
-    """
-    if dtype not in TORCH_DTYPES:
-        raise ValueError(f"Tensors of dtype {dtype} cannot be written. Convert the original, unquantized model.")
-    return TORCH_DTYPES[dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -96,8 +83,13 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor in bytes. Raises `ValueError` if tensors of its dtype cannot be written."""
-        return self.numel * element_size(self.dtype)
+        """The size of the tensor in bytes."""
+        return self.numel * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """The size of one element in bytes."""
+        return TORCH_DTYPES[self.dtype].itemsize
 
     @property
     def is_floating(self) -> bool:
@@ -155,82 +147,71 @@ class CheckpointReader(ABC):
         self.folder, self.files, self.index_metadata = folder, files, index_metadata
         self.entries: dict[str, TensorEntry] = {}
 
+    def _add_entries(self, entries: Mapping[str, TensorEntry]) -> None:
+        """Add the tensors in a file, after checking that no other file contains a tensor of the same name."""
+        for name in entries.keys() & self.entries:
+            files = f"{self.entries[name].file} and {entries[name].file}"
+            raise ValueError(f"The tensor {name!r} is in both {files} of {self.folder}. Remove one.")
+        self.entries |= entries
+
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors (uint8 if PyTorch does not support the dtype)."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
+        """Yield the elements of one tensor as short flat tensors."""
 
     def __enter__(self) -> "CheckpointReader":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Close the files."""
+        return
 
 
 class SafetensorsReader(CheckpointReader):
     """Reads safetensors files. The constructor checks all headers and file sizes.
 
     Raises:
-        OSError: if a file is missing, or is shorter than stated in its header.
-        ValueError: if a header or an index is invalid.
+        OSError: if a file is missing, truncated or not a safetensors file.
+        ValueError: if PyTorch does not support the dtype of a tensor, or if two files contain the same tensor.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
         super().__init__(folder, files, index_metadata)
         self._data_starts: dict[str, int] = {}
-        self._handles: dict[str, BufferedReader] = {}
+        self._files = ExitStack()
         for file in files:
-            start, entries = _read_safetensors_header(folder / file)
-            self._data_starts[file] = start
-            for name, entry in entries.items():
-                if name in self.entries:
-                    raise ValueError(
-                        f"The tensor {name!r} is in both {self.entries[name].file} and {file} of {folder}. Remove one."
-                    )
-                self.entries[name] = entry
+            self._data_starts[file], entries = _read_safetensors_header(folder / file)
+            self._add_entries(entries)
+        self._handles = {file: self._files.enter_context(open(folder / file, "rb")) for file in files}
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
         entry = self.entries[name]
-        if entry.dtype not in TORCH_DTYPES:
-            raise ValueError(
-                f"{name!r} in {self.folder / entry.file} must have a dtype that PyTorch supports, got {entry.dtype}. "
-                "Convert the original, unquantized model."
-            )
-        elements = self._read_elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
-        return check_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
+        return self._read_elements(name, entry.begin, entry.end).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors (uint8 if PyTorch does not support the dtype)."""
+        """Yield the elements of one tensor as short flat tensors."""
         entry = self.entries[name]
-        dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
-            elements = self._read_elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
-            yield check_finite(elements, name, self.folder / entry.file)
+            yield self._read_elements(name, begin, min(begin + CHUNK_BYTES, entry.end))
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close the files."""
-        for handle in self._handles.values():
-            handle.close()
-        self._handles.clear()
+        self._files.close()
 
-    def _read_elements(self, entry: TensorEntry, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Read a byte range as a flat tensor."""
-        handle = self._handles.get(entry.file)
-        if handle is None:
-            handle = self._handles[entry.file] = open(self.folder / entry.file, "rb")
-        buffer = bytearray(end - begin)
+    def _read_elements(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Read a byte range of a tensor as a flat tensor, and check that it is finite."""
+        entry = self.entries[name]
+        path, dtype, buffer = self.folder / entry.file, TORCH_DTYPES[entry.dtype], bytearray(end - begin)
+        handle = self._handles[entry.file]
         handle.seek(self._data_starts[entry.file] + begin)
         if handle.readinto(buffer) != len(buffer):
-            raise OSError(f"{self.folder / entry.file} was truncated while it was being read. Run the command again.")
-        return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+            raise OSError(f"{path} was truncated while it was being read. Run the command again.")
+        elements = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+        return check_finite(elements, name, path)
 
 
 class PickleReader(CheckpointReader):
@@ -244,18 +225,14 @@ class PickleReader(CheckpointReader):
         super().__init__(folder, files, index_metadata)
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            for name, tensor in _load_pickle(folder / file).items():
-                if not isinstance(tensor, torch.Tensor):
-                    raise ValueError(
-                        f"{name!r} in {folder / file} must be a tensor, got {type(tensor).__name__}. Save only the "
-                        "model's `state_dict`."
-                    )
-                if name in self.entries:
-                    raise ValueError(
-                        f"The tensor {name!r} is in both {self.entries[name].file} and {file} of {folder}. Remove one."
-                    )
-                self.entries[name] = TensorEntry(file, get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
-                self._tensors[name] = tensor
+            tensors = _load_pickle(folder / file)
+            self._add_entries(
+                {
+                    name: TensorEntry(file, get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
+                    for name, tensor in tensors.items()
+                }
+            )
+            self._tensors |= tensors
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
@@ -266,10 +243,6 @@ class PickleReader(CheckpointReader):
         flat = self._tensors[name].contiguous().reshape(-1)
         for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
             yield check_finite(chunk, name, self.folder / self.entries[name].file)
-
-    def close(self) -> None:
-        """Release the tensors."""
-        self._tensors.clear()
 
 
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> CheckpointReader:
@@ -283,9 +256,9 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
         A reader for the tensors, which is also a context manager.
 
     Raises:
-        OSError: if the folder has no weights, or a file is missing or truncated.
-        ValueError: if a header or an index is invalid, or if the folder only contains pickle files, which are not
-            allowed by default.
+        OSError: if the folder has no weights, or a file is missing, truncated or not a safetensors file.
+        ValueError: if an index is invalid, or if the folder only contains pickle files, which are not allowed by
+            default.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_NAME).is_file():
@@ -332,72 +305,34 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
     """Return the offset of the data in a safetensors file, and its tensors sorted by their byte ranges.
 
     Raises:
-        OSError: if the file is truncated or is a git-lfs pointer.
-        ValueError: if the header is invalid or does not match the file size.
+        OSError: if the file is truncated, is a git-lfs pointer, or has an invalid header.
+        ValueError: if PyTorch does not support the dtype of a tensor.
     """
-    size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if length < 0:
-            raise OSError(f"{path} is truncated: {size} bytes are too few for a safetensors file. Download it again.")
-        if prefix.startswith(b"version "):
+        if prefix == b"version ":
             raise OSError(f"{path} is a git-lfs pointer instead of the file. Run `git lfs pull`.")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"{path} is not a safetensors file because its header would have {length} bytes. Download it again."
-            )
-        if 8 + length > size:
-            raise OSError(f"{path} is truncated inside its header ({size} bytes). Download it again.")
-        raw = file.read(length)
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        entries = {
-            name: TensorEntry(path.name, fields["dtype"], tuple(fields["shape"]), *fields["data_offsets"])
-            for name, fields in header.items()
-        }
-        entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
-        data_end = _check_byte_ranges(entries)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} has a corrupt header ({type(error).__name__}: {error}). Download it again."
-        ) from error
-    expected = 8 + length + data_end
-    if size < expected:
-        raise OSError(f"{path} is truncated to {size:,} of {expected:,} bytes. Download it again.")
-    if size > expected:
-        raise ValueError(
-            f"{path} has {size:,} bytes instead of the {expected:,} described in its header. Download it again."
-        )
-    return 8 + length, entries
-
-
-def _check_byte_ranges(entries: Mapping[str, TensorEntry]) -> int:
-    """Check that the byte ranges of all tensors are valid and contiguous, and return the end of the last range.
-
-    Raises:
-        ValueError: if a byte range is invalid, or if the ranges are not contiguous.
-    """
-    position = 0
+        try:
+            with safe_open(path, "pt"):  # checks the header, the byte ranges and the size of the file
+                length = struct.unpack("<Q", prefix)[0]
+        except SafetensorError as error:
+            raise OSError(f"{path} is truncated or not a safetensors file ({error}). Download it again.") from error
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    entries = {
+        name: TensorEntry(path.name, fields["dtype"], tuple(fields["shape"]), *fields["data_offsets"])
+        for name, fields in header.items()
+    }
     for name, entry in entries.items():
-        if type(entry.begin) is not int or type(entry.end) is not int:
+        if entry.dtype not in TORCH_DTYPES:
             raise ValueError(
-                f"the byte range of {name!r} is [{entry.begin!r:.40}, {entry.end!r:.40}), not two integers"
+                f"{name!r} in {path} must have a dtype that PyTorch supports, got {entry.dtype}. Convert the "
+                "original, unquantized model."
             )
-        if not isinstance(entry.dtype, str) or not all(type(n) is int and n >= 0 for n in entry.shape):
-            raise ValueError(f"{name!r} has dtype {entry.dtype!r} and shape {entry.shape!r}")
-        if entry.begin != position or entry.end < entry.begin:
-            raise ValueError(
-                f"the byte range of {name!r} is [{entry.begin}, {entry.end}), expected to start at {position}"
-            )
-        if entry.dtype in TORCH_DTYPES and entry.end - entry.begin != entry.nbytes:
-            raise ValueError(f"{name!r} has {entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
-        position = entry.end
-    return position
+    return 8 + length, dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
 
 
-def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Load a pickle file with `weights_only=True` and return its tensors, {name: tensor}."""
     try:
         try:
@@ -406,13 +341,10 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
             # Files written before PyTorch 1.6 are not zip archives and cannot be memory-mapped.
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read with weights_only=True: {reason}") from error
-    if not isinstance(tensors, Mapping):
-        raise ValueError(
-            f"{path} must contain a model's `state_dict`, got {type(tensors).__name__}. Save the `state_dict`."
-        )
-    return tensors
+        raise ValueError(f"{path} cannot be read with weights_only=True: {error}") from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ValueError(f"{path} must contain only a model's `state_dict`. Save the `state_dict`.")
+    return dict(tensors)
 
 
 class SafetensorsWriter:
@@ -443,9 +375,10 @@ class SafetensorsWriter:
         # As in the safetensors library, tensors with large elements are written first, so that each tensor is aligned
         # to its element size.
         position = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
-            begin, position = position, position + math.prod(shape) * element_size(dtype)
-            self._layout[name] = TensorEntry(path.name, dtype, tuple(shape), begin, position)
+        entries = {name: TensorEntry(path.name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+        for name, entry in sorted(entries.items(), key=lambda item: -item[1].itemsize):
+            self._layout[name] = replace(entry, begin=position, end=position + entry.nbytes)
+            position += entry.nbytes
         header = _make_header(self._layout, metadata or {})
         self._start = len(header)
         self._missing = set(self._layout)
@@ -456,7 +389,7 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor."""
         entry = self._layout[name]
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype):
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES[entry.dtype]:
             raise ValueError(
                 f"{name!r} in {self.path.name} must be {entry.dtype} {list(entry.shape)}, got {tensor.dtype} "
                 f"{list(tensor.shape)}."
@@ -546,28 +479,16 @@ class ExtendedPositionsReader(CheckpointReader):
         tensor = self.stored.read(name)
         if name != self.name:
             return tensor
-        first, others = tensor[: self.first], tensor[self.first :]
-        extend = _repeat_rows if self.extension == "tiled" else _interpolate_rows
-        return torch.cat([first, extend(others, self.positions - self.first)])
+        first, others, rows = tensor[: self.first], tensor[self.first :], self.positions - self.first
+        if self.extension == "tiled":
+            return torch.cat([first, others.repeat(-(-rows // len(others)), 1)[:rows]])
+        columns = others.float().T[None]  # [1, D, n]
+        stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
+        return torch.cat([first, stretched[0].T.to(others.dtype)])
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
         return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
-
-    def close(self) -> None:
-        """Do nothing because the caller closes the original reader."""
-
-
-def _repeat_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat the rows of a table [n, D] until it has `rows` rows."""
-    return table.repeat(-(-rows // table.shape[0]), 1)[:rows]
-
-
-def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Interpolate a table [n, D] linearly to `rows` rows, preserving the first and last rows."""
-    columns = table.float().T[None]  # [1, D, n]
-    stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
-    return stretched[0].T.contiguous().to(table.dtype)
 
 
 def extend_positions(
@@ -587,17 +508,13 @@ def extend_positions(
 
     Raises:
         ValueError: if the model does not have learned positions like BERT, if the number is not larger than before, if
-            the extension is unknown or set without a number, or if the kernel depends on the number of positions
-            (Linformer).
+            the extension is unknown, or if the kernel depends on the number of positions (Linformer).
     """
-    positions, extension = (fields.get(name) for name in POSITION_FIELDS)
-    if extension is not None and extension not in EXTENSIONS:
-        names = ", ".join(f'"{name}"' for name in EXTENSIONS)
-        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {names}, got {extension!r}.")
+    positions, extension = fields.get(POSITIONS_FIELD), fields.get(EXTENSION_FIELD) or EXTENSIONS[0]
     if positions is None:
-        if extension is not None:
-            raise ValueError(f"`{EXTENSION_FIELD}` {extension!r} has no effect without `{POSITIONS_FIELD}`. Set both.")
         return config, reader
+    if extension not in EXTENSIONS:
+        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {', '.join(EXTENSIONS)}, got {extension!r}.")
     tables = [name for name in reader.entries if name.endswith(POSITION_WEIGHT)]
     if len(tables) != 1:
         raise ValueError(
@@ -612,9 +529,7 @@ def extend_positions(
             f"`{POSITIONS_FIELD}` cannot be changed in a model with the kernel {kernel!r}, whose learned sums have "
             f"{old_positions} positions. Remove it."
         )
-    longer = ExtendedPositionsReader(
-        reader, tables[0], positions, _count_unused_positions(config), extension or EXTENSIONS[0]
-    )
+    longer = ExtendedPositionsReader(reader, tables[0], positions, _count_unused_positions(config), extension)
     return config | {POSITIONS_FIELD: positions}, longer
 
 
