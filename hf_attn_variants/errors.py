@@ -72,27 +72,27 @@ def run_script(main: Callable[[], Any]) -> int:
     try:
         main()
     except TerminatedError as error:
-        return _report_and_get_status(128 + signal.SIGTERM, str(error))
+        return _print_and_get_exit_status(128 + signal.SIGTERM, str(error))
     except KeyboardInterrupt as interrupt:
         # A terminal sends Ctrl-C to all launched processes. Only one of them prints the message.
-        return _report_and_get_status(
+        return _print_and_get_exit_status(
             128 + signal.SIGINT, (str(interrupt) or f"{INTERRUPTED}.") if is_first_process() else ""
         )
     except Exception as error:
         no_memory = is_out_of_memory(error)
         if _is_upstream_changed(error):
-            return _report_and_get_status(2, f"error: {error}")
+            return _print_and_get_exit_status(2, f"error: {error}")
         is_expected = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
         if not is_expected or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise
         message = " ".join(_get_original_message(error).split()) or type(error).__name__
         if no_memory:
             message = f"There is not enough memory ({message[:200]}). Use a smaller batch size or a smaller model."
-        return _report_and_get_status(getattr(error, "exit_status", 2), f"error: {message}")
-    return _report_and_get_status(0)
+        return _print_and_get_exit_status(getattr(error, "exit_status", 2), f"error: {message}")
+    return _print_and_get_exit_status(0)
 
 
-def _report_and_get_status(status: int, message: str = "") -> int:
+def _print_and_get_exit_status(status: int, message: str = "") -> int:
     """Flush stdout, print the message and return the exit status, which is not 0 if stdout cannot be written."""
     try:
         if sys.stdout is not None:

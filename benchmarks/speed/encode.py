@@ -25,7 +25,7 @@ from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import speed
 from hf_attn_variants.inspection.costs import check_sizes, read_checkpoint_config, variant_config
 from hf_attn_variants.inspection.speed import (
-    build_checked_models,
+    build_verified_models,
     make_timed_function,
     resolve_timed_length,
     select_timed_auto_class,
@@ -87,7 +87,7 @@ def measure_passes(
         batch_size: sequences at once.
         length: tokens of each, or positions of audio; None: 128, for a Whisper its window.
         rounds: timings of each variant, of which the median counts.
-        options: of `build_checked_models`, which chooses the variants.
+        options: of `build_verified_models`, which chooses the variants.
 
     Returns:
         The rows, the baseline first, with what they hold for, as JSON values.
@@ -99,7 +99,7 @@ def measure_passes(
     current = variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     length = resolve_timed_length(length, current, auto_class)
-    models = build_checked_models(config, **options)
+    models = build_verified_models(config, **options)
     with torch.no_grad(), watched_rounds(speed) as usages:
         runs = {name: make_timed_function(model, batch_size, length, None) for name, (_, model) in models.items()}
         times = speed._time_engines(runs, rounds, "cpu")

@@ -66,7 +66,7 @@ FLAGS = {
 SERVING_FLAGS = {
     Flag(
         "serving", bool
-    ): "time transformers, share_memory, int8, CTranslate2 and conversions to --num_key_value_heads "
+    ): "compare the speed of transformers, share_memory, int8, CTranslate2 and models with --num_key_value_heads "
     "(default: a quarter of the heads, or no such conversion with --variants)",
     Flag("variants", _parse_fields, (), nargs="+", metavar="JSON"): "additional conversions to time, each as a JSON "
     """object with configuration fields, such as '{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",

@@ -515,7 +515,7 @@ class ConversionReport:
         if attention_errors or self.quality is None:
             rows += self._describe_attention_errors()
         if averaged := [layer.module for layer in self.layers if layer.details.get("averaged")]:
-            value = f"in {len(averaged)} attention modules, where they are better: {_shorten_list(averaged)}"
+            value = f"in {len(averaged)} attention modules, where they are better: {_summarize_names(averaged)}"
             rows.append(("averaged heads used", value))
         if self.quality is not None:
             value = f"{self.quality}, on {self.quality.examples} held-out examples: {self.quality.verdict}"
@@ -546,7 +546,7 @@ class ConversionReport:
             rows.append(("... of the closed form", f"{before}, before fitting"))
         if unfitted := [name for name, is_fitted in fits.items() if not is_fitted]:
             value = f"in {len(unfitted)} of {len(fits)} attention modules, where fitting is not better: "
-            rows.append(("closed form used", f"{value}{_shorten_list(unfitted)}"))
+            rows.append(("closed form used", f"{value}{_summarize_names(unfitted)}"))
         return rows
 
     def _mean_detail(self, name: str) -> float | None:
@@ -681,7 +681,7 @@ def _format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _shorten_list(names: list[str]) -> str:
+def _summarize_names(names: list[str]) -> str:
     """Join the first three names with commas, followed by an ellipsis if there are more."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 

@@ -580,7 +580,7 @@ def _compute_largest_difference(graph: Graph, path: Path) -> float:
 
 @contextmanager
 def _suppress_export_warnings() -> Iterator[None]:
-    """Suppress log messages and warnings from torch's exporter, on which users cannot act."""
+    """Suppress log messages and warnings of the torch exporter that do not help users."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -284,7 +284,7 @@ def plain(value: Any) -> str:
     return MARKS.sub(r"\\\g<0>", " ".join(str(value).split()).translate(ENTITIES))
 
 
-def code(value: Any) -> str:
+def format_inline_code(value: Any) -> str:
     """Format a value as inline Markdown code, with as many backticks as necessary."""
     text = " ".join(str(value).split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
@@ -415,7 +415,7 @@ TEMPLATE_VALUES: dict[str, Any] = {
     "oldest_run": OLDEST_TESTED,
     "newest_run": NEWEST_TESTED,
     "plain": plain,
-    "code": code,
+    "code": format_inline_code,
 }
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")

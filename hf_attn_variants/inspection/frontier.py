@@ -343,7 +343,12 @@ class ConvertedAttentions:
         )
 
     def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
-        """Store the attention modules of a model that are not stored yet, with their errors {path: error}."""
+        """Store the attention modules of a model that are not stored yet.
+
+        Args:
+            model: The model.
+            errors: The error of each attention module by path.
+        """
         named = model.base_model.named_parameters(remove_duplicate=False)
         parameters = {name: parameter.detach() for name, parameter in named}
         for site, path, _ in model.named_attention_modules():
@@ -724,17 +729,17 @@ class FrontierFile:
             )
         return rows
 
-    def save(self, frontier: Frontier, left: int) -> None:
+    def save(self, frontier: Frontier, num_remaining: int) -> None:
         """Write the rows of an unfinished call.
 
         Args:
             frontier: The rows that have been measured so far.
-            left: The number of remaining variants.
+            num_remaining: The number of remaining variants.
 
         Raises:
             OSError: If the file cannot be written. In this case, the previous file stays unchanged.
         """
-        self.finish(frontier.to_dict() | {UNFINISHED: {"variants_left": left, "call": self._call}})
+        self.finish(frontier.to_dict() | {UNFINISHED: {"variants_left": num_remaining, "call": self._call}})
 
     def finish(self, content: Mapping[str, Any]) -> None:
         """Write the results of the finished call.

@@ -166,7 +166,7 @@ def _check_compatible(runs: Sequence[GlueRun]) -> None:
 
 
 def _format_value(value: int | tuple[str, ...] | None) -> str:
-    """Format a number of rows, or the names of metrics, as text."""
+    """Format a row count or the names of metrics as text."""
     return ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
 
 

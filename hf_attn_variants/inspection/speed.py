@@ -311,7 +311,7 @@ def measure_speed(
     if "Seq2Seq" not in auto_class:
         raise ValueError(f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type}.")
     length = resolve_timed_length(length, current, auto_class)
-    variants = build_checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
+    variants = build_verified_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
     runs = {name: make_timed_function(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
     times = _time_engines(runs, rounds, device)
@@ -322,7 +322,7 @@ def measure_speed(
     )  # fmt: skip
 
 
-def build_checked_models(
+def build_verified_models(
     config: Mapping[str, Any],
     kv_heads: Sequence[int] | None = None,
     talking_heads: bool = True,

@@ -172,7 +172,7 @@ def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
 
 def _check_mapping(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where} must be a mapping with lines of the form `NAME: VALUE`, got {value!r}.")
+        raise ValueError(f"{where} must be a mapping with entries of the form `NAME: VALUE`, got {value!r}.")
     return value or {}
 
 

@@ -255,7 +255,7 @@ def test_permitted_pickle_becomes_safetensors(make_source, tmp_path, shards):
 
 def test_missing_source_raises_an_error(tmp_path):
     for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
-        with pytest.raises(FileNotFoundError, match="There is no folder"):
+        with pytest.raises(FileNotFoundError, match="neither an existing folder"):
             convert_checkpoint(name, tmp_path / "out", 4)
     with pytest.raises(OSError, match="cannot be downloaded"):
         convert_checkpoint("someone/nothing-of-the-kind", tmp_path / "out", 4)
@@ -274,5 +274,5 @@ def test_broken_link_error_names_the_link(make_source, tmp_path):
 
 def test_empty_source_name_raises_an_error(tmp_path, monkeypatch, make_source):
     monkeypatch.chdir(make_source())
-    with pytest.raises(FileNotFoundError, match="There is no folder ''"):
+    with pytest.raises(FileNotFoundError, match="'' is neither"):
         convert_checkpoint("", tmp_path / "out", 4)

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.hub.card import code, model_card, plain, remove_local_paths
+from hf_attn_variants.hub.card import format_inline_code, model_card, plain, remove_local_paths
 from hf_attn_variants.hub.push import _get_payload
 
 HOME = "/home/alice/secret-project"
@@ -182,7 +182,7 @@ def test_escaping_distinguishes_text_and_code():
     assert plain("a|b <c> & _d_ e_f *g* [h](i) `j`\nk") == (r"a\|b &lt;c&gt; &amp; \_d\_ e_f \*g\* \[h\](i) \`j\` k")
     assert plain("stsb") == "stsb" and plain("cosine_with_restarts") == "cosine_with_restarts"
     assert plain("# x") == r"\# x" and plain(0.5) == "0.5"
-    assert code("a") == "`a`" and code("a `b` ``c``") == "``` a `b` ``c`` ```"
+    assert format_inline_code("a") == "`a`" and format_inline_code("a `b` ``c``") == "``` a `b` ``c`` ```"
 
 
 def test_source_folder_is_not_a_base_model(folder):

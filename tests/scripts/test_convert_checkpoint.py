@@ -56,4 +56,4 @@ def test_convert_script_process_exits_with_status_2(tmp_path):
         [sys.executable, script, *argv], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith("error: There is no folder") and ended.stderr.count("\n") == 1
+    assert "is neither an existing folder" in ended.stderr and ended.stderr.count("\n") == 1

@@ -170,7 +170,9 @@ def test_unusable_tokenizer_files_are_listed(sources, tmp_path, capsys):
 def test_non_text_arguments_raise_an_error(bert, tmp_path, capsys, text):
     argv = ["--output_dir", tmp_path / "out"]
     assert "must be Unicode text" in one_line(capsys, "visualize", "--model_name_or_path", bert, "--text", text, *argv)
-    assert "There is no folder" in one_line(capsys, "convert", f"{bert}{text}", "--num_key_value_heads", 2, *argv)
+    assert "is neither an existing folder" in one_line(
+        capsys, "convert", f"{bert}{text}", "--num_key_value_heads", 2, *argv
+    )
     assert not is_unicode(text)
     with pytest.raises(ValueError, match=r"`texts\[1\]`"):
         Calibration(["a", text])

@@ -67,7 +67,7 @@ def calibrate(
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
-    """Fit every attention module that the plan changes to the outputs of the original module.
+    """Fit each attention module that the plan changes, so that it reproduces the outputs of the original module.
 
     Args:
         plan: The conversion plan. Its method must be a `CalibratedMethod`.

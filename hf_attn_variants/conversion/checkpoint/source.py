@@ -155,7 +155,7 @@ def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
     if name and path.exists():
         raise NotADirectoryError(f"{name!r} is a file. Pass the checkpoint folder {str(path.parent)!r}.")
     if not name or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
-        raise FileNotFoundError(f"There is no folder {name!r}, and it is not a Hub id. Check the path.")
+        raise FileNotFoundError(f"{name!r} is neither an existing folder nor a Hub id. Check the path.")
     return None
 
 
