@@ -218,7 +218,7 @@ def compare_with_openvino(path: Path, int8_path: Path, batches: Sequence[Arrays]
 def _compare_outputs(
     path: Path, run_int8: Callable[[str, Arrays], np.ndarray], batches: Sequence[Arrays], threads: int
 ) -> tuple[str, float]:
-    """Compare the most important output of an encoder with the int8 output, which a function computes by name."""
+    """Compare the most important output of an encoder with the int8 output."""
     session = load_graph(path, threads)
     names = [output.name for output in session.get_outputs()]
     name = next((name for name in ("sentence_embedding", "last_hidden_state") if name in names), names[0])
