@@ -59,7 +59,9 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             kernel=None,
             is_causal=is_causal,
         )
-        return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
+        return sdpa_attention_forward(module, query, key, value, scaling=scaling, dropout=dropout, position_bias=bias)[
+            0
+        ]
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
         # "window" does the same, except on CUDA if FlexAttention passed its trial.
@@ -75,7 +77,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             heads, head_dim = query.shape[1], query.shape[3]
             if not modules:
                 modules["one"] = kernel_module(kernel, heads, head_dim, is_causal).to(query.device, query.dtype)
-            return sdpa_attention_forward(modules["one"], query, key, value, None, scaling, position_bias=bias)[0]
+            return sdpa_attention_forward(modules["one"], query, key, value, scaling=scaling, position_bias=bias)[0]
 
         return attend
 

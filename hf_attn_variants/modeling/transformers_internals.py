@@ -74,9 +74,9 @@ ARGUMENTS_WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# Arguments that this package passes to attention functions.
+# Arguments that this package and the layers of Transformers pass to attention functions.
 OWN_ARGUMENTS = frozenset(
-    {"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"}
+    "dropout global_attention_mask is_causal kernel_cache key_range m2l m2w position_bias scaling x2l x2w".split()
 )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
 from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
-from ..transformers_internals import check_known_arguments, check_mask_functions, guarded_imports
+from ..transformers_internals import check_mask_functions, guarded_imports
 from ..variant_names import EAGER, SDPA
 from .mechanism_attention import attend_with_mechanisms
 
@@ -65,10 +65,6 @@ def eager_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with explicit weights ("eager").
@@ -79,11 +75,10 @@ def eager_attention_forward(
         key: [b, k, m, d].
         value: [b, k, m, d_v].
         attention_mask: see `attention_with_weights`.
-        scaling: the factor by which the dot products are multiplied (default: d^-1/2).
-        dropout: the dropout probability.
-        is_causal: if True, query i only attends to keys 0 to i. The default is the module's own setting.
-        position_bias: a bias that is added to the logits, broadcastable to [b, h, n, m].
-        kwargs: additional keyword arguments of the call.
+        kwargs: the optional arguments `scaling` (the factor by which the dot products are multiplied, default:
+            d^-1/2), `dropout` (a probability, default: 0), `is_causal` (if True, query i only attends to keys 0 to i;
+            default: the module's own setting), `position_bias` (a bias that is added to the logits, broadcastable to
+            [b, h, n, m]), and additional arguments of the call.
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights [b, h_v, n, m].
@@ -92,11 +87,9 @@ def eager_attention_forward(
         ValueError: if an unknown argument is not None, because it would be ignored.
     """
     if not getattr(module, "is_plain", False):
-        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
-        return attend_with_mechanisms("eager", module, *call, **kwargs)
-    check_known_arguments(kwargs)
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
+        return attend_with_mechanisms("eager", module, query, key, value, attention_mask, **kwargs)
+    options = get_call_options(module, query, attention_mask, kwargs)
+    return attention_with_weights(query, key, value, attention_mask, **options)
 
 
 def sdpa_attention_forward(
@@ -105,10 +98,6 @@ def sdpa_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with torch's fused kernels ("sdpa").
@@ -117,13 +106,11 @@ def sdpa_attention_forward(
     requested.
     """
     if not getattr(module, "is_plain", False):
-        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
-        return attend_with_mechanisms("sdpa", module, *call, **kwargs)
-    check_known_arguments(kwargs)
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
+        return attend_with_mechanisms("sdpa", module, query, key, value, attention_mask, **kwargs)
+    options = get_call_options(module, query, attention_mask, kwargs)
     if should_return_weights(module, kwargs):
-        return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
-    return fused_attention(query, key, value, attention_mask, position_bias, **options), None
+        return attention_with_weights(query, key, value, attention_mask, **options)
+    return fused_attention(query, key, value, attention_mask, **options), None
 
 
 def get_attention_function(name: str) -> Callable[..., AttentionResult]:

@@ -15,7 +15,8 @@ Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attentio
 symbols are defined in `softmax_attention`.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +38,11 @@ __all__ = [
     "EXPANDED",
     "CrossLatentMixin",
     "attend_to_latent",
+    "attend_with_projections",
     "compute_keys_and_values",
     "count_latent_flops",
-    "get_shared_latent",
+    "get_keys_and_values",
+    "get_latent",
     "has_cached_latent",
     "is_plain_linear",
     "multiply_per_head",
@@ -54,11 +57,7 @@ EXPANDED = "_expanded_latents"
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
-if TYPE_CHECKING:
-    _Stack = nn.Module
-else:
-    _Stack = object
+_Stack: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 class LatentLayer(SharedRows, DynamicLayer):
@@ -128,12 +127,110 @@ class CrossLatentMixin(_Stack):
         return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
 
 
+def attend_with_projections(
+    module: Any,
+    states: torch.Tensor,
+    mask: torch.Tensor | None,
+    cache: Any,
+    encoder_outputs: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
+
+    This function replaces the original `forward` if `owns_projections` is True, which means that there is a latent or
+    that value heads and key heads have different sizes.
+
+    Args:
+        module: the attention module (see `AttentionVariantMixin`).
+        mask: see `attention_with_weights`.
+        states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
+        options: additional arguments of the attention function.
+    """
+    query_linear, *linears = (getattr(module, name) for name in module.linears)
+    query = query_linear(states).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+    dropout = getattr(module, module.dropout_name)  # a probability or a module
+    options |= {"dropout": getattr(dropout, "p", dropout) if module.training else 0.0, "scaling": module.scaling}
+    if module.heads.rank is None:
+        key, value = get_keys_and_values(module, linears, states, encoder_outputs, cache)
+        output, weights = get_attention_function(module.implementation)(module, query, key, value, mask, **options)
+    else:
+        latent, layer = get_latent(module, states, encoder_outputs, cache)
+        output, weights = attend_to_latent(module, query, latent, mask, linears, layer, **options)
+    return output.flatten(2), weights
+
+
+def get_keys_and_values(
+    module: VariantAttention,
+    linears: Sequence[nn.Module],
+    states: torch.Tensor,
+    encoder_outputs: torch.Tensor | None,
+    cache: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
+
+    Args:
+        module: the attention module.
+        linears: the linear layers that compute the keys and values.
+        states: the inputs of self-attention [b, n, D].
+        encoder_outputs: the key-side inputs of cross-attention, or None for self-attention. Their keys and values are
+            only computed once.
+        cache: the cache that this call reads and writes, if any.
+    """
+    is_cross_attention = encoder_outputs is not None
+    index = None if cache is None else module.layer_idx  # encoders have no layer index
+    seen: dict[int, bool] = {}
+    if isinstance(cache, EncoderDecoderCache):
+        seen = cache.is_updated if is_cross_attention else seen
+        cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+    if seen and seen.get(index):
+        # The encoder outputs do not change between decoding steps.
+        return cache.layers[index].keys, cache.layers[index].values
+    inputs = states if encoder_outputs is None else encoder_outputs
+    key, value = compute_keys_and_values(inputs, linears, module.heads.head_dim, module.heads.value_dim)
+    if cache is not None:
+        key, value = cache.update(key, value, index)
+        seen[index] = True
+    return key, value
+
+
+def get_latent(
+    module: VariantAttention, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
+) -> tuple[torch.Tensor, Any]:
+    """Return the latent c [b, 1, m, r], starting with the cached latent, and the cache layer that stores it.
+
+    In self-attention, the cache stores c as its keys, and its values have size 0. The returned cache layer is None.
+
+    Args:
+        module: the attention module.
+        states: the inputs of self-attention [b, n, D].
+        encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs, or None for
+            self-attention.
+        cache: the cache that this call reads and writes, if any.
+
+    Raises:
+        ValueError: if the cache contains anything other than latents, such as the keys and values of a PEFT prefix.
+    """
+    if encoder_outputs is not None:
+        return get_shared_latent(cache, encoder_outputs, module.layer_idx, states)
+    latent = (module.kv_a_proj(states) if hasattr(module, "kv_a_proj") else states)[:, None]
+    if cache is None:
+        return latent, None
+    cache, index = getattr(cache, "self_attention_cache", cache), module.layer_idx
+    past = cache.layers[index].keys if index < len(cache.layers) else None
+    if past is not None and past.shape[1::2] != latent.shape[1::2]:
+        raise ValueError(
+            f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
+            f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that was created by this model."
+        )
+    return cache.update(latent, latent[..., :0], index)[0], None
+
+
 def attend_to_latent(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    linears: tuple[nn.Linear, nn.Linear],
+    linears: Sequence[nn.Linear],
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -217,32 +314,25 @@ def has_cached_latent(cache: Any) -> bool:
 
 
 def compute_keys_and_values(
-    inputs: torch.Tensor, linears: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
+    inputs: torch.Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs.
+    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs [b, m, r].
 
-    Args:
-        inputs: the inputs of the projections [b, m, r].
-        linears: the key and value projections.
-        head_dim: d, the size of a key head.
-        value_dim: d_v, the size of a value head (default: d).
+    The default of d_v is d.
     """
-    sizes = (head_dim, head_dim if value_dim is None else value_dim)
-    key, value = (
-        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(linears, sizes, strict=True)
-    )
+    pairs = zip(linears, (head_dim, value_dim or head_dim), strict=True)
+    key, value = (linear(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for linear, size in pairs)
     return key, value
 
 
 def _get_expanded_latent(
-    module: VariantAttention, latent: torch.Tensor, linears: tuple[nn.Linear, nn.Linear], layer: Any
+    module: VariantAttention, latent: torch.Tensor, linears: Sequence[nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
-        sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = compute_keys_and_values(latent[:, 0], linears, *sizes)
+        made = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
@@ -251,7 +341,7 @@ def should_absorb_projections(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
-    linears: tuple[nn.Linear, nn.Linear],
+    linears: Sequence[nn.Linear],
     options: dict[str, Any],
 ) -> bool:
     """Return True if the absorbed form supports a call and requires fewer multiplications.
@@ -282,7 +372,7 @@ def should_absorb_projections(
 
 def count_latent_flops(
     module: VariantAttention,
-    linears: tuple[nn.Linear, nn.Linear],
+    linears: Sequence[nn.Linear],
     attended: int,
     batch_size: int,
     is_step: bool,
@@ -331,7 +421,7 @@ def _attend_in_absorbed_form(
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    linears: tuple[nn.Linear, nn.Linear],
+    linears: Sequence[nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     (key_linear, value_linear), value_dim = linears, module.heads.value_dim

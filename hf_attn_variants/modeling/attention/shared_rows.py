@@ -7,7 +7,7 @@ cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ __all__ = [
     "has_hooks",
     "mark_repeated_rows",
     "share_rows_between_beams",
+    "share_sentence_rows",
     "store_num_beams",
 ]
 
@@ -182,6 +183,26 @@ def has_hooks(linear: nn.Module) -> bool:
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
+def share_sentence_rows(
+    module: Any, linears: Iterable[nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any
+) -> torch.Tensor:
+    """Return the encoder outputs with one row per sentence if possible, and prepare the cache for such rows.
+
+    Modules with a latent are not affected, because `get_latent` handles their rows.
+
+    Args:
+        module: a cross-attention module.
+        linears, encoder_outputs: see `get_sentence_rows`.
+        states: the hidden states of the decoder [b B, n, D].
+        cache: the cache of the decoder, if any.
+    """
+    if module.heads.rank is not None:
+        return encoder_outputs
+    encoder_outputs = get_sentence_rows(encoder_outputs, linears)
+    store_num_beams(cache, module.layer_idx, states, encoder_outputs)
+    return encoder_outputs
+
+
 def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
     """Set how many decoder rows share each row of a cross-attention cache layer, unless the layer is already filled.
 
@@ -196,13 +217,7 @@ def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_output
             share_rows_between_beams(cache, index, beams)
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
-if TYPE_CHECKING:
-
-    class _Generation(nn.Module):  # hides Transformers methods, some of which were static in older releases
-        config: Any
-else:
-    _Generation = object
+_Generation: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 def expand_and_mark_encoder_outputs(
@@ -247,8 +262,7 @@ class SharedEncoderOutputsMixin(_Generation):
         # projections.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
-        parent: Any = super()
-        expand = parent._expand_inputs_for_generation
+        expand = super()._expand_inputs_for_generation
         return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:

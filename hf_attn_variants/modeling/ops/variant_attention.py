@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..transformers_internals import check_known_arguments
+
 __all__ = [
     "AttentionHeads",
     "VariantAttention",
@@ -78,21 +80,27 @@ def get_attn_implementation(module: VariantAttention) -> str:
 
 
 def get_call_options(
-    module: VariantAttention,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
+    module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the `scaling`, `is_causal` and `dropout` arguments for an attention function."""
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    """Return the `scaling`, `is_causal`, `dropout` and `position_bias` arguments for an attention function.
+
+    Args:
+        module, query, mask: the arguments of the call.
+        kwargs: the keyword arguments of the call (see `eager_attention_forward`).
+
+    Raises:
+        ValueError: if `kwargs` contains an unknown argument, which would be ignored.
+    """
+    check_known_arguments(kwargs)
+    scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         # If there is a mask, it is already causal. A single query is the last token and attends to the whole cache.
         # `torch.jit.trace` turns sizes into tensors, but torch kernels require a bool.
         "is_causal": bool(mask is None and causal and query.shape[2] > 1),
-        "dropout": dropout,
+        "dropout": kwargs.get("dropout", 0.0),
+        "position_bias": kwargs.get("position_bias"),
     }
 
 

@@ -360,8 +360,8 @@ def attend_in_blocks(
     """Attend to the keys that a pattern selects, and return the outputs [b, n, h_v, d_v].
 
     Args:
-        attend: an attention function that takes query, key, value, mask and position bias. It may also return the
-            weights.
+        attend: an attention function that takes query, key, value, mask and the keyword argument `position_bias`. It
+            may also return the weights.
         pattern: the pattern that selects the keys (`BlockPattern`).
         states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
@@ -382,7 +382,7 @@ def attend_in_blocks(
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]
         bias = None if table is None else look_up_relative_bias(table, queries, read)
-        output = attend(query, key[:, :, read], value[:, :, read], allowed, bias)
+        output = attend(query, key[:, :, read], value[:, :, read], allowed, position_bias=bias)
         return output[0] if isinstance(output, tuple) else output
 
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
