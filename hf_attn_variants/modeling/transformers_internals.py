@@ -29,7 +29,7 @@ __all__ = [
     "check_caches",
     "check_configurations",
     "check_known_arguments",
-    "check_mask_functions",
+    "check_mask_function",
     "check_method",
     "check_method_calls",
     "check_models",
@@ -468,17 +468,16 @@ def check_attention_function(owner: type) -> None:
         raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
 
-def check_mask_functions(*functions: Any) -> None:
-    """Check that Transformers mask functions have the arguments that this package uses.
+def check_mask_function(function: Any) -> None:
+    """Check that a Transformers mask function has the arguments that this package uses.
 
     Raises:
         TransformersChangedError: if an argument is missing.
     """
-    for function in functions:
-        taken = inspect.signature(function).parameters
-        for name in MASK_ARGUMENTS:
-            if name not in taken:
-                raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+    taken = inspect.signature(function).parameters
+    for name in MASK_ARGUMENTS:
+        if name not in taken:
+            raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:

@@ -464,7 +464,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
         super().__post_init__(**kwargs)
         # `generate` chooses the prompt based on the model type of the instance, which the speech pipeline also checks
         # for long audio and for timestamps. Saved configurations contain the model type of the class.
-        vars(self)["model_type"] = "whisper"
+        self.__dict__["model_type"] = "whisper"
 
 
 # Each new architecture requires a class and a row in this table.

@@ -13,8 +13,8 @@ from torch import nn
 from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
 from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
-from ..transformers_internals import check_mask_functions, guarded_imports
-from ..variant_names import EAGER, SDPA
+from ..transformers_internals import check_mask_function, guarded_imports
+from ..variant_names import EAGER, SDPA, includes
 from .mechanism_attention import attend_with_mechanisms
 
 with guarded_imports():
@@ -37,6 +37,7 @@ def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) ->
     attention modules then handle causality and windows themselves, because a mask [n, m] would be larger than all of
     their other tensors. In a decoder, the mask covers all tokens seen so far, even if a layer's cache stores fewer.
     """
+    check_mask_function(mask_function)
 
     def mask(**options: Any) -> torch.Tensor | None:
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
@@ -121,9 +122,9 @@ def get_attention_function(name: str) -> Callable[..., AttentionResult]:
 
 
 OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
-for _name, _function in OWN_FUNCTIONS.items():
-    AttentionInterface.register(_name, _function)
-check_mask_functions(eager_mask, sdpa_mask)
-# Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, limit_masks_to_padding(eager_mask))
-AttentionMaskInterface.register(SDPA, limit_masks_to_padding(sdpa_mask))
+_MASKS: dict[str, Callable[..., Any]] = {EAGER: eager_mask, SDPA: sdpa_mask}
+for _name, _mask in _MASKS.items():
+    AttentionInterface.register(_name, OWN_FUNCTIONS[_name])
+    # Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
+    _limits = includes("linear_attention", "patterns")
+    AttentionMaskInterface.register(_name, limit_masks_to_padding(_mask) if _limits else _mask)

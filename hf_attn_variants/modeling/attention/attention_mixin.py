@@ -19,7 +19,7 @@ from ..transformers_internals import (
     get_transformers_class,
     guarded_imports,
 )
-from ..variant_names import EAGER, SDPA
+from .attention_interface import OWN_FUNCTIONS
 from .decoder_caches import prepare_cache
 from .latent_attention import attend_with_projections
 
@@ -113,7 +113,7 @@ class AttentionVariantMixin(_Attention):
         """
         implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
-        self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
+        self.implementation, self.is_own = implementation, implementation in OWN_FUNCTIONS
 
     def extra_repr(self) -> str:
         """Describe the module's heads and mechanisms for printing."""

@@ -7,12 +7,14 @@ import torch
 
 from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..transformers_internals import guarded_imports
+from ..transformers_internals import check_caches, guarded_imports
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
+
+check_caches()
 
 
 class KernelStateLayer(DynamicLayer):

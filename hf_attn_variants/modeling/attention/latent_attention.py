@@ -24,15 +24,13 @@ from torch import nn
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
 from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
-from ..transformers_internals import MethodArguments, check_caches, get_transformers_class, guarded_imports
+from ..transformers_internals import MethodArguments, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
 from .attention_interface import get_attention_function
 from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated_rows, store_num_beams
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
-
-check_caches()
 
 __all__ = [
     "EXPANDED",
@@ -177,7 +175,7 @@ def get_keys_and_values(
         cache: the cache that this call reads and writes, if any.
     """
     is_cross_attention = encoder_outputs is not None
-    index = None if cache is None else module.layer_idx  # encoders have no layer index
+    index: Any = None if cache is None else module.layer_idx  # encoders have no layer index
     seen: dict[int, bool] = {}
     if isinstance(cache, EncoderDecoderCache):
         seen = cache.is_updated if is_cross_attention else seen

@@ -15,7 +15,7 @@ from torch import nn
 from ..mechanisms.talking_heads import has_talking_heads
 from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import check_caches, check_method, check_method_calls, guarded_imports
+from ..transformers_internals import check_method, check_method_calls, guarded_imports
 from ..variant_names import EAGER, SDPA
 
 with guarded_imports():
@@ -36,8 +36,6 @@ __all__ = [
     "share_sentence_rows",
     "store_num_beams",
 ]
-
-check_caches()
 
 
 # An attribute of encoder outputs whose rows have been repeated for beams. It contains the tensor with one row per

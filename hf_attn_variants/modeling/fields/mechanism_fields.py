@@ -6,7 +6,7 @@ pattern and attends to all encoder outputs.
 """
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..mechanisms.head_sharing import get_kv_heads_field
 from ..mechanisms.kernels.kernel_table import get_kernel_class, get_kernel_names
@@ -49,18 +49,7 @@ __all__ = [
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    class _Config(PreTrainedConfig):
-        num_attention_heads: int = 0
-        num_hidden_layers: int = 0
-        hidden_size: int = 0
-
-        def validate(self) -> None: ...  # a decorator of Transformers adds this method
-else:
-    _Config = object
+_Config: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 @dataclass(kw_only=True, repr=False)

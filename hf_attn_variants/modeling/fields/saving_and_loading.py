@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ..mechanisms.latents import get_projection_rank
 from ..mechanisms.mechanism import NONE
-from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
+from ..mechanisms.sinusoidal_positions import SinusoidalPositions
 from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeadsSettings, get_talking_heads_places, supports_cache
 from ..remote_code import CONFIGURATIONS, is_package_class, write_code
 from .composition import get_used_mechanisms
@@ -111,9 +111,7 @@ def drop_default_value_head_dim(
 
 # At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    _Saved = PreTrainedConfig
+    from transformers import PreTrainedConfig as _Saved
 else:
     _Saved = object
 
@@ -324,12 +322,10 @@ def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, An
     """Warn if sinusoidal positions replace the learned positions of a checkpoint and change its outputs.
 
     Args:
-        config: the configuration of the loaded model.
+        config: the configuration of the loaded model, which has sinusoidal positions.
         source, kwargs: see `find_added_talking_heads`.
     """
-    held = (
-        _read_checkpoint_config(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
-    )
+    held = _read_checkpoint_config(type(config), source, kwargs)
     if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
             f"{source} was trained with learned positions. Sinusoidal positions replace them and change "

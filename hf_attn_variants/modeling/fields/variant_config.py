@@ -416,7 +416,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_transformers_model_class(self, model_class)
             name: Any = self._attn_implementation_internal  # the configuration of a variant model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
-        vars(self)["_experts_implementation_internal"] = value
+        self.__dict__["_experts_implementation_internal"] = value
 
     @property
     def output_attentions(self) -> bool | None:

@@ -10,7 +10,7 @@ embeddings.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,27 +90,16 @@ class DistanceBias(Mechanism):
         return None if is_without else super().requested_in(config, "")
 
 
-# At runtime, these mixins are combined with Transformers classes. The bases below are only for type checkers.
-if TYPE_CHECKING:
-
-    class _Embeddings(nn.Module):
-        padding_idx: int
-        position_embeddings: Any  # the table of Transformers, or sinusoids
-
-    class _Stack(nn.Module):
-        config: Any
-        embed_tokens: Any
-        is_decoder: bool
-else:
-    _Embeddings = _Stack = object
+_Base: Any = object  # the type of the Transformers class with which a mixin is combined
 
 
-class PositionEmbeddingsMixin(_Embeddings):
+class PositionEmbeddingsMixin(_Base):
     """Mixin for the embeddings of BERT and related models.
 
     It must precede the Transformers class in the list of base classes.
     """
 
+    position_embeddings: Any  # the table of Transformers, or sinusoids
     arguments: MethodArguments
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
     transformers_attributes = ("position_embeddings",)
@@ -146,7 +135,7 @@ class PositionEmbeddingsMixin(_Embeddings):
         return super().forward(**self.arguments.to_keywords(args, kwargs, **new))
 
 
-class SinusoidalInputsMixin(_Stack):
+class SinusoidalInputsMixin(_Base):
     """Mixin that adds sinusoidal positions to the inputs of a T5 or UMT5 encoder or decoder.
 
     The position of a token is the number of non-padding tokens before it, including tokens in the cache. As with the

@@ -1,6 +1,6 @@
 """Types and helper functions that the attention functions in this package share."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,35 +35,39 @@ class AttentionHeads(NamedTuple):
     dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to these projections
 
 
-class VariantAttention(nn.Module):
-    """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
+if TYPE_CHECKING:
 
-    This class is only used in type annotations and is never instantiated. Attributes that are set by Transformers
-    constructors have the type `Any`, because their types differ between architectures.
-    """
+    class VariantAttention(nn.Module):
+        """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
 
-    config: Any
-    dropout: Any
-    is_causal: Any
-    layer_idx: Any
-    num_key_value_groups: Any
-    scaling: Any
-    _is_hf_initialized: bool
+        Only type checkers need this class. Attributes that are set by Transformers
+        constructors have the type `Any`, because their types differ between architectures.
+        """
 
-    heads: AttentionHeads
-    projection_names: tuple[str, ...]
-    dynamic_names: tuple[str, ...]
-    owns_projections: bool  # True if this package, not Transformers, computes queries, keys and values
-    supports_cache: bool
-    implementation: str
-    is_own: bool
-    kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
-    score: Any  # an `AdditiveScore`, or None for dot products
-    compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
-    padding_rule: int
-    is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
-    kernel: Any  # an `AttentionKernel`, or None for a softmax
+        config: Any
+        dropout: Any
+        is_causal: Any
+        layer_idx: Any
+        num_key_value_groups: Any
+        scaling: Any
+        _is_hf_initialized: bool
+
+        heads: AttentionHeads
+        projection_names: tuple[str, ...]
+        dynamic_names: tuple[str, ...]
+        owns_projections: bool  # True if this package, not Transformers, computes queries, keys and values
+        supports_cache: bool
+        implementation: str
+        is_own: bool
+        kv_a_proj: nn.Module  # present if the latent is smaller than the input
+        key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
+        score: Any  # an `AdditiveScore`, or None for dot products
+        compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
+        padding_rule: int
+        is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
+        kernel: Any  # an `AttentionKernel`, or None for a softmax
+else:
+    VariantAttention = nn.Module
 
 
 def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
