@@ -40,9 +40,8 @@ _NAMES_BY_MECHANISMS = {
     ("latents",): (
         "Latent add_latent_projection attend_to_latent attend_to_one_latent get_latent should_use_latent_kernels"
     ),
-    ("latents", "value_head_sizes"): "attend_with_projections",
     ("linear_attention",): (
-        "AttentionKernel KernelStateLayer _check_kernel_unchanged _prepare_state_layer check_kernels get_kernel "
+        "AttentionKernel KernelStateLayer _prepare_state_layer check_kernels get_kernel "
         "get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
     ),
     ("linear_attention", "patterns"): (
@@ -69,7 +68,7 @@ _NAMES_BY_MECHANISMS = {
     ("additive_score", "linear_attention", "patterns", "talking_heads"): "attend_with_mechanisms set_padding_rule",
     (
         *("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads"),
-        *("unequal_layers", "value_head_sizes"),
+        "unequal_layers",
     ): "_check_no_mechanism_is_ignored check_combinations",
 }
 ENTRY_POINTS = {name: needed_by for needed_by, names in _NAMES_BY_MECHANISMS.items() for name in names.split()}

@@ -384,12 +384,13 @@ def test_conversion_to_another_value_size_raises_an_error(tmp_path):
         convert(model, num_key_value_heads=4)
     source.save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="`value_head_dim`"):
-        type(model).from_pretrained(tmp_path / "plain", value_head_dim=SMALL)
-    with pytest.raises(ValueError, match="`value_head_dim`"):
-        type(model).from_pretrained(tmp_path / "plain", config=model.config)
-    with pytest.raises(ValueError, match="`value_head_dim`"):
-        type(model).from_pretrained(tmp_path / "model", config=BERT.config())
+    for folder, fields in (
+        ("plain", {"value_head_dim": SMALL}),
+        ("plain", {"config": model.config}),
+        ("model", {"config": BERT.config()}),
+    ):
+        with pytest.raises(RuntimeError, match="mismatched"):  # the error of Transformers lists the tensors
+            type(model).from_pretrained(tmp_path / folder, **fields)
     assert type(model).from_pretrained(tmp_path / "plain", value_head_dim=4).config.value_head_dim is None
     with pytest.raises(ValueError, match="`value_head_dim`"):
         export_transformers(tmp_path / "model", tmp_path / "exported")

@@ -1,5 +1,6 @@
 """Configuration classes for all supported architectures."""
 
+import sys
 from typing import Any, ClassVar
 
 from ..fields.field_checks import check_buckets
@@ -209,6 +210,18 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
             )
 
 
+def _register_with_sentence_transformers(config_class: Any) -> None:
+    """Make sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
+
+    A table in the library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
+    row before it that selects the Auto class, which also finds the encoder in remote code.
+    """
+    library = sys.modules.get("sentence_transformers.base.modules.transformer")
+    table = getattr(library, "_ENCODER_ONLY_MODELS", None)
+    if isinstance(table, list) and all(row[0] is not config_class for row in table):
+        table.insert(0, (config_class, "transformers", "AutoModelForTextEncoding"))
+
+
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     """Mixin for T5 and UMT5 configurations."""
 
@@ -220,6 +233,8 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         check_buckets(self)
+        # Sentence Transformers creates a configuration before it looks up the class in its table.
+        _register_with_sentence_transformers(type(self))
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the text configuration. For the decoder, its `num_layers` is the number of decoder layers.

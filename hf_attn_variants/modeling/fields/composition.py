@@ -37,7 +37,6 @@ MECHANISMS = {
     "position_embedding_type": "sinusoidal_positions",
     "score_function": "additive_score",
     "talking_heads": "talking_heads",
-    "value_head_dim": "value_head_sizes",
 }
 # Values that select no mechanism. "absolute" selects the default positions of the architecture.
 IDLE = (None, NONE, "absolute")
