@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
@@ -60,6 +60,6 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
                 args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=rows)
         return super().forward(*args, **kwargs)
 
-    def compute_output(self, output: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
         """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
         return self.out_proj(output)

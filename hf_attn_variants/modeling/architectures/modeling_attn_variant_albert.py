@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
@@ -45,7 +45,7 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     dropout_name = "attention_dropout"
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
-    def compute_output(self, output: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
         """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
         return self.LayerNorm(states + self.output_dropout(self.dense(output)))
 

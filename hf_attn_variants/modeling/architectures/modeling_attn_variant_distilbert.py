@@ -1,6 +1,6 @@
 """DistilBERT models with attention variants."""
 
-import torch
+from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
@@ -39,7 +39,7 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
     linears = ("q_lin", "k_lin", "v_lin")
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
-    def compute_output(self, output: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
         """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
         return self.out_lin(output)
 

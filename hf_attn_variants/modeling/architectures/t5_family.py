@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
@@ -116,13 +116,13 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
 
     def compute_outputs_and_bias(
         self,
-        states: torch.Tensor,
-        encoder_outputs: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        states: Tensor,
+        encoder_outputs: Tensor | None,
+        mask: Tensor | None,
         cache: Any,
-        position_bias: torch.Tensor | None,
+        position_bias: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute self-attention over `states` [b, n, d_model], or cross-attention to `encoder_outputs`.
 
         Args:
@@ -176,9 +176,9 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         return self.o(output.flatten(2)), position_bias, weights
 
 
-def _get_past_length(cache: Any, layer: int) -> int | torch.Tensor:
+def _get_past_length(cache: Any, layer: int) -> int | Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)
     # A static cache updates its length in place before the bias is computed.
-    return length.clone() if isinstance(length, torch.Tensor) else length
+    return length.clone() if isinstance(length, Tensor) else length

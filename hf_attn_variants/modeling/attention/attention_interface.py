@@ -7,8 +7,7 @@ This file handles calls from attention modules whose only mechanisms are grouped
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 
-def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap a mask function so that masks only cover padding in models with a pattern or a kernel.
 
     In all other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. The
@@ -39,7 +38,7 @@ def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) ->
     """
     check_mask_function(mask_function)
 
-    def mask(**options: Any) -> torch.Tensor | None:
+    def mask(**options: Any) -> Tensor | None:
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
@@ -57,15 +56,15 @@ def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) ->
     return mask
 
 
-AttentionResult = tuple[torch.Tensor, torch.Tensor | None]
+AttentionResult = tuple[Tensor, Tensor | None]
 
 
 def eager_attention_forward(
     module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with explicit weights ("eager").
@@ -95,10 +94,10 @@ def eager_attention_forward(
 
 def sdpa_attention_forward(
     module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with torch's fused kernels ("sdpa").

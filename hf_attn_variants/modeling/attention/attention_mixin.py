@@ -6,7 +6,7 @@ The symbols for tensor sizes are defined in `softmax_attention`.
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fields.composition import check_implementation
 from ..mechanisms.patterns.window_pattern import check_global_mask
@@ -74,7 +74,7 @@ class AttentionVariantMixin(_Attention):
         output, weights = attend_with_projections(self, states, mask, cache, encoder_outputs, others | dynamic)
         return self.compute_output(output, states), weights
 
-    def compute_output(self, output: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
         """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
         return output
 
@@ -134,7 +134,7 @@ class AttentionVariantMixin(_Attention):
                 init.normal_(parameter, mean=0.0, std=std)
 
     def prepare_variant_inputs(
-        self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
+        self, states: Tensor, encoder_outputs: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Check the inputs of a call and return additional keyword arguments for the attention function.
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
@@ -64,7 +64,7 @@ class LatentLayer(SharedRows, DynamicLayer):
     The latent must not be modified in place, because it may be the encoder outputs, which other code also reads.
     """
 
-    def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
+    def __init__(self, latent: Tensor, beams: int = 1) -> None:
         super().__init__()
         self.beams = beams
         self.lazy_initialization(latent, latent)
@@ -127,12 +127,12 @@ class CrossLatentMixin(_Stack):
 
 def attend_with_projections(
     module: Any,
-    states: torch.Tensor,
-    mask: torch.Tensor | None,
+    states: Tensor,
+    mask: Tensor | None,
     cache: Any,
-    encoder_outputs: torch.Tensor | None,
+    encoder_outputs: Tensor | None,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
 
     This function replaces the original `forward` if `owns_projections` is True, which means that there is a latent or
@@ -158,12 +158,8 @@ def attend_with_projections(
 
 
 def get_keys_and_values(
-    module: VariantAttention,
-    linears: Sequence[nn.Module],
-    states: torch.Tensor,
-    encoder_outputs: torch.Tensor | None,
-    cache: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: VariantAttention, linears: Sequence[nn.Module], states: Tensor, encoder_outputs: Tensor | None, cache: Any
+) -> tuple[Tensor, Tensor]:
     """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
 
     Args:
@@ -192,8 +188,8 @@ def get_keys_and_values(
 
 
 def get_latent(
-    module: VariantAttention, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
-) -> tuple[torch.Tensor, Any]:
+    module: VariantAttention, states: Tensor, encoder_outputs: Tensor | None, cache: Any
+) -> tuple[Tensor, Any]:
     """Return the latent c [b, 1, m, r], starting with the cached latent, and the cache layer that stores it.
 
     In self-attention, the cache stores c as its keys, and its values have size 0. The returned cache layer is None.
@@ -225,13 +221,13 @@ def get_latent(
 
 def attend_to_latent(
     module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
     linears: Sequence[nn.Linear],
     layer: Any = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend to the keys and values of a latent, using the cheaper of the absorbed and expanded forms.
 
     Args:
@@ -263,7 +259,7 @@ def attend_to_latent(
     return attend(module, query, key, value, mask, **options)
 
 
-def should_store_expanded_latent(latent: torch.Tensor) -> bool:
+def should_store_expanded_latent(latent: Tensor) -> bool:
     """Return True if the keys and values of a latent [b, 1, m, r] are no larger than their projection weights.
 
     In this case, reading the weights in every step is more expensive than storing the keys and values.
@@ -272,7 +268,7 @@ def should_store_expanded_latent(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def get_shared_latent(cache: Any, latents: Tensor, layer: int, states: Tensor) -> tuple[Tensor, Any]:
     """Return the latent that all cross-attention modules share. The first call stores it in the cache.
 
     The first cache layer stores the latent as its keys, with values of size 0. The other layers refer to the first
@@ -312,8 +308,8 @@ def has_cached_latent(cache: Any) -> bool:
 
 
 def compute_keys_and_values(
-    inputs: torch.Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs [b, m, r].
 
     The default of d_v is d.
@@ -324,8 +320,8 @@ def compute_keys_and_values(
 
 
 def _get_expanded_latent(
-    module: VariantAttention, latent: torch.Tensor, linears: Sequence[nn.Linear], layer: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: VariantAttention, latent: Tensor, linears: Sequence[nn.Linear], layer: Any
+) -> tuple[Tensor, Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
@@ -336,11 +332,7 @@ def _get_expanded_latent(
 
 
 def should_absorb_projections(
-    module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    linears: Sequence[nn.Linear],
-    options: dict[str, Any],
+    module: VariantAttention, query: Tensor, latent: Tensor, linears: Sequence[nn.Linear], options: dict[str, Any]
 ) -> bool:
     """Return True if the absorbed form supports a call and requires fewer multiplications.
 
@@ -405,7 +397,7 @@ def count_latent_flops(
     return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
-def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
+def is_plain_linear(linear: nn.Module, latent: Tensor) -> bool:
     """Return True if calling a linear layer is equivalent to multiplying by its weight and adding its bias."""
     if type(linear) is not nn.Linear:
         return False
@@ -416,19 +408,19 @@ def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
 
 def _attend_in_absorbed_form(
     module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
     linears: Sequence[nn.Linear],
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     (key_linear, value_linear), value_dim = linears, module.heads.value_dim
     query = multiply_per_head(query, key_linear.weight, query.shape[-1])
     if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # distributed training (DDP) waits for a gradient of every parameter.
         query = query + 0 * key_linear.bias.sum()
-    bias: torch.Tensor | None = value_linear.bias
+    bias: Tensor | None = value_linear.bias
     sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
@@ -448,7 +440,7 @@ def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, option
     return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
-def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+def _find_queries_with_keys(mask: Tensor | None, batch: int) -> Tensor | None:
     """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None if there is no mask.
 
     For all other queries, the attention weights are zero.
@@ -459,9 +451,7 @@ def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tens
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def multiply_per_head(
-    states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
-) -> torch.Tensor:
+def multiply_per_head(states: Tensor, weight: Tensor, head_dim: int, transposed: bool = False) -> Tensor:
     """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].
 
     The head size x changes from d to r, or from r to d if `transposed` is True.

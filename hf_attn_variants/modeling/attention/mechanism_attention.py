@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
@@ -36,14 +37,8 @@ MEMORY_STATE = "_memory_state"
 
 
 def attend_with_kernel(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    state: Any = None,
-) -> tuple[torch.Tensor, Any]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, state: Any = None
+) -> tuple[Tensor, Any]:
     """Compute linear attention with a module's kernel. Memory and time grow linearly with n and m.
 
     Args:
@@ -59,15 +54,13 @@ def attend_with_kernel(
     return kernel.attend(module, query, key, value, mask_to_allowed_keys(mask, key), scaling, state)
 
 
-def compute_kernel_weights(
-    module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def compute_kernel_weights(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Return the weights [b, h, n, m] of linear attention. See `attend_with_kernel` for the arguments."""
     kernel: AttentionKernel = module.kernel
     return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
-def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
     """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or to None if there is no mask.
 
     Raises:
@@ -87,13 +80,8 @@ def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.
 
 
 def kernel_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
     """Compute linear attention for an attention call, with its cache and, if requested, its weights.
 
     Args:
@@ -138,18 +126,13 @@ def kernel_attention_forward(
     return kernel.attend_to_state(module, query, stored[2], scaling), None
 
 
-def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def eager_attention_with_mechanisms(
-    module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: VariantAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention with explicit weights ("eager"). See `eager_attention_forward` for the arguments."""
     if module.kernel is not None:
         return kernel_attention_forward(module, query, key, value, mask, kwargs)
@@ -163,13 +146,8 @@ def eager_attention_with_mechanisms(
 
 
 def sdpa_attention_with_mechanisms(
-    module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: VariantAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
     For talking heads and windows, memory grows linearly with n and m, unless `attention_with_weights` is used. This is
@@ -212,7 +190,7 @@ def _get_head_projections(module: VariantAttention) -> dict[str, Any]:
     return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 
 
-def _needs_explicit_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _needs_explicit_weights(module: VariantAttention, query: Tensor, mask: Tensor | None) -> bool:
     """Return True if talking-heads attention must be computed with explicit weights."""
     # For a single query, the weights are small and faster to compute. The custom operator must not be in exported
     # graphs, and it computes no gradient for masks.
@@ -228,6 +206,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call the "eager" or "sdpa" function with the given arguments, and return the outputs and weights."""
     return FUNCTIONS[implementation](*args, **kwargs)

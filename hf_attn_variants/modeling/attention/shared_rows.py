@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..mechanisms.talking_heads import has_talking_heads
 from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
@@ -63,7 +63,7 @@ class SharedRows:
         if rows and not stays:
             self._select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows that belong to the given decoder rows."""
         if self._rows():
             self._select_rows(indices)
@@ -74,7 +74,7 @@ class SharedRows:
         parent.reset()
         self.beams = 1
 
-    def _select_rows(self, indices: torch.Tensor) -> None:
+    def _select_rows(self, indices: Tensor) -> None:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         chosen = get_sentence_indices(indices, self.beams) if self.beams > 1 else indices
@@ -90,7 +90,7 @@ class SharedRows:
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
-def _reorders_only_within_sentences(beam_idx: torch.Tensor, beams: int) -> bool:
+def _reorders_only_within_sentences(beam_idx: Tensor, beams: int) -> bool:
     rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
     return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
@@ -102,7 +102,7 @@ class SharedDynamicLayer(SharedRows, DynamicLayer):
 class SharedStaticLayer(SharedRows, StaticLayer):
     """A static cache layer with one row of keys and values per sentence."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values. New tensors are allocated if the number of rows has changed since the last search."""
         if self._rows() != key_states.shape[0]:
             self.is_initialized = False
@@ -148,7 +148,7 @@ def get_empty_layer(cross: Any, index: int) -> Any:
     return layers[index]
 
 
-def mark_repeated_rows(repeated: torch.Tensor, states: torch.Tensor) -> None:
+def mark_repeated_rows(repeated: Tensor, states: Tensor) -> None:
     """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
     To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
@@ -157,7 +157,7 @@ def mark_repeated_rows(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module] = ()) -> torch.Tensor:
+def get_sentence_rows(encoder_outputs: Tensor, linears: Iterable[nn.Module] = ()) -> Tensor:
     """Return encoder outputs with one row per sentence if they are marked, and otherwise return them unchanged.
 
     Args:
@@ -182,8 +182,8 @@ def has_hooks(linear: nn.Module) -> bool:
 
 
 def share_sentence_rows(
-    module: Any, linears: Iterable[nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any
-) -> torch.Tensor:
+    module: Any, linears: Iterable[nn.Module], states: Tensor, encoder_outputs: Tensor, cache: Any
+) -> Tensor:
     """Return the encoder outputs with one row per sentence if possible, and prepare the cache for such rows.
 
     Modules with a latent are not affected, because `get_latent` handles their rows.
@@ -201,7 +201,7 @@ def share_sentence_rows(
     return encoder_outputs
 
 
-def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
+def store_num_beams(cache: Any, index: int, states: Tensor, encoder_outputs: Tensor) -> None:
     """Set how many decoder rows share each row of a cross-attention cache layer, unless the layer is already filled.
 
     Args:
@@ -263,7 +263,7 @@ class SharedEncoderOutputsMixin(_Generation):
         expand = super()._expand_inputs_for_generation
         return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
-    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+    def _reorder_cache(self, cache: Any, beams: Tensor) -> Any:
         # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.
         getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
         return cache

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..transformers_internals import MethodArguments, check_attributes, get_transformers_class
 from .mechanism import Mechanism
@@ -35,7 +35,7 @@ def has_sinusoids(config: Any) -> bool:
     return SinusoidalPositions.requested_in(config, "") is not None
 
 
-def compute_sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+def compute_sinusoids(positions: Tensor, width: int) -> Tensor:
     """Return sinusoidal embeddings of positions [..., n] as a float32 tensor [..., n, width].
 
     Even dimensions contain sines and odd dimensions contain cosines. Source: arXiv 1706.03762, section 3.5.
@@ -58,18 +58,18 @@ class SinusoidalPositions(Mechanism, nn.Module):
             model is converted with `to`.
     """
 
-    like: torch.Tensor
+    like: Tensor
 
     field = "position_embedding_type"
     name = "sinusoidal"
     paper = ("Attention is all you need: sinusoidal positions", "1706.03762")
 
-    def __init__(self, width: int, spread: float, first: int, like: torch.Tensor) -> None:
+    def __init__(self, width: int, spread: float, first: int, like: Tensor) -> None:
         super().__init__()
         self.width, self.spread, self.first = width, spread, first
         self.register_buffer("like", like.detach().new_empty(0), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
         return (compute_sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
@@ -116,7 +116,7 @@ class PositionEmbeddingsMixin(_Base):
             first = self.padding_idx + 1 if config.positions_after_padding else 0
             self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embeddings [b, n, size] of the inputs. The arguments are the same as in the Transformers class.
 
         With sinusoidal positions, texts may be longer than the position buffers in Transformers.
@@ -167,7 +167,7 @@ class SinusoidalInputsMixin(_Base):
         return super().forward(**self.input_arguments.to_keywords(args, kwargs, ids=None, embedded=embedded))
 
 
-def _compute_positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
+def _compute_positions(states: Tensor, mask: Tensor | None, past: int | Tensor) -> Tensor:
     """Return the positions [b or 1, n] of inputs [b, n, D]. The mask [b, past + n] is zero for padding."""
     length = states.shape[1]
     if mask is not None and mask.dim() == 2:

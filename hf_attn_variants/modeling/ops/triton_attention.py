@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocked_attention import Operands, add_bias_gradient, stack_groups
 
@@ -372,7 +373,7 @@ def supports_device(device: torch.device) -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
-def get_mask_type(mask: torch.Tensor | None) -> int:
+def get_mask_type(mask: Tensor | None) -> int:
     """Return the constant that describes a mask's type in the kernels."""
     return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
@@ -450,7 +451,7 @@ class _TritonCall:
         for batch, row in _yield_chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
-    def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    def workspace(self, heads: int, dtype: torch.dtype) -> Tensor:
         size = 0
         for batch, row, key_length in self.chunks():
             size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _get_padded_row_size(key_length))
@@ -473,25 +474,25 @@ def _get_padded_row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
+def _view_workspace(workspace: Tensor, batches: int, heads: int, rows: int, key_length: int) -> Tensor:
     size = _get_padded_row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
-def _multiply_by_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply_by_transposed(states: Tensor, shared: Tensor, out: Tensor) -> None:
     # Multiply [b, h, r, x] by the transposed [b, k, m, x]. The result is written to `out` [b, h, r, >= m], with
     # grouped heads stacked as rows.
     out = stack_groups(out, shared.shape[1])[..., : shared.shape[2]]
     torch.bmm(stack_groups(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
-def _multiply_grouped(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _multiply_grouped(weights: Tensor, shared: Tensor) -> Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
     rows = torch.bmm(stack_groups(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
+def _multiply_transposed(weights: Tensor, states: Tensor, kv_heads: int, key_length: int) -> Tensor:
     # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads in a group.
     weights = stack_groups(weights, kv_heads)[..., :key_length]
     return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
@@ -533,7 +534,7 @@ def _exceeds_registers(call: _TritonCall) -> bool:
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
-def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the softmax statistics of each row [2, b, h, n]."""
     call = _TritonCall(operands)
     output = operands.new_output()
@@ -551,8 +552,8 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def triton_backward(
-    d_output: torch.Tensor, statistics: torch.Tensor, needs_bias_gradient: bool, operands: Operands
-) -> list[torch.Tensor]:
+    d_output: Tensor, statistics: Tensor, needs_bias_gradient: bool, operands: Operands
+) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
     The arguments are the same as in `blocked_backward`, except that `statistics` are those from `triton_forward`.

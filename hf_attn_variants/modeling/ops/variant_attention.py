@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..transformers_internals import check_known_arguments
 
@@ -84,7 +84,7 @@ def get_attn_implementation(module: VariantAttention) -> str:
 
 
 def get_call_options(
-    module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: VariantAttention, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the `scaling`, `is_causal`, `dropout` and `position_bias` arguments for an attention function.
 
@@ -108,7 +108,7 @@ def get_call_options(
     }
 
 
-def check_mask(mask: torch.Tensor | None) -> None:
+def check_mask(mask: Tensor | None) -> None:
     """Check that a mask is boolean or additive.
 
     Raises:

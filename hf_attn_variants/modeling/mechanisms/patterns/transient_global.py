@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, TransientGlobal, look_up_relative_bias
@@ -85,10 +85,10 @@ class SummarizingAttention(VariantAttention):
 class _Summaries(NamedTuple):
     """The summaries in one call."""
 
-    key: torch.Tensor  # [b, k, G, d]
-    value: torch.Tensor
-    read: torch.Tensor  # [b, 1, 1, G]: True if the block has any tokens
-    blocks: torch.Tensor  # [b, n]: the block of each token
+    key: Tensor  # [b, k, G, d]
+    value: Tensor
+    read: Tensor  # [b, 1, 1, G]: True if the block has any tokens
+    blocks: Tensor  # [b, n]: the block of each token
 
 
 def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
@@ -115,7 +115,7 @@ def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int
     module._is_hf_initialized = False
 
 
-def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
+def assign_tokens_to_blocks(real: Tensor, block: int) -> Tensor:
     """Return the index of each token's block, [b, n], or -1 for tokens without a block.
 
     A token has no block if it is padding (`real` [b, n] is False) or if the text is shorter than a block.
@@ -126,7 +126,7 @@ def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> torch.Tensor:
+def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> Tensor:
     """Return the bias table for summaries [1, h, 1, 2 G - 1], for distances of -(G - 1) to G - 1 blocks.
 
     Args:
@@ -144,13 +144,13 @@ def compute_summary_bias(module: SummarizingAttention, length: int, device: torc
 
 def attend_with_summaries(
     module: SummarizingAttention,
-    states: torch.Tensor,
-    operands: tuple[torch.Tensor, ...],
-    mask: torch.Tensor | None,
-    tables: torch.Tensor | None,
+    states: Tensor,
+    operands: tuple[Tensor, ...],
+    mask: Tensor | None,
+    tables: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend to nearby tokens and to summaries.
 
     Args:
@@ -210,7 +210,7 @@ def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) ->
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _compute_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _compute_summaries(module: SummarizingAttention, states: Tensor, real: Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(real, block)
@@ -227,10 +227,10 @@ def _attend_in_block(
     attend: Callable[..., Any],
     radius: int,
     rows: slice,
-    operands: tuple[torch.Tensor, ...],
+    operands: tuple[Tensor, ...],
     summaries: _Summaries,
-    real: torch.Tensor,
-    tables: torch.Tensor | None,
+    real: Tensor,
+    tables: Tensor | None,
 ) -> Any:
     query, key, value = operands
     length, device = query.shape[2], query.device
