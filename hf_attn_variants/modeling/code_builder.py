@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -134,7 +135,7 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     stubs = {
         name: needed_by
         for name, needed_by in ENTRY_POINTS.items()
-        if not _is_mechanism_included(needed_by, mechanisms)
+        if not needed_by or (mechanisms is not None and mechanisms.isdisjoint(needed_by))
     }
     reached = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_Module]] = {}
@@ -151,10 +152,6 @@ def get_file_names() -> set[str]:
         for path in MODELING_FOLDER.rglob("*.py")
         if path.stem not in ("__init__", "code_builder")
     }
-
-
-def _is_mechanism_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
-    return bool(needed_by) and (mechanisms is None or not mechanisms.isdisjoint(needed_by))
 
 
 def _get_output_file_name(path: Path) -> str:
@@ -221,16 +218,8 @@ def _find_defined_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _find_used_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement uses, including names in quoted annotations."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name):
-            yield child.id
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and len(child.value) < 200:
-            yield from re.findall(r"[A-Za-z_]\w*", child.value) if _is_annotation(child.value) else ()
-
-
-def _is_annotation(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w.]*(\[[\w\s,.|\[\]]*\])?(\s*\|\s*[\w.\[\]]+)*", text) is not None
+    """Yield the names that a statement uses."""
+    return (child.id for child in ast.walk(node) if isinstance(child, ast.Name))
 
 
 def _find_used_definitions(
@@ -239,40 +228,22 @@ def _find_used_definitions(
     """Return all definitions that the roots use directly or indirectly, including stubs, as (module, name)."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
-    begun: set[str] = set()
-
-    def use(module: _Module, definition: _Definition) -> None:
-        defined_here = {name for statement in module.body for name in statement.names}
-        for name in definition.uses:
-            if name in defined_here:
-                wanted.append((module.name, name))
-            elif name in module.imported:
-                wanted.append(module.imported[name])
-
-    def begin(module: _Module) -> None:
-        """Resolve the names in statements that are run for their side effects, such as registrations."""
-        if module.name not in begun:
-            begun.add(module.name)
-            for definition in module.body:
-                if not definition.names:
-                    use(module, definition)
-
-    for name, definition_name in roots:
-        everything = [defined for definition in modules[name].body for defined in definition.names]
-        wanted += [(name, root) for root in (everything if definition_name == "*" else [definition_name])]
+    for module_name, root in roots:
+        everything = (name for definition in modules[module_name].body for name in definition.names)
+        wanted += [(module_name, name) for name in (everything if root == "*" else [root])]
     while wanted:
         place = wanted.pop()
         if place in reached or place[0] not in modules:
             continue
         reached.add(place)
-        module = modules[place[0]]
         if place[1] in stubs:
-            wanted.append((BASE_STUB[0], BASE_STUB[1]))
+            wanted.append(BASE_STUB)
             continue
-        begin(module)
+        module = modules[place[0]]
         for definition in module.body:
-            if place[1] in definition.names:
-                use(module, definition)
+            # Statements that are run for their side effects, such as registrations, define no names.
+            if place[1] in definition.names or not definition.names:
+                wanted += [module.imported.get(name, (module.name, name)) for name in definition.uses]
     return reached
 
 
@@ -282,19 +253,8 @@ BASE_STUB = (NAMES, "MissingDefinition")
 
 def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
     """Yield each module after the modules that it imports at runtime."""
-    done: set[str] = set()
-
-    def visit(name: str) -> Iterator[_Module]:
-        if name not in done:
-            done.add(name)
-            for needed in modules[name].needed:
-                if needed in modules:
-                    yield from visit(needed)
-            if name in names:
-                yield modules[name]
-
-    for name in sorted(names):
-        yield from visit(name)
+    needed = {name: [other for other in module.needed if other in modules] for name, module in modules.items()}
+    return (modules[name] for name in TopologicalSorter(needed).static_order() if name in names)
 
 
 def _build_file_text(

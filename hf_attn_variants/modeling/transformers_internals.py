@@ -394,7 +394,6 @@ PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "sel
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
 KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # layers pass these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
@@ -459,11 +458,7 @@ def check_attention_function(owner: type) -> None:
         raise build_change_error(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
-    needed = {
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
-    }
+    needed = {name for name, parameter in parameters.items() if _is_required(parameter)}
     if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {*ATTENTION_ARGUMENTS}:
         raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
