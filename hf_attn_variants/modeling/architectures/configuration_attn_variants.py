@@ -45,22 +45,9 @@ __all__ = [
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", SinusoidalPositions.name)
 # The suffixes of the model class names in each architecture
-ENCODER_HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-)
-T5_HEADS = (
-    "Model",
-    "EncoderModel",
-    "ForConditionalGeneration",
-    "ForQuestionAnswering",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-)
+LABEL_HEADS = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+ENCODER_HEADS = ("Model", "ForMaskedLM", "ForMultipleChoice", *LABEL_HEADS)
+T5_HEADS = ("Model", "EncoderModel", "ForConditionalGeneration", *LABEL_HEADS)
 BART_HEADS = ("Model", "ForCausalLM", "ForConditionalGeneration", "ForQuestionAnswering", "ForSequenceClassification")
 BERT_HEADS = (*ENCODER_HEADS, "ForNextSentencePrediction", "ForPreTraining", "LMHeadModel")
 WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForConditionalGeneration")

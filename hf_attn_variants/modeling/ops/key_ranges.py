@@ -18,7 +18,8 @@ Sources: arXiv 2004.05150 (Longformer), section 3.1; arXiv 2112.07916 (LongT5), 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +105,8 @@ class KeyRange(NamedTuple):
         return self.step == 1 and key_length - 1 <= self.before and (self.is_causal or key_length - 1 <= self.after)
 
 
-class TransientGlobal(NamedTuple):
+@dataclass(frozen=True)
+class TransientGlobal:
     """The key range of transient-global attention: tokens within `radius`, and a summary of every `block` tokens.
 
     The attention itself is computed in the `transient_global` module.
@@ -113,20 +115,9 @@ class TransientGlobal(NamedTuple):
     radius: int
     block: int
 
-    @property
-    def depends_on_positions(self) -> bool:
-        """Always True, because blocks are counted from the first token in the text."""
-        return True
-
-    @property
-    def is_causal(self) -> bool:
-        """Always False, because only encoders support this key range."""
-        return False
-
-    @property
-    def before(self) -> int:
-        """The maximum size, because encoders do not have a cache."""
-        return MAX_SIZE
+    depends_on_positions: ClassVar[bool] = True  # blocks are counted from the first token in the text
+    is_causal: ClassVar[bool] = False  # only encoders support this key range
+    before: ClassVar[int] = MAX_SIZE  # encoders do not have a cache
 
     def num_attended_keys(self, key_length: int) -> int:
         """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""

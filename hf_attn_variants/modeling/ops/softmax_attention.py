@@ -199,10 +199,7 @@ def fused_attention(
 
 def _pad_to_common_size(*heads: Tensor) -> list[Tensor]:
     size = max(states.shape[-1] for states in heads)
-    return [
-        states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
-        for states in heads
-    ]
+    return [nn.functional.pad(states, (0, size - states.shape[-1])) for states in heads]
 
 
 def _supports_flash_kernels(query: Tensor, value: Tensor) -> bool:

@@ -474,9 +474,16 @@ def _get_padded_row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _view_workspace(workspace: Tensor, batches: int, heads: int, rows: int, key_length: int) -> Tensor:
-    size = _get_padded_row_size(key_length)
-    return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+def _view_workspaces(
+    call: _TritonCall, workspaces: list[Tensor], batch: slice, row: slice, key_length: int
+) -> list[Tensor]:
+    """Return the parts of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
+    batches, rows, size = batch.stop - batch.start, row.stop - row.start, _get_padded_row_size(key_length)
+    counts = (call.heads_in, call.heads_out, call.heads)
+    return [
+        workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+        for workspace, heads in zip(workspaces, counts, strict=False)
+    ]
 
 
 def _multiply_by_transposed(states: Tensor, shared: Tensor, out: Tensor) -> None:
@@ -542,9 +549,7 @@ def triton_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
     settings = _choose_forward_settings(call)
     for batch, row, key_length in call.chunks():
-        sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        scores, weights = _view_workspaces(call, workspaces, batch, row, key_length)
         _multiply_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
         output[batch, row] = _multiply_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
@@ -568,22 +573,18 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
+    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
     if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
-        bias_workspace = call.workspace(call.heads, torch.float32)
-    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
+        workspaces.append(call.workspace(call.heads, torch.float32))
     settings = {**_choose_backward_settings(call), "D_BIAS": needs_bias_gradient}
     for batch, row, key_length in call.chunks():
-        sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        d_logits = (
-            _view_workspace(bias_workspace, sizes[0], call.heads, sizes[1], key_length)
-            if needs_bias_gradient
-            else None
-        )
-        parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
-                 for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
+        scores, weights, *others = _view_workspaces(call, workspaces, batch, row, key_length)
+        d_logits = others[0] if others else None
+        parts = [
+            None if p is None else p.new_empty((scores.shape[0] * scores.shape[2], *p.shape), dtype=torch.float32)
+            for p in (call.logits_proj, call.weights_proj)
+        ]
         query, key, value = (
             call.query[batch, :, row],
             call.key[batch, :, :key_length],

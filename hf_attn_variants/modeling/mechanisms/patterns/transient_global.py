@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from ...ops.key_ranges import MAX_SIZE, TransientGlobal, look_up_relative_bias
 from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ...ops.variant_attention import is_exporting, should_return_weights
 from ...transformers_internals import check_known_arguments, check_method, guarded_imports
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
 __all__ = [
-    "SummarizingAttention",
     "TransientPattern",
     "add_summary_parameters",
     "assign_tokens_to_blocks",
@@ -68,20 +67,6 @@ class TransientPattern(AttentionPattern):
 SUMMARY_ROWS = 128  # number of queries per block
 
 
-class SummarizingAttention(VariantAttention):
-    """The attributes of a T5 encoder's attention module that this file uses. Only type checkers need this class."""
-
-    k: nn.Linear
-    v: nn.Linear
-    has_relative_attention_bias: bool
-    relative_attention_bias: nn.Embedding
-    relative_attention_max_distance: int
-    relative_attention_num_buckets: int
-    _relative_position_bucket: Any
-    global_input_layer_norm: nn.Module
-    global_relative_attention_bias: nn.Embedding
-
-
 class _Summaries(NamedTuple):
     """The summaries in one call."""
 
@@ -91,7 +76,7 @@ class _Summaries(NamedTuple):
     blocks: Tensor  # [b, n]: the block of each token
 
 
-def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
+def add_summary_parameters(module: Any, config: Any, heads: int) -> None:
     """Add the layer norm for summaries to an attention module in the T5 encoder.
 
     If the module computes the position bias, the bias for summaries is added as well. The parameters have the same
@@ -126,7 +111,7 @@ def assign_tokens_to_blocks(real: Tensor, block: int) -> Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> Tensor:
+def compute_summary_bias(module: Any, length: int, device: torch.device) -> Tensor:
     """Return the bias table for summaries [1, h, 1, 2 G - 1], for distances of -(G - 1) to G - 1 blocks.
 
     Args:
@@ -143,7 +128,7 @@ def compute_summary_bias(module: SummarizingAttention, length: int, device: torc
 
 
 def attend_with_summaries(
-    module: SummarizingAttention,
+    module: Any,
     states: Tensor,
     operands: tuple[Tensor, ...],
     mask: Tensor | None,
@@ -200,7 +185,7 @@ def attend_with_summaries(
     return moved.unroll(output, 1), None if weights is None else moved.unroll_weights(weights)
 
 
-def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
+def _attend(module: Any, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
@@ -210,7 +195,7 @@ def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) ->
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _compute_summaries(module: SummarizingAttention, states: Tensor, real: Tensor) -> _Summaries:
+def _compute_summaries(module: Any, states: Tensor, real: Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(real, block)
