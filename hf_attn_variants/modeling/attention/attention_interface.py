@@ -21,12 +21,7 @@ with guarded_imports():
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = [
-    "eager_attention_forward",
-    "get_attention_function",
-    "limit_masks_to_padding",
-    "sdpa_attention_forward",
-]
+__all__ = ["eager_attention_forward", "get_attention_function", "limit_masks_to_padding", "sdpa_attention_forward"]
 
 
 def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

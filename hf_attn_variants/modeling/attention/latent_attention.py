@@ -41,7 +41,6 @@ __all__ = [
     "count_latent_flops",
     "get_keys_and_values",
     "get_latent",
-    "has_cached_latent",
     "is_plain_linear",
     "multiply_per_head",
     "should_absorb_projections",

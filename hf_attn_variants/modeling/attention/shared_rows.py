@@ -26,7 +26,6 @@ __all__ = [
     "SharedDynamicLayer",
     "SharedEncoderOutputsMixin",
     "SharedRows",
-    "SharedStaticLayer",
     "expand_and_mark_encoder_outputs",
     "get_empty_layer",
     "get_sentence_rows",

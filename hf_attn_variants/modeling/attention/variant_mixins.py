@@ -42,9 +42,7 @@ from .attention_sites import (
 )
 from .decoder_caches import limit_cache_to_window
 
-__all__ = [
-    "AttnVariantModelMixin",
-]
+__all__ = ["AttnVariantModelMixin"]
 
 check_models()
 

@@ -19,7 +19,6 @@ __all__ = [
     "OPTIONAL_FIELDS",
     "PLACES",
     "Field",
-    "FieldDescriptions",
     "check_choice",
     "describe_field",
     "describe_value_on_card",

@@ -13,12 +13,7 @@ from .field_checks import check_rank, validate_kv_heads
 from .field_table import FIELDS, check_choice, get_field_row
 from .mechanism_fields import check_pattern_value, validate_talking_heads_value
 
-__all__ = [
-    "LayerValue",
-    "drop_replaced_layer_values",
-    "merge_per_layer_config",
-    "validate_layer_values",
-]
+__all__ = ["LayerValue", "drop_replaced_layer_values", "merge_per_layer_config", "validate_layer_values"]
 
 LayerValue = int | str | list[str] | None
 

@@ -55,7 +55,6 @@ __all__ = [
     "AttnVariantConfigMixin",
     "CrossAttentionConfigMixin",
     "EncoderDecoderConfigMixin",
-    "register_with_peft",
     "supports_decoder_cache",
 ]
 

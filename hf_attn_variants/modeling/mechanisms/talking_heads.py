@@ -44,7 +44,6 @@ __all__ = [
     "get_projection_shapes",
     "get_projection_std",
     "get_query_heads",
-    "get_settings_per_layer",
     "get_settings_prefix",
     "get_talking_heads_places",
     "has_talking_heads",

@@ -25,7 +25,6 @@ __all__ = [
     "compute_largest_error",
     "describe_disagreement",
     "get_tolerance",
-    "passes_trial",
     "run_after_trial",
 ]
 

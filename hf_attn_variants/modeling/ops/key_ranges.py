@@ -35,7 +35,6 @@ __all__ = [
     "TransientGlobal",
     "key_range_to_mask_and_bias",
     "look_up_relative_bias",
-    "num_queries_per_block",
     "should_compute_in_blocks",
 ]
 

@@ -37,8 +37,6 @@ __all__ = [
     "LaunchSettings",
     "attend_to_one_latent",
     "choose_launch_settings",
-    "combine_kernel",
-    "partial_kernel",
     "run_latent_kernels",
     "should_use_latent_kernels",
     "triton",

@@ -7,10 +7,7 @@ from torch import Tensor, nn
 
 from .feature_kernel import TokenwiseKernel
 
-__all__ = [
-    "Elu",
-    "Relu",
-]
+__all__ = ["Elu", "Relu"]
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,7 @@ from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
-__all__ = [
-    "FeatureKernel",
-    "KernelState",
-    "TokenwiseKernel",
-    "compute_causal_sums",
-]
+__all__ = ["FeatureKernel", "TokenwiseKernel"]
 
 # The number of tokens per chunk. The C x C weights within a chunk are about as large as a typical state.
 CHUNK = 128

@@ -27,7 +27,7 @@ from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
 
-__all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "compute_hybrid_weights"]
+__all__ = ["Hybrid"]
 
 # A block has as many queries as the window has tokens, within these limits. Longer blocks require more individual
 # weights, and shorter blocks require more sums.

@@ -8,13 +8,7 @@ from ..mechanism import PREFIXES
 if TYPE_CHECKING:
     from .attention_kernel import AttentionKernel
 
-__all__ = [
-    "KERNELS",
-    "get_kernel_class",
-    "get_kernel_names",
-    "get_learned_parameter_names",
-    "get_random_buffer_names",
-]
+__all__ = ["KERNELS", "get_kernel_class", "get_kernel_names", "get_learned_parameter_names", "get_random_buffer_names"]
 
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 

@@ -20,7 +20,7 @@ from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
-__all__ = ["Linformer", "attend_to_projected", "compute_projected_weights", "create_segment_means"]
+__all__ = ["Linformer", "create_segment_means"]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ __all__ = [
     "Fixed",
     "LocalBlocks",
     "RandomBlocks",
-    "ScatteredPattern",
     "Strided",
     "attend_in_blocks",
     "should_gather_keys",

@@ -26,13 +26,7 @@ from ...transformers_internals import check_known_arguments, check_method, guard
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
-__all__ = [
-    "TransientPattern",
-    "add_summary_parameters",
-    "assign_tokens_to_blocks",
-    "attend_with_summaries",
-    "compute_summary_bias",
-]
+__all__ = ["TransientPattern", "add_summary_parameters", "attend_with_summaries", "compute_summary_bias"]
 
 
 class TransientPattern(AttentionPattern):

@@ -19,13 +19,7 @@ from ...ops.key_ranges import KeyRange
 from ...ops.variant_attention import VariantAttention
 from .attention_pattern import AttentionPattern
 
-__all__ = [
-    "MASK",
-    "SlidingWindow",
-    "attend_with_global_tokens_first",
-    "check_global_mask",
-    "get_global_tokens",
-]
+__all__ = ["MASK", "SlidingWindow", "attend_with_global_tokens_first", "check_global_mask", "get_global_tokens"]
 
 
 class SlidingWindow(AttentionPattern):
