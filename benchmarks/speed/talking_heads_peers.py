@@ -15,7 +15,7 @@ from benchmarks.page_faults import Usage, Watch, summary
 from hf_attn_variants.inspection.speed import get_round_order
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, create_kernel
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
@@ -59,7 +59,8 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             kernel=None,
             is_causal=is_causal,
         )
-        return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
+        options = {"scaling": scaling, "dropout": dropout, "position_bias": bias}
+        return sdpa_attention_forward(module, query, key, value, **options)[0]
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
         # "window" does the same, except on CUDA if FlexAttention passed its trial.
@@ -75,7 +76,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             heads, head_dim = query.shape[1], query.shape[3]
             if not modules:
                 modules["one"] = kernel_module(kernel, heads, head_dim, is_causal).to(query.device, query.dtype)
-            return sdpa_attention_forward(modules["one"], query, key, value, None, scaling, position_bias=bias)[0]
+            return sdpa_attention_forward(modules["one"], query, key, value, scaling=scaling, position_bias=bias)[0]
 
         return attend
 
@@ -96,7 +97,7 @@ def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, feature
     fields = SimpleNamespace(attention_kernel=name, attention_kernel_features=features, attention_kernel_seed=0)
     by_layer = {"attention_kernel": name, "attention_window": HYBRID_WINDOW}
     fields.get_layer_value, fields.max_position_embeddings = (lambda field, layer: by_layer[field]), MOST_TOKENS
-    kernel = create_kernel(fields, "", head_dim, "benchmark", is_causal, layer=0)
+    kernel = get_kernel_class(name).from_config(fields, "", head_dim, "benchmark", is_causal, layer=0)
     module.heads = AttentionHeads(heads, heads, heads, heads, heads, head_dim, head_dim)
     install_kernel(module, kernel)
     init_kernel(module)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.attention.attention_sites import AttentionSite, get_kernel
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.kernels.attention_kernel import get_kernel_tensors
 from ..modeling.mechanisms.latents import get_projection_rank
@@ -128,7 +128,7 @@ def _build_attention_module(
         shapes[LATENT] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    kernel = (site.get_kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
+    kernel = (get_kernel(site, source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
     new_kernel_tensors = get_kernel_tensors(core_module)
     if kernel[0] is not None and kernel[0].tensors_per_key_head and heads.change != "same":
         raise ValueError(

@@ -15,10 +15,12 @@ files of the repository are copied.
 import ast
 import hashlib
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 __all__ = ["build_code", "get_file_names"]
 
@@ -30,73 +32,47 @@ NOT_JOINED = "architectures"
 _BASE_GROUP = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
-LINE_LENGTH = 119
 
-ANY = (
-    "additive_score",
-    "latents",
-    "linear_attention",
-    "patterns",
-    "sinusoidal_positions",
-    "talking_heads",
-    "unequal_layers",
-)
-# The names through which other code uses mechanisms (see `fields/composition.py`): {name: mechanisms that need it}.
-ENTRY_POINTS: dict[str, tuple[str, ...]] = {
-    "build_code": (),
-    "_compare_talking_heads": ("talking_heads",),
-    "_check_kernel_unchanged": ("linear_attention",),
-    "_check_talking_heads_in_layer": ("talking_heads",),
-    "_check_no_mechanism_is_ignored": ANY,
-    "add_latent_projection": ("latents",),
-    "add_summary_parameters": ("patterns",),
-    "AdditiveScore": ("additive_score",),
-    "key_range_to_mask_and_bias": ("linear_attention", "patterns"),
-    "attend_in_blocks": ("patterns",),
-    "attend_to_latent": ("latents",),
-    "attend_to_one_latent": ("latents",),
-    "attend_with_mechanisms": ("additive_score", "linear_attention", "patterns", "talking_heads"),
-    "attend_with_summaries": ("patterns",),
-    "attention_in_windows": ("linear_attention", "patterns"),
-    "AttentionKernel": ("linear_attention",),
-    "AttentionPattern": ("patterns",),
-    "describe_initialization": ("talking_heads",),
-    "BlockWindows": ("linear_attention", "patterns"),
-    "check_global_mask": ("linear_attention", "patterns"),
-    "check_kernels": ("linear_attention",),
-    "check_patterns": ("linear_attention", "patterns"),
-    "check_combinations": ANY,
-    "validate_layer_values": ("unequal_layers",),
-    "create_compression": ("patterns",),
-    "DistanceBias": ("patterns", "linear_attention"),
-    "get_random_buffer_names": ("linear_attention",),
-    "DynamicTerms": ("talking_heads",),
-    "should_compute_in_blocks": ("linear_attention", "patterns"),
-    "merge_per_layer_config": ("unequal_layers",),
-    "init_kernel": ("linear_attention",),
-    "install_kernel": ("linear_attention",),
-    "_prepare_state_layer": ("linear_attention",),
-    "limit_cache_to_window": ("linear_attention", "patterns"),
-    "kernel_attention_forward": ("linear_attention",),
-    "get_kernel_class": ("linear_attention",),
-    "KernelStateLayer": ("linear_attention",),
-    "Latent": ("latents",),
-    "MemoryCompressed": ("patterns",),
-    "should_use_latent_kernels": ("latents",),
-    "get_pattern_class": ("patterns",),
-    "get_projection_shapes": ("talking_heads",),
-    "get_projection_std": ("talking_heads",),
-    "KeyRange": ("linear_attention", "patterns"),
-    "create_additive_score": ("additive_score",),
-    "SinusoidalPositions": ("sinusoidal_positions",),
-    "compute_sinusoids": ("sinusoidal_positions",),
-    "set_padding_rule": ("additive_score", "linear_attention", "patterns", "talking_heads"),
-    "get_shared_latent": ("latents",),
-    "compute_summary_bias": ("patterns",),
-    "talking_heads_attention": ("linear_attention", "patterns", "talking_heads"),
-    "TransientPattern": ("patterns",),
-    "attend_with_global_tokens_first": ("linear_attention", "patterns"),
+# The names through which other code uses mechanisms (see `fields/composition.py`): {mechanisms: names}. A repository
+# includes the definition of a name if its model uses one of the mechanisms.
+_NAMES_BY_MECHANISMS = {
+    (): "build_code",
+    ("additive_score",): "AdditiveScore create_additive_score",
+    ("latents",): (
+        "Latent add_latent_projection attend_to_latent attend_to_one_latent get_latent should_use_latent_kernels"
+    ),
+    ("linear_attention",): (
+        "AttentionKernel KernelStateLayer _prepare_state_layer check_kernels get_kernel "
+        "get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
+    ),
+    ("linear_attention", "patterns"): (
+        "BlockWindows DistanceBias KeyRange attend_with_global_tokens_first attention_in_windows check_global_mask "
+        "check_patterns get_key_range key_range_to_mask_and_bias limit_cache_to_window limit_masks_to_padding "
+        "should_compute_in_blocks"
+    ),
+    ("linear_attention", "patterns", "talking_heads"): "talking_heads_attention",
+    ("linear_attention", "talking_heads"): "find_added_talking_heads",
+    ("patterns",): (
+        "AttentionPattern MemoryCompressed TransientPattern add_summary_parameters attend_in_blocks "
+        "attend_with_summaries compute_summary_bias create_compression get_pattern_class"
+    ),
+    ("sinusoidal_positions",): (
+        "AttnVariantAlbertEmbeddings AttnVariantBertEmbeddings AttnVariantDistilBertEmbeddings "
+        "AttnVariantElectraEmbeddings AttnVariantRobertaEmbeddings SinusoidalPositions compute_sinusoids "
+        "warn_about_replaced_positions"
+    ),
+    ("talking_heads",): (
+        "DynamicTerms _check_talking_heads_in_layer _compare_talking_heads describe_initialization "
+        "get_projection_shapes get_projection_std"
+    ),
+    ("unequal_layers",): "merge_per_layer_config validate_layer_values",
+    ("additive_score", "linear_attention", "patterns", "talking_heads"): "attend_with_mechanisms set_padding_rule",
+    (
+        *("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads"),
+        "unequal_layers",
+    ): "_check_no_mechanism_is_ignored check_combinations",
 }
+ENTRY_POINTS = {name: needed_by for needed_by, names in _NAMES_BY_MECHANISMS.items() for name in names.split()}
 # A stub has the name of the definition that it replaces.
 STUB = "class {name}(MissingDefinition):\n    mechanisms = {mechanisms!r}\n"
 
@@ -214,12 +190,8 @@ def _list_stubs(mechanisms: frozenset[str] | None) -> dict[str, tuple[str, ...]]
     return {
         name: needed_by
         for name, needed_by in ENTRY_POINTS.items()
-        if not _is_mechanism_included(needed_by, mechanisms)
+        if not needed_by or (mechanisms is not None and mechanisms.isdisjoint(needed_by))
     }
-
-
-def _is_mechanism_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
-    return bool(needed_by) and (mechanisms is None or not mechanisms.isdisjoint(needed_by))
 
 
 def _get_output_file_name(path: Path) -> str:
@@ -235,13 +207,14 @@ def _read_modules() -> dict[str, _Module]:
 def _read_module(path: Path, file: str | None = None) -> _Module:
     text = path.read_bytes().decode()
     lines, tree = text.splitlines(), ast.parse(text)
+    nodes = [child for node in tree.body for child in (node.orelse if _is_for_type_checkers(node) else [node])]
     docstring, end = "", 0
     body: list[_Definition] = []
     imported: dict[str, tuple[str, str]] = {}
     needed: list[str] = []
-    for node in tree.body:
+    for node in nodes:
         start = min([node.lineno, *(line.lineno for line in getattr(node, "decorator_list", []))]) - 1
-        source = "\n".join(lines[end:start]).strip("\n"), "\n".join(lines[start : node.end_lineno])
+        source = "\n".join(lines[end:start]).strip("\n"), textwrap.dedent("\n".join(lines[start : node.end_lineno]))
         end = node.end_lineno or node.lineno
         if not body and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not docstring:
             docstring = source[1]
@@ -250,8 +223,6 @@ def _read_module(path: Path, file: str | None = None) -> _Module:
         if "__all__" in names:
             continue
         is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
-        if _is_for_type_checkers(node):
-            continue
         if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
             whole = f"{comment}\n{source[1]}" if comment else source[1]
@@ -264,9 +235,9 @@ def _read_module(path: Path, file: str | None = None) -> _Module:
     return _Module(path.stem, file or _get_output_file_name(path), docstring, body, imported, needed)
 
 
-def _is_for_type_checkers(node: ast.stmt) -> bool:
-    """Return True if a statement only contains imports for type checkers."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
+def _is_for_type_checkers(node: ast.stmt) -> TypeGuard[ast.If]:
+    """Return True if a statement has a body for type checkers. Repositories only include its `else` branch."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _find_defined_names(node: ast.stmt) -> Iterator[str]:
@@ -287,16 +258,8 @@ def _find_defined_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _find_used_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement uses, including names in quoted annotations."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name):
-            yield child.id
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str) and len(child.value) < 200:
-            yield from re.findall(r"[A-Za-z_]\w*", child.value) if _is_annotation(child.value) else ()
-
-
-def _is_annotation(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w.]*(\[[\w\s,.|\[\]]*\])?(\s*\|\s*[\w.\[\]]+)*", text) is not None
+    """Yield the names that a statement uses."""
+    return (child.id for child in ast.walk(node) if isinstance(child, ast.Name))
 
 
 def _find_used_definitions(
@@ -305,40 +268,22 @@ def _find_used_definitions(
     """Return all definitions that the roots use directly or indirectly, including stubs, as (module, name)."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
-    begun: set[str] = set()
-
-    def use(module: _Module, definition: _Definition) -> None:
-        defined_here = {name for statement in module.body for name in statement.names}
-        for name in definition.uses:
-            if name in defined_here:
-                wanted.append((module.name, name))
-            elif name in module.imported:
-                wanted.append(module.imported[name])
-
-    def begin(module: _Module) -> None:
-        """Resolve the names in statements that are run for their side effects, such as registrations."""
-        if module.name not in begun:
-            begun.add(module.name)
-            for definition in module.body:
-                if not definition.names:
-                    use(module, definition)
-
-    for name, definition_name in roots:
-        everything = [defined for definition in modules[name].body for defined in definition.names]
-        wanted += [(name, root) for root in (everything if definition_name == "*" else [definition_name])]
+    for module_name, root in roots:
+        everything = (name for definition in modules[module_name].body for name in definition.names)
+        wanted += [(module_name, name) for name in (everything if root == "*" else [root])]
     while wanted:
         place = wanted.pop()
         if place in reached or place[0] not in modules:
             continue
         reached.add(place)
-        module = modules[place[0]]
         if place[1] in stubs:
-            wanted.append((BASE_STUB[0], BASE_STUB[1]))
+            wanted.append(BASE_STUB)
             continue
-        begin(module)
+        module = modules[place[0]]
         for definition in module.body:
-            if place[1] in definition.names:
-                use(module, definition)
+            # Statements that are run for their side effects, such as registrations, define no names.
+            if place[1] in definition.names or not definition.names:
+                wanted += [module.imported.get(name, (module.name, name)) for name in definition.uses]
     return reached
 
 
@@ -348,19 +293,8 @@ BASE_STUB = (NAMES, "MissingDefinition")
 
 def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
     """Yield each module after the modules that it imports at runtime."""
-    done: set[str] = set()
-
-    def visit(name: str) -> Iterator[_Module]:
-        if name not in done:
-            done.add(name)
-            for needed in modules[name].needed:
-                if needed in modules:
-                    yield from visit(needed)
-            if name in names:
-                yield modules[name]
-
-    for name in sorted(names):
-        yield from visit(name)
+    needed = {name: [other for other in module.needed if other in modules] for name, module in modules.items()}
+    return (modules[name] for name in TopologicalSorter(needed).static_order() if name in names)
 
 
 def _build_file_text(
@@ -376,9 +310,10 @@ def _build_file_text(
     for module in parts:
         body: list[str] = []
         definitions: list[_Definition] = []
+        is_used = any(place == module.name and name not in stubs for place, name in reached)
         for definition in module.body:
             names = {name for name in definition.names if (module.name, name) in reached}
-            if definition.names and not names:
+            if not names and (definition.names or not is_used):
                 continue
             if stubbed := sorted(name for name in names if name in stubs):
                 body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
@@ -440,11 +375,7 @@ def _format_guarded_imports(block: ast.With, names: set[str]) -> str:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
         if isinstance(node, ast.ImportFrom) and imported:
             whole = ast.ImportFrom(module=node.module, names=imported, level=node.level)
-            line = f"    {ast.unparse(whole)}"
-            if len(line) > LINE_LENGTH:
-                inside = "".join(f"        {ast.unparse(alias)},\n" for alias in imported)
-                line = f"    from {node.module} import (\n{inside}    )"
-            lines.append(line)
+            lines.append(f"    {ast.unparse(whole)}")
     return "\n".join(lines)
 
 

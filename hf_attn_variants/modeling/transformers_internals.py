@@ -29,7 +29,7 @@ __all__ = [
     "check_caches",
     "check_configurations",
     "check_known_arguments",
-    "check_mask_functions",
+    "check_mask_function",
     "check_method",
     "check_method_calls",
     "check_models",
@@ -74,9 +74,9 @@ ARGUMENTS_WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# Arguments that this package passes to attention functions.
+# Arguments that this package and the layers of Transformers pass to attention functions.
 OWN_ARGUMENTS = frozenset(
-    {"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"}
+    "dropout global_attention_mask is_causal kernel_cache key_range m2l m2w position_bias scaling x2l x2w".split()
 )
 
 
@@ -394,7 +394,6 @@ PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "sel
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
 KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # layers pass these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
@@ -459,26 +458,21 @@ def check_attention_function(owner: type) -> None:
         raise build_change_error(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
-    needed = {
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
-    }
+    needed = {name for name, parameter in parameters.items() if _is_required(parameter)}
     if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {*ATTENTION_ARGUMENTS}:
         raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
 
-def check_mask_functions(*functions: Any) -> None:
-    """Check that Transformers mask functions have the arguments that this package uses.
+def check_mask_function(function: Any) -> None:
+    """Check that a Transformers mask function has the arguments that this package uses.
 
     Raises:
         TransformersChangedError: if an argument is missing.
     """
-    for function in functions:
-        taken = inspect.signature(function).parameters
-        for name in MASK_ARGUMENTS:
-            if name not in taken:
-                raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+    taken = inspect.signature(function).parameters
+    for name in MASK_ARGUMENTS:
+        if name not in taken:
+            raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -143,7 +144,7 @@ def _create_tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     return original(**sizes | tokens | fields)
 
 
-def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[Tensor, Tensor]:
     """Return the last hidden states [1, n, D] of a text, computed in one pass and token by token with a cache.
 
     For an encoder, the second output is computed from a text with padding instead. The encoder outputs that a decoder
@@ -175,12 +176,12 @@ def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor,
     return model(**encoder_arguments, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
 
 
-def _create_padding_mask(length: int) -> torch.Tensor:
+def _create_padding_mask(length: int) -> Tensor:
     """Return a mask [1, length] whose last token is padding."""
     return torch.tensor([[1] * (length - 1) + [0]])
 
 
-def _create_encoder_input(model: PreTrainedModel, config: Any, ids: torch.Tensor) -> torch.Tensor:
+def _create_encoder_input(model: PreTrainedModel, config: Any, ids: Tensor) -> Tensor:
     if model.main_input_name == "input_ids":
         return ids
     size = (1, config.num_mel_bins, 2 * config.max_source_positions)

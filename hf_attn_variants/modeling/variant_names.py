@@ -16,6 +16,7 @@ __all__ = [
     "SDPA",
     "MissingDefinition",
     "get_plain_implementation",
+    "includes",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
@@ -42,6 +43,11 @@ EAGER = f"attn_variants_eager_{NAME_SUFFIX}"
 SDPA = f"attn_variants_sdpa_{NAME_SUFFIX}"
 # The attention function that records the inputs of attention modules during conversion.
 RECORDING = f"attn_variants_recording_{NAME_SUFFIX}"
+
+
+def includes(*mechanisms: str) -> bool:
+    """Return True if this code includes any of these mechanisms. The installed package includes all mechanisms."""
+    return INCLUDED_MECHANISMS is None or not {*mechanisms}.isdisjoint(INCLUDED_MECHANISMS)
 
 
 def get_plain_implementation(name: Any) -> Any:

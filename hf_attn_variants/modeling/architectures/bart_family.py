@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.shared_rows import get_sentence_rows
+from ..attention.shared_rows import share_sentence_rows
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
@@ -45,12 +45,7 @@ BART_FAMILY_SITES = (
 class BartFamilyAttentionMixin(AttentionVariantMixin):
     """Mixin for attention modules in BART and related models. It must precede the Transformers class in the bases."""
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
-
-    roles = ("states", "encoder_outputs", "cache", "mask")
+    linears = ("q_proj", "k_proj", "v_proj")
     transformers_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,17 +53,13 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
 
         The arguments are the same as in the Transformers class.
         """
-        states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
-        if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs, repeated = get_sentence_rows(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
-            if encoder_outputs is not repeated:
-                args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=encoder_outputs)
-        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
-        if not self.owns_projections:
-            return super().forward(*args, **kwargs, **dynamic)
-        _, others = self.arguments.split(args, kwargs)
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        output, weights = self.attend_with_projections(
-            linears, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
-        )
-        return self.out_proj(output), weights
+        states, _, cache, encoder_outputs = self.arguments.read(args, kwargs)
+        if encoder_outputs is not None:
+            rows = share_sentence_rows(self, (self.k_proj, self.v_proj), states, encoder_outputs, cache)
+            if rows is not encoder_outputs:
+                args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=rows)
+        return super().forward(*args, **kwargs)
+
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        return self.out_proj(output)

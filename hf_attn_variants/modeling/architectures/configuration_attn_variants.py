@@ -1,5 +1,6 @@
 """Configuration classes for all supported architectures."""
 
+import sys
 from typing import Any, ClassVar
 
 from ..fields.field_checks import check_buckets
@@ -44,22 +45,9 @@ __all__ = [
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", SinusoidalPositions.name)
 # The suffixes of the model class names in each architecture
-ENCODER_HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-)
-T5_HEADS = (
-    "Model",
-    "EncoderModel",
-    "ForConditionalGeneration",
-    "ForQuestionAnswering",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-)
+LABEL_HEADS = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+ENCODER_HEADS = ("Model", "ForMaskedLM", "ForMultipleChoice", *LABEL_HEADS)
+T5_HEADS = ("Model", "EncoderModel", "ForConditionalGeneration", *LABEL_HEADS)
 BART_HEADS = ("Model", "ForCausalLM", "ForConditionalGeneration", "ForQuestionAnswering", "ForSequenceClassification")
 BERT_HEADS = (*ENCODER_HEADS, "ForNextSentencePrediction", "ForPreTraining", "LMHeadModel")
 WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForConditionalGeneration")
@@ -209,6 +197,18 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
             )
 
 
+def _register_with_sentence_transformers(config_class: Any) -> None:
+    """Make sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
+
+    A table in the library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
+    row before it that selects the Auto class, which also finds the encoder in remote code.
+    """
+    library = sys.modules.get("sentence_transformers.base.modules.transformer")
+    table = getattr(library, "_ENCODER_ONLY_MODELS", None)
+    if isinstance(table, list) and all(row[0] is not config_class for row in table):
+        table.insert(0, (config_class, "transformers", "AutoModelForTextEncoding"))
+
+
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     """Mixin for T5 and UMT5 configurations."""
 
@@ -220,6 +220,8 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         check_buckets(self)
+        # Sentence Transformers creates a configuration before it looks up the class in its table.
+        _register_with_sentence_transformers(type(self))
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the text configuration. For the decoder, its `num_layers` is the number of decoder layers.
@@ -464,7 +466,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
         super().__post_init__(**kwargs)
         # `generate` chooses the prompt based on the model type of the instance, which the speech pipeline also checks
         # for long audio and for timestamps. Saved configurations contain the model type of the class.
-        vars(self)["model_type"] = "whisper"
+        self.__dict__["model_type"] = "whisper"
 
 
 # Each new architecture requires a class and a row in this table.

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from torch import Tensor
+
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
@@ -40,23 +42,12 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     """`AlbertAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
+    dropout_name = "attention_dropout"
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute self-attention over hidden states [b, n, hidden size].
-
-        See `AlbertAttention.forward` for the arguments.
-        """
-        states, mask = self.arguments.read(args, kwargs)
-        dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
-        if not self.owns_projections:
-            parent: Any = super()
-            return parent.forward(*args, **kwargs, **dynamic)
-        _, others = self.arguments.split(args, kwargs)
-        linears, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
-        output = self.output_dropout(self.dense(output))
-        return self.LayerNorm(states + output), weights
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        return self.LayerNorm(states + self.output_dropout(self.dense(output)))
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):

@@ -1,6 +1,6 @@
 """DistilBERT models with attention variants."""
 
-from typing import Any
+from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
@@ -36,22 +36,12 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
     """`DistilBertSelfAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
+    linears = ("q_lin", "k_lin", "v_lin")
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute self-attention over hidden states [b, n, dim].
-
-        See `DistilBertSelfAttention.forward` for the arguments.
-        """
-        states, mask = self.arguments.read(args, kwargs)
-        dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
-        if not self.owns_projections:
-            parent: Any = super()
-            return parent.forward(*args, **kwargs, **dynamic)
-        _, others = self.arguments.split(args, kwargs)
-        linears, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
-        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
-        return self.out_lin(output), weights
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        return self.out_lin(output)
 
 
 class AttnVariantDistilBertEmbeddings(PositionEmbeddingsMixin, Embeddings):

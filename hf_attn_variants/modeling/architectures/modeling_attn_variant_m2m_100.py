@@ -15,11 +15,7 @@ with guarded_imports():
     )
     from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention, M2M100Decoder, M2M100Encoder
 
-__all__ = [
-    "AttnVariantM2M100ForConditionalGeneration",
-    "AttnVariantM2M100Model",
-    "AttnVariantM2M100PreTrainedModel",
-]
+__all__ = ["AttnVariantM2M100ForConditionalGeneration", "AttnVariantM2M100Model", "AttnVariantM2M100PreTrainedModel"]
 
 
 class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -41,7 +41,7 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     roles = ("states", "encoder_outputs", "mask", "cache", "bias")
     returns = 3
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `key_value_states`.
 
         Unlike `T5Attention.forward`, this method creates no position bias in models without relative positions.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -49,7 +49,7 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, key_input_dim)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `encoder_hidden_states`."""
         (states, encoder_outputs, mask, cache), others = self.arguments.split(args, kwargs)
         output, _, weights = self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, None, others)

@@ -1,17 +1,16 @@
 """Shared attention code for T5 and UMT5, which have a relative position bias."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.latent_attention import attend_to_latent
-from ..attention.shared_rows import get_sentence_rows
+from ..attention.latent_attention import attend_to_latent, get_keys_and_values, get_latent
+from ..attention.shared_rows import share_sentence_rows
 from ..mechanisms.patterns.transient_global import (
-    SummarizingAttention,
     TransientPattern,
     add_summary_parameters,
     attend_with_summaries,
@@ -59,24 +58,14 @@ T5_FAMILY_SITES = (
 )
 
 
-# The base class is only for type checkers, as in `attention_mixin`.
-if TYPE_CHECKING:
-
-    class _Attention(SummarizingAttention):
-        compute_bias: Any
-        is_decoder: bool
-        q: nn.Linear
-        o: nn.Linear
-else:
-    _Attention = object
-
-
-class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
+class T5FamilyAttentionMixin(AttentionVariantMixin):
     """Mixin for attention modules in T5 and UMT5. It must precede the Transformers class in the bases.
 
     The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
 
+    has_relative_attention_bias: bool
+    relative_attention_bias: nn.Embedding
     transformers_attributes = (
         "dropout",
         "has_relative_attention_bias",
@@ -127,13 +116,13 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
 
     def compute_outputs_and_bias(
         self,
-        states: torch.Tensor,
-        encoder_outputs: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        states: Tensor,
+        encoder_outputs: Tensor | None,
+        mask: Tensor | None,
         cache: Any,
-        position_bias: torch.Tensor | None,
+        position_bias: Tensor | None,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute self-attention over `states` [b, n, d_model], or cross-attention to `encoder_outputs`.
 
         Args:
@@ -145,17 +134,17 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         Returns:
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
-        if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs = get_sentence_rows(encoder_outputs, (self.k, self.v))
+        if encoder_outputs is not None:
+            encoder_outputs = share_sentence_rows(self, (self.k, self.v), states, encoder_outputs, cache)
         dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _get_past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
-            key, value = self.get_keys_and_values((self.k, self.v), states, encoder_outputs, cache)
+            key, value = get_keys_and_values(self, (self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
         else:
-            latent, layer = self.get_latent(states, encoder_outputs, cache)  # [b, 1, m, r]
+            latent, layer = get_latent(self, states, encoder_outputs, cache)  # [b, 1, m, r]
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
@@ -187,9 +176,9 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         return self.o(output.flatten(2)), position_bias, weights
 
 
-def _get_past_length(cache: Any, layer: int) -> int | torch.Tensor:
+def _get_past_length(cache: Any, layer: int) -> int | Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)
     # A static cache updates its length in place before the bias is computed.
-    return length.clone() if isinstance(length, torch.Tensor) else length
+    return length.clone() if isinstance(length, Tensor) else length

@@ -7,14 +7,13 @@ This file handles calls from attention modules whose only mechanisms are grouped
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
 from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
-from ..transformers_internals import check_known_arguments, check_mask_functions, guarded_imports
-from ..variant_names import EAGER, SDPA
+from ..transformers_internals import check_mask_function, guarded_imports
+from ..variant_names import EAGER, SDPA, includes
 from .mechanism_attention import attend_with_mechanisms
 
 with guarded_imports():
@@ -22,23 +21,19 @@ with guarded_imports():
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = [
-    "eager_attention_forward",
-    "get_attention_function",
-    "limit_masks_to_padding",
-    "sdpa_attention_forward",
-]
+__all__ = ["eager_attention_forward", "get_attention_function", "limit_masks_to_padding", "sdpa_attention_forward"]
 
 
-def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap a mask function so that masks only cover padding in models with a pattern or a kernel.
 
     In all other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. The
     attention modules then handle causality and windows themselves, because a mask [n, m] would be larger than all of
     their other tensors. In a decoder, the mask covers all tokens seen so far, even if a layer's cache stores fewer.
     """
+    check_mask_function(mask_function)
 
-    def mask(**options: Any) -> torch.Tensor | None:
+    def mask(**options: Any) -> Tensor | None:
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
@@ -56,19 +51,15 @@ def limit_masks_to_padding(mask_function: Callable[..., torch.Tensor | None]) ->
     return mask
 
 
-AttentionResult = tuple[torch.Tensor, torch.Tensor | None]
+AttentionResult = tuple[Tensor, Tensor | None]
 
 
 def eager_attention_forward(
     module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with explicit weights ("eager").
@@ -79,11 +70,10 @@ def eager_attention_forward(
         key: [b, k, m, d].
         value: [b, k, m, d_v].
         attention_mask: see `attention_with_weights`.
-        scaling: the factor by which the dot products are multiplied (default: d^-1/2).
-        dropout: the dropout probability.
-        is_causal: if True, query i only attends to keys 0 to i. The default is the module's own setting.
-        position_bias: a bias that is added to the logits, broadcastable to [b, h, n, m].
-        kwargs: additional keyword arguments of the call.
+        kwargs: the optional arguments `scaling` (the factor by which the dot products are multiplied, default:
+            d^-1/2), `dropout` (a probability, default: 0), `is_causal` (if True, query i only attends to keys 0 to i;
+            default: the module's own setting), `position_bias` (a bias that is added to the logits, broadcastable to
+            [b, h, n, m]), and additional arguments of the call.
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights [b, h_v, n, m].
@@ -92,23 +82,17 @@ def eager_attention_forward(
         ValueError: if an unknown argument is not None, because it would be ignored.
     """
     if not getattr(module, "is_plain", False):
-        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
-        return attend_with_mechanisms("eager", module, *call, **kwargs)
-    check_known_arguments(kwargs)
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
+        return attend_with_mechanisms("eager", module, query, key, value, attention_mask, **kwargs)
+    options = get_call_options(module, query, attention_mask, kwargs)
+    return attention_with_weights(query, key, value, attention_mask, **options)
 
 
 def sdpa_attention_forward(
     module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
     """Compute attention with torch's fused kernels ("sdpa").
@@ -117,13 +101,11 @@ def sdpa_attention_forward(
     requested.
     """
     if not getattr(module, "is_plain", False):
-        call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
-        return attend_with_mechanisms("sdpa", module, *call, **kwargs)
-    check_known_arguments(kwargs)
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
+        return attend_with_mechanisms("sdpa", module, query, key, value, attention_mask, **kwargs)
+    options = get_call_options(module, query, attention_mask, kwargs)
     if should_return_weights(module, kwargs):
-        return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
-    return fused_attention(query, key, value, attention_mask, position_bias, **options), None
+        return attention_with_weights(query, key, value, attention_mask, **options)
+    return fused_attention(query, key, value, attention_mask, **options), None
 
 
 def get_attention_function(name: str) -> Callable[..., AttentionResult]:
@@ -134,9 +116,9 @@ def get_attention_function(name: str) -> Callable[..., AttentionResult]:
 
 
 OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
-for _name, _function in OWN_FUNCTIONS.items():
-    AttentionInterface.register(_name, _function)
-check_mask_functions(eager_mask, sdpa_mask)
-# Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, limit_masks_to_padding(eager_mask))
-AttentionMaskInterface.register(SDPA, limit_masks_to_padding(sdpa_mask))
+_MASKS: dict[str, Callable[..., Any]] = {EAGER: eager_mask, SDPA: sdpa_mask}
+for _name, _mask in _MASKS.items():
+    AttentionInterface.register(_name, OWN_FUNCTIONS[_name])
+    # Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
+    _limits = includes("linear_attention", "patterns")
+    AttentionMaskInterface.register(_name, limit_masks_to_padding(_mask) if _limits else _mask)

@@ -3,15 +3,15 @@
 The symbols for tensor sizes are defined in `softmax_attention`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fields.composition import check_implementation
 from ..mechanisms.patterns.window_pattern import check_global_mask
 from ..mechanisms.talking_heads import get_projection_shapes, get_projection_std
-from ..ops.variant_attention import AttentionHeads, VariantAttention, get_attn_implementation, should_return_weights
+from ..ops.variant_attention import AttentionHeads, get_attn_implementation, should_return_weights
 from ..transformers_internals import (
     MethodArguments,
     check_attention_function,
@@ -19,24 +19,17 @@ from ..transformers_internals import (
     get_transformers_class,
     guarded_imports,
 )
-from ..variant_names import EAGER, SDPA
-from .attention_interface import get_attention_function
+from .attention_interface import OWN_FUNCTIONS
 from .decoder_caches import prepare_cache
-from .latent_attention import attend_to_latent, compute_keys_and_values, get_shared_latent
-from .shared_rows import store_num_beams
+from .latent_attention import attend_with_projections
 
 with guarded_imports():
     from transformers import initialization as init
-    from transformers.cache_utils import EncoderDecoderCache
 
 __all__ = ["AttentionVariantMixin"]
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a module.
-if TYPE_CHECKING:
-    _Attention = VariantAttention
-else:
-    _Attention = object
+_Attention: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 class AttentionVariantMixin(_Attention):
@@ -45,13 +38,18 @@ class AttentionVariantMixin(_Attention):
     It must precede the Transformers class in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant uses (see `ARGUMENT_ROLES`).
+        roles: the arguments of the original `forward` that the variant uses (see `ARGUMENT_ROLES`). The order of
+            "states", "mask", "cache" and "encoder_outputs" is fixed, and the last ones may be missing.
+        linears: the names of the linear layers that compute the queries, keys and values.
+        dropout_name: the name of the dropout probability or module.
         returns: the number of values that `forward` returns.
         transformers_attributes: the attributes of the original module that the variant uses, except the linear layers.
         arguments: the arguments of the original `forward`, by role. They are set for each subclass.
     """
 
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ("states", "mask", "cache", "encoder_outputs")
+    linears = ("query", "key", "value")
+    dropout_name = "dropout"
     returns = 2
     transformers_attributes: tuple[str, ...] = ()
     arguments: MethodArguments
@@ -62,6 +60,23 @@ class AttentionVariantMixin(_Attention):
             owner = get_transformers_class(cls, AttentionVariantMixin)
             check_attention_function(owner)
             cls.arguments = MethodArguments(owner, cls.roles, returns=cls.returns)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute self-attention over hidden states [b, n, D], or cross-attention from them to encoder outputs.
+
+        The arguments are the same as in the Transformers class.
+        """
+        states, mask, cache, encoder_outputs = (*self.arguments.read(args, kwargs), None, None)[:4]
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
+        if not self.owns_projections:
+            return super().forward(*args, **kwargs, **dynamic)
+        _, others = self.arguments.split(args, kwargs)
+        output, weights = attend_with_projections(self, states, mask, cache, encoder_outputs, others | dynamic)
+        return self.compute_output(output, states), weights
+
+    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        return output
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Store the head counts and add the talking-heads parameters, which the model initializes later.
@@ -98,7 +113,7 @@ class AttentionVariantMixin(_Attention):
         """
         implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
-        self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
+        self.implementation, self.is_own = implementation, implementation in OWN_FUNCTIONS
 
     def extra_repr(self) -> str:
         """Describe the module's heads and mechanisms for printing."""
@@ -119,7 +134,7 @@ class AttentionVariantMixin(_Attention):
                 init.normal_(parameter, mean=0.0, std=std)
 
     def prepare_variant_inputs(
-        self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
+        self, states: Tensor, encoder_outputs: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Check the inputs of a call and return additional keyword arguments for the attention function.
 
@@ -146,8 +161,6 @@ class AttentionVariantMixin(_Attention):
             )
         if cache is not None:
             prepare_cache(self, cache, encoder_outputs)
-            if encoder_outputs is not None and self.heads.rank is None:
-                store_num_beams(cache, self.layer_idx, states, encoder_outputs)
         if self.key_range is not None:
             check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
@@ -160,104 +173,3 @@ class AttentionVariantMixin(_Attention):
             name: torch.einsum("bld,dij->blij", inputs[name[0]], getattr(self, f"{name}_proj"))
             for name in self.dynamic_names
         }
-
-    def attend_with_projections(
-        self,
-        linears: tuple[nn.Linear, nn.Linear, nn.Linear],
-        states: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        encoder_outputs: torch.Tensor | None = None,
-        cache: Any = None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
-
-        This method replaces the original `forward` if `owns_projections` is True, which means that there is a latent
-        or that value heads and key heads have different sizes.
-
-        Args:
-            linears: the linear layers that compute the queries, keys and values.
-            mask: see `attention_with_weights`.
-            dropout: the dropout probability during training.
-            states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
-            options: additional arguments of the attention function.
-        """
-        query_linear, key_linear, value_linear = linears
-        query = query_linear(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
-        options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
-        if self.heads.rank is None:
-            key, value = self.get_keys_and_values((key_linear, value_linear), states, encoder_outputs, cache)
-            output, weights = get_attention_function(self.implementation)(self, query, key, value, mask, **options)
-        else:
-            latent, layer = self.get_latent(states, encoder_outputs, cache)
-            output, weights = attend_to_latent(self, query, latent, mask, (key_linear, value_linear), layer, **options)
-        return output.flatten(2), weights
-
-    def get_keys_and_values(
-        self,
-        linears: tuple[nn.Module, nn.Module],
-        states: torch.Tensor,
-        encoder_outputs: torch.Tensor | None,
-        cache: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
-
-        Args:
-            linears: the linear layers that compute the keys and values.
-            states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the key-side inputs of cross-attention, or None for self-attention. Their keys and values
-                are only computed once.
-            cache: the cache that this call reads and writes, if any.
-        """
-        is_cross_attention = encoder_outputs is not None
-        seen: dict[int, bool] = {}
-        if isinstance(cache, EncoderDecoderCache):
-            seen = cache.is_updated if is_cross_attention else seen
-            cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-        if seen and seen.get(self.layer_idx):
-            # The encoder outputs do not change between decoding steps.
-            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
-        encoder_outputs = states if encoder_outputs is None else encoder_outputs
-        key, value = compute_keys_and_values(encoder_outputs, linears, self.heads.head_dim, self.heads.value_dim)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-            seen[self.layer_idx] = True
-        return key, value
-
-    def get_latent(
-        self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
-    ) -> tuple[torch.Tensor, Any]:
-        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that stores it.
-
-        Args:
-            states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs, or None for
-                self-attention.
-            cache: the cache that this call reads and writes, if any.
-        """
-        if encoder_outputs is not None:
-            return get_shared_latent(cache, encoder_outputs, self.layer_idx, states)
-        return self.compute_own_latent(states, cache), None
-
-    def compute_own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the self-attention latent c [b, 1, m, r], which consists of the cached latent and that of `states`.
-
-        The cache stores c as its keys, and its values have size 0.
-
-        Raises:
-            ValueError: if the cache contains anything other than latents, such as the keys and values of a PEFT
-                prefix.
-        """
-        latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
-        latent = latent[:, None]
-        if cache is None:
-            return latent
-        cache = getattr(cache, "self_attention_cache", cache)
-        past = cache.layers[self.layer_idx].keys if self.layer_idx < len(cache.layers) else None
-        if past is not None and past.shape[1::2] != latent.shape[1::2]:
-            raise ValueError(
-                f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
-                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that was created by this model."
-            )
-        return cache.update(latent, latent[..., :0], self.layer_idx)[0]

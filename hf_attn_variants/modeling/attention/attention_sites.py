@@ -8,14 +8,21 @@ from typing import Any, TypedDict
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..mechanisms.head_sharing import HeadSharing
+from ..mechanisms.head_sharing import KV_HEADS
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.kernels.kernel_table import create_kernel
+from ..mechanisms.kernels.kernel_table import get_kernel_class
 from ..mechanisms.patterns.pattern_table import get_pattern_class
 from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
-__all__ = ["AttentionSite", "Projections", "get_root_of_attention_paths", "named_attention_modules"]
+__all__ = [
+    "AttentionSite",
+    "Projections",
+    "get_kernel",
+    "get_key_range",
+    "get_root_of_attention_paths",
+    "named_attention_modules",
+]
 
 
 class Projections(TypedDict):
@@ -58,7 +65,7 @@ class AttentionSite:
     core: str = ""
     stack: str | None = None
     is_cross_attention: bool = False
-    kv_heads_field: str = HeadSharing.field
+    kv_heads_field: str = KV_HEADS
     rank_field: str | None = None
     latent: str = ""
     shares_latent: bool = False
@@ -95,39 +102,6 @@ class AttentionSite:
         )
         counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
-
-    def get_key_range(self, config: Any, path: str, is_causal: bool) -> Any:
-        """Return the key range of the attention module at a path, or None if it attends to all keys.
-
-        Args:
-            config: a variant configuration.
-            path: the path of the attention module.
-            is_causal: True if queries do not attend to later keys.
-        """
-        prefix, layer = self.stack_prefix, self.get_layer_index(config, path)
-        pattern = getattr(config, f"{prefix}attention_pattern")
-        if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # In a decoder with kernels, masks only cover padding, so softmax layers must exclude later keys
-            # themselves.
-            return (
-                None
-                if self.get_kernel(config, path, is_causal) is not None
-                else KeyRange.from_window(None, 1, 0, is_causal)
-            )
-        if self.is_cross_attention or pattern is None:
-            return None
-        return get_pattern_class(pattern).get_key_range(
-            config, prefix, self.get_heads(config, path).softmax, layer, is_causal
-        )
-
-    def get_kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
-        """Create the kernel of the attention module at a path, or return None if the module uses a softmax.
-
-        See `get_key_range` for the arguments.
-        """
-        head_dim = config.get_attention_head_dim(self.kv_heads_field)
-        is_causal = is_causal and not self.is_cross_attention
-        return create_kernel(config, self.place_prefix, head_dim, path, is_causal, self.get_layer_index(config, path))
 
     def get_layer_index(self, config: Any, path: str) -> int:
         """Return the index of the layer that contains the attention module at a path.
@@ -175,3 +149,39 @@ def named_attention_modules(
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module
+
+
+def get_key_range(site: AttentionSite, config: Any, path: str, is_causal: bool) -> Any:
+    """Return the key range of an attention module, or None if it attends to all keys.
+
+    Args:
+        site: the declaration of the attention module.
+        config: a variant configuration.
+        path: the path of the attention module inside the base model.
+        is_causal: True if queries do not attend to later keys.
+    """
+    if site.is_cross_attention:
+        return None
+    prefix, layer = site.stack_prefix, site.get_layer_index(config, path)
+    if is_causal and getattr(config, f"{prefix}attention_kernel") is not None:
+        # In a decoder with kernels, masks only cover padding, so softmax layers must exclude later keys themselves.
+        has_kernel = get_kernel(site, config, path, is_causal) is not None
+        return None if has_kernel else KeyRange.from_window(None, 1, 0, is_causal)
+    if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
+        return None
+    heads = site.get_heads(config, path).softmax
+    return get_pattern_class(pattern).get_key_range(config, prefix, heads, layer, is_causal)
+
+
+def get_kernel(site: AttentionSite, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+    """Create the kernel of an attention module, or return None if the module uses a softmax.
+
+    See `get_key_range` for the arguments.
+    """
+    prefix, layer = site.place_prefix, site.get_layer_index(config, path)
+    if getattr(config, field := f"{prefix}attention_kernel", None) is None:
+        return None
+    if (name := config.get_layer_value(field, layer)) is None:
+        return None
+    head_dim, is_causal = config.get_attention_head_dim(site.kv_heads_field), is_causal and not site.is_cross_attention
+    return get_kernel_class(name).from_config(config, prefix, head_dim, path, is_causal, layer)

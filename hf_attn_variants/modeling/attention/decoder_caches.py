@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..transformers_internals import guarded_imports
+from ..transformers_internals import check_caches, guarded_imports
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
+
+check_caches()
 
 
 class KernelStateLayer(DynamicLayer):
@@ -38,9 +40,7 @@ class KernelStateLayer(DynamicLayer):
         self.keys = None if state is None else state[0]
         self.values = None if state is None else state[0][..., :0]
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and return their keys and values, which the attention module adds to the state."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -70,7 +70,7 @@ class KernelStateLayer(DynamicLayer):
             "tokens, from which no token can be removed."
         )
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
         self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
@@ -78,17 +78,17 @@ class KernelStateLayer(DynamicLayer):
         """Repeat each row."""
         self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the selected rows."""
         self._apply(lambda tensor: tensor[indices])
 
-    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             build_change_error = (None if tensor is None else change(tensor) for tensor in self.state)
             self.state = type(self.state)._make(build_change_error)
 
 
-def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.Tensor | None) -> None:
+def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: Tensor | None) -> None:
     """Check that a variant attention module supports a cache, and prepare its cache layer.
 
     Args:

@@ -15,15 +15,16 @@ Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attentio
 symbols are defined in `softmax_attention`.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
 from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
-from ..transformers_internals import MethodArguments, check_caches, get_transformers_class, guarded_imports
+from ..transformers_internals import MethodArguments, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
 from .attention_interface import get_attention_function
 from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated_rows, store_num_beams
@@ -31,16 +32,15 @@ from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
-check_caches()
-
 __all__ = [
     "EXPANDED",
     "CrossLatentMixin",
     "attend_to_latent",
+    "attend_with_projections",
     "compute_keys_and_values",
     "count_latent_flops",
-    "get_shared_latent",
-    "has_cached_latent",
+    "get_keys_and_values",
+    "get_latent",
     "is_plain_linear",
     "multiply_per_head",
     "should_absorb_projections",
@@ -54,11 +54,7 @@ EXPANDED = "_expanded_latents"
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
-if TYPE_CHECKING:
-    _Stack = nn.Module
-else:
-    _Stack = object
+_Stack: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 class LatentLayer(SharedRows, DynamicLayer):
@@ -67,7 +63,7 @@ class LatentLayer(SharedRows, DynamicLayer):
     The latent must not be modified in place, because it may be the encoder outputs, which other code also reads.
     """
 
-    def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
+    def __init__(self, latent: Tensor, beams: int = 1) -> None:
         super().__init__()
         self.beams = beams
         self.lazy_initialization(latent, latent)
@@ -128,15 +124,109 @@ class CrossLatentMixin(_Stack):
         return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
 
 
+def attend_with_projections(
+    module: Any,
+    states: Tensor,
+    mask: Tensor | None,
+    cache: Any,
+    encoder_outputs: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
+
+    This function replaces the original `forward` if `owns_projections` is True, which means that there is a latent or
+    that value heads and key heads have different sizes.
+
+    Args:
+        module: the attention module (see `AttentionVariantMixin`).
+        mask: see `attention_with_weights`.
+        states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
+        options: additional arguments of the attention function.
+    """
+    query_linear, *linears = (getattr(module, name) for name in module.linears)
+    query = query_linear(states).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+    dropout = getattr(module, module.dropout_name)  # a probability or a module
+    options |= {"dropout": getattr(dropout, "p", dropout) if module.training else 0.0, "scaling": module.scaling}
+    if module.heads.rank is None:
+        key, value = get_keys_and_values(module, linears, states, encoder_outputs, cache)
+        output, weights = get_attention_function(module.implementation)(module, query, key, value, mask, **options)
+    else:
+        latent, layer = get_latent(module, states, encoder_outputs, cache)
+        output, weights = attend_to_latent(module, query, latent, mask, linears, layer, **options)
+    return output.flatten(2), weights
+
+
+def get_keys_and_values(
+    module: VariantAttention, linears: Sequence[nn.Module], states: Tensor, encoder_outputs: Tensor | None, cache: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
+
+    Args:
+        module: the attention module.
+        linears: the linear layers that compute the keys and values.
+        states: the inputs of self-attention [b, n, D].
+        encoder_outputs: the key-side inputs of cross-attention, or None for self-attention. Their keys and values are
+            only computed once.
+        cache: the cache that this call reads and writes, if any.
+    """
+    is_cross_attention = encoder_outputs is not None
+    index: Any = None if cache is None else module.layer_idx  # encoders have no layer index
+    seen: dict[int, bool] = {}
+    if isinstance(cache, EncoderDecoderCache):
+        seen = cache.is_updated if is_cross_attention else seen
+        cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
+    if seen and seen.get(index):
+        # The encoder outputs do not change between decoding steps.
+        return cache.layers[index].keys, cache.layers[index].values
+    inputs = states if encoder_outputs is None else encoder_outputs
+    key, value = compute_keys_and_values(inputs, linears, module.heads.head_dim, module.heads.value_dim)
+    if cache is not None:
+        key, value = cache.update(key, value, index)
+        seen[index] = True
+    return key, value
+
+
+def get_latent(
+    module: VariantAttention, states: Tensor, encoder_outputs: Tensor | None, cache: Any
+) -> tuple[Tensor, Any]:
+    """Return the latent c [b, 1, m, r], starting with the cached latent, and the cache layer that stores it.
+
+    In self-attention, the cache stores c as its keys, and its values have size 0. The returned cache layer is None.
+
+    Args:
+        module: the attention module.
+        states: the inputs of self-attention [b, n, D].
+        encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs, or None for
+            self-attention.
+        cache: the cache that this call reads and writes, if any.
+
+    Raises:
+        ValueError: if the cache contains anything other than latents, such as the keys and values of a PEFT prefix.
+    """
+    if encoder_outputs is not None:
+        return get_shared_latent(cache, encoder_outputs, module.layer_idx, states)
+    latent = (module.kv_a_proj(states) if hasattr(module, "kv_a_proj") else states)[:, None]
+    if cache is None:
+        return latent, None
+    cache, index = getattr(cache, "self_attention_cache", cache), module.layer_idx
+    past = cache.layers[index].keys if index < len(cache.layers) else None
+    if past is not None and past.shape[1::2] != latent.shape[1::2]:
+        raise ValueError(
+            f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
+            f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that was created by this model."
+        )
+    return cache.update(latent, latent[..., :0], index)[0], None
+
+
 def attend_to_latent(
     module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    mask: torch.Tensor | None,
-    linears: tuple[nn.Linear, nn.Linear],
+    query: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+    linears: Sequence[nn.Linear],
     layer: Any = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend to the keys and values of a latent, using the cheaper of the absorbed and expanded forms.
 
     Args:
@@ -168,7 +258,7 @@ def attend_to_latent(
     return attend(module, query, key, value, mask, **options)
 
 
-def should_store_expanded_latent(latent: torch.Tensor) -> bool:
+def should_store_expanded_latent(latent: Tensor) -> bool:
     """Return True if the keys and values of a latent [b, 1, m, r] are no larger than their projection weights.
 
     In this case, reading the weights in every step is more expensive than storing the keys and values.
@@ -177,7 +267,7 @@ def should_store_expanded_latent(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def get_shared_latent(cache: Any, latents: Tensor, layer: int, states: Tensor) -> tuple[Tensor, Any]:
     """Return the latent that all cross-attention modules share. The first call stores it in the cache.
 
     The first cache layer stores the latent as its keys, with values of size 0. The other layers refer to the first
@@ -217,42 +307,31 @@ def has_cached_latent(cache: Any) -> bool:
 
 
 def compute_keys_and_values(
-    inputs: torch.Tensor, linears: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs.
+    inputs: Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs [b, m, r].
 
-    Args:
-        inputs: the inputs of the projections [b, m, r].
-        linears: the key and value projections.
-        head_dim: d, the size of a key head.
-        value_dim: d_v, the size of a value head (default: d).
+    The default of d_v is d.
     """
-    sizes = (head_dim, head_dim if value_dim is None else value_dim)
-    key, value = (
-        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(linears, sizes, strict=True)
-    )
+    pairs = zip(linears, (head_dim, value_dim or head_dim), strict=True)
+    key, value = (linear(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for linear, size in pairs)
     return key, value
 
 
 def _get_expanded_latent(
-    module: VariantAttention, latent: torch.Tensor, linears: tuple[nn.Linear, nn.Linear], layer: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: VariantAttention, latent: Tensor, linears: Sequence[nn.Linear], layer: Any
+) -> tuple[Tensor, Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
-        sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = compute_keys_and_values(latent[:, 0], linears, *sizes)
+        made = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
 
 def should_absorb_projections(
-    module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    linears: tuple[nn.Linear, nn.Linear],
-    options: dict[str, Any],
+    module: VariantAttention, query: Tensor, latent: Tensor, linears: Sequence[nn.Linear], options: dict[str, Any]
 ) -> bool:
     """Return True if the absorbed form supports a call and requires fewer multiplications.
 
@@ -282,7 +361,7 @@ def should_absorb_projections(
 
 def count_latent_flops(
     module: VariantAttention,
-    linears: tuple[nn.Linear, nn.Linear],
+    linears: Sequence[nn.Linear],
     attended: int,
     batch_size: int,
     is_step: bool,
@@ -317,7 +396,7 @@ def count_latent_flops(
     return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
-def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
+def is_plain_linear(linear: nn.Module, latent: Tensor) -> bool:
     """Return True if calling a linear layer is equivalent to multiplying by its weight and adding its bias."""
     if type(linear) is not nn.Linear:
         return False
@@ -328,19 +407,19 @@ def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
 
 def _attend_in_absorbed_form(
     module: VariantAttention,
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    mask: torch.Tensor | None,
-    linears: tuple[nn.Linear, nn.Linear],
+    query: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+    linears: Sequence[nn.Linear],
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     (key_linear, value_linear), value_dim = linears, module.heads.value_dim
     query = multiply_per_head(query, key_linear.weight, query.shape[-1])
     if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # distributed training (DDP) waits for a gradient of every parameter.
         query = query + 0 * key_linear.bias.sum()
-    bias: torch.Tensor | None = value_linear.bias
+    bias: Tensor | None = value_linear.bias
     sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
@@ -360,7 +439,7 @@ def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, option
     return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
-def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+def _find_queries_with_keys(mask: Tensor | None, batch: int) -> Tensor | None:
     """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None if there is no mask.
 
     For all other queries, the attention weights are zero.
@@ -371,9 +450,7 @@ def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tens
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def multiply_per_head(
-    states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
-) -> torch.Tensor:
+def multiply_per_head(states: Tensor, weight: Tensor, head_dim: int, transposed: bool = False) -> Tensor:
     """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].
 
     The head size x changes from d to r, or from r to d if `transposed` is True.

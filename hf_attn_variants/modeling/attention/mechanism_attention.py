@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
@@ -22,7 +23,6 @@ from ..ops.memory_efficient_attention import talking_heads_attention
 from ..ops.padded_rows import roll_padded_rows
 from ..ops.softmax_attention import attention_with_weights, fused_attention
 from ..ops.variant_attention import VariantAttention, get_call_options, is_exporting, should_return_weights
-from ..transformers_internals import check_known_arguments
 
 __all__ = [
     "attend_with_kernel",
@@ -37,14 +37,8 @@ MEMORY_STATE = "_memory_state"
 
 
 def attend_with_kernel(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    state: Any = None,
-) -> tuple[torch.Tensor, Any]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, state: Any = None
+) -> tuple[Tensor, Any]:
     """Compute linear attention with a module's kernel. Memory and time grow linearly with n and m.
 
     Args:
@@ -60,15 +54,13 @@ def attend_with_kernel(
     return kernel.attend(module, query, key, value, mask_to_allowed_keys(mask, key), scaling, state)
 
 
-def compute_kernel_weights(
-    module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def compute_kernel_weights(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Return the weights [b, h, n, m] of linear attention. See `attend_with_kernel` for the arguments."""
     kernel: AttentionKernel = module.kernel
     return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
-def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
     """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or to None if there is no mask.
 
     Raises:
@@ -88,21 +80,12 @@ def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.
 
 
 def kernel_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    with_weights: bool,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
     """Compute linear attention for an attention call, with its cache and, if requested, its weights.
 
     Args:
         module, query, key, value, mask: see `attend_with_kernel`.
-        scaling: the factor by which the dot products are multiplied (default: d^-1/2).
-        with_weights: True to return the weights [b, h, n, m].
         options: the remaining arguments of the call. If they contain a "kernel_cache", it stores the states.
 
     Returns:
@@ -112,7 +95,8 @@ def kernel_attention_forward(
         ValueError: if the mask differs between queries, or if the weights are requested but the cache contains only
             sums.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with_weights = should_return_weights(module, options)
+    scaling = get_call_options(module, query, mask, options)["scaling"]
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:
         raise ValueError(
@@ -142,93 +126,63 @@ def kernel_attention_forward(
     return kernel.attend_to_state(module, query, stored[2], scaling), None
 
 
-def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def eager_attention_with_mechanisms(
-    module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: VariantAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention with explicit weights ("eager"). See `eager_attention_forward` for the arguments."""
-    check_known_arguments(kwargs)
     if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, should_return_weights(module, kwargs))
-        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
+        return kernel_attention_forward(module, query, key, value, mask, kwargs)
+    bias = kwargs.get("position_bias")
     if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # it may differ for padded rows
         is_global = get_global_tokens(key_range, kwargs)
-        attention_mask, position_bias = key_range_to_mask_and_bias(
-            key_range, query, key, attention_mask, position_bias, is_global
-        )
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
+        mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, bias, is_global)
+    options = get_call_options(module, query, mask, kwargs) | {"position_bias": bias, "score": module.score}
     options |= _get_head_projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
-    options["score"] = module.score
-    return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
+    return attention_with_weights(query, key, value, mask, **options)
 
 
 def sdpa_attention_with_mechanisms(
-    module: VariantAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: VariantAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
     For talking heads and windows, memory grows linearly with n and m, unless `attention_with_weights` is used. This is
     the case if weights are requested, scores are additive, projections are input-dependent, the mask requires a
     gradient, or there is only one query.
     """
-    check_known_arguments(kwargs)
-    returns_weights = should_return_weights(module, kwargs)
     if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, returns_weights)
-        return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
+        return kernel_attention_forward(module, query, key, value, mask, kwargs)
+    returns_weights = should_return_weights(module, kwargs)
     with_weights = returns_weights or module.score is not None
     talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
-    in_blocks = (
-        key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, attention_mask)
-    )
-    is_global = get_global_tokens(key_range, kwargs)
-    if not returns_weights and is_global is None and should_gather_keys(key_range, query, key, attention_mask):
-        options = get_call_options(module, query, None, scaling, dropout, False)
+    in_blocks = key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, mask)
+    is_global, bias = get_global_tokens(key_range, kwargs), kwargs.get("position_bias")
+    if not returns_weights and is_global is None and should_gather_keys(key_range, query, key, mask):
+        options = get_call_options(module, query, None, kwargs | {"is_causal": False})
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
             attend = partial(attention_with_weights, **options, **_get_head_projections(module), score=module.score)
-        return attend_in_blocks(attend, key_range, (query, key, value), attention_mask, position_bias), None
-    if with_weights or (talking_heads and not in_blocks and _needs_explicit_weights(module, query, attention_mask)):
-        output, weights = eager_attention_with_mechanisms(
-            module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, **kwargs
-        )
+        return attend_in_blocks(attend, key_range, (query, key, value), mask, bias), None
+    if with_weights or (talking_heads and not in_blocks and _needs_explicit_weights(module, query, mask)):
+        output, weights = eager_attention_with_mechanisms(module, query, key, value, mask, **kwargs)
         return output, weights if returns_weights else None
     if key_range is not None and not in_blocks:
-        attention_mask, position_bias = key_range_to_mask_and_bias(
-            key_range, query, key, attention_mask, position_bias, is_global
-        )
-    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    if talking_heads or in_blocks:
-        options |= _get_head_projections(module)
-        if not in_blocks:
-            return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options |= {"is_causal": False, "position_bias": position_bias}  # causality is part of the key range
-        if is_global is None:
-            return attention_in_windows(query, key, value, attention_mask, key_range=key_range, **options), None
-        attend = partial(attention_in_windows, **options)
-        return attend_with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
-    return fused_attention(query, key, value, attention_mask, position_bias, **options), None
+        mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, bias, is_global)
+    options = get_call_options(module, query, mask, kwargs) | {"position_bias": bias}
+    if not (talking_heads or in_blocks):
+        return fused_attention(query, key, value, mask, **options), None
+    options |= _get_head_projections(module)
+    if not in_blocks:
+        return talking_heads_attention(query, key, value, mask, **options), None
+    options["is_causal"] = False  # causality is part of the key range
+    if is_global is None:
+        return attention_in_windows(query, key, value, mask, key_range=key_range, **options), None
+    attend = partial(attention_in_windows, **options)
+    return attend_with_global_tokens_first(attend, key_range, (query, key, value), mask, is_global), None
 
 
 def _get_head_projections(module: VariantAttention) -> dict[str, Any]:
@@ -236,7 +190,7 @@ def _get_head_projections(module: VariantAttention) -> dict[str, Any]:
     return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 
 
-def _needs_explicit_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _needs_explicit_weights(module: VariantAttention, query: Tensor, mask: Tensor | None) -> bool:
     """Return True if talking-heads attention must be computed with explicit weights."""
     # For a single query, the weights are small and faster to compute. The custom operator must not be in exported
     # graphs, and it computes no gradient for masks.
@@ -252,6 +206,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call the "eager" or "sdpa" function with the given arguments, and return the outputs and weights."""
     return FUNCTIONS[implementation](*args, **kwargs)

@@ -7,15 +7,15 @@ cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..mechanisms.talking_heads import has_talking_heads
 from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import check_caches, check_method, check_method_calls, guarded_imports
+from ..transformers_internals import check_method, check_method_calls, guarded_imports
 from ..variant_names import EAGER, SDPA
 
 with guarded_imports():
@@ -26,17 +26,15 @@ __all__ = [
     "SharedDynamicLayer",
     "SharedEncoderOutputsMixin",
     "SharedRows",
-    "SharedStaticLayer",
     "expand_and_mark_encoder_outputs",
     "get_empty_layer",
     "get_sentence_rows",
     "has_hooks",
     "mark_repeated_rows",
     "share_rows_between_beams",
+    "share_sentence_rows",
     "store_num_beams",
 ]
-
-check_caches()
 
 
 # An attribute of encoder outputs whose rows have been repeated for beams. It contains the tensor with one row per
@@ -64,7 +62,7 @@ class SharedRows:
         if rows and not stays:
             self._select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows that belong to the given decoder rows."""
         if self._rows():
             self._select_rows(indices)
@@ -75,7 +73,7 @@ class SharedRows:
         parent.reset()
         self.beams = 1
 
-    def _select_rows(self, indices: torch.Tensor) -> None:
+    def _select_rows(self, indices: Tensor) -> None:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         chosen = get_sentence_indices(indices, self.beams) if self.beams > 1 else indices
@@ -91,7 +89,7 @@ class SharedRows:
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
-def _reorders_only_within_sentences(beam_idx: torch.Tensor, beams: int) -> bool:
+def _reorders_only_within_sentences(beam_idx: Tensor, beams: int) -> bool:
     rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
     return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
@@ -103,7 +101,7 @@ class SharedDynamicLayer(SharedRows, DynamicLayer):
 class SharedStaticLayer(SharedRows, StaticLayer):
     """A static cache layer with one row of keys and values per sentence."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values. New tensors are allocated if the number of rows has changed since the last search."""
         if self._rows() != key_states.shape[0]:
             self.is_initialized = False
@@ -149,7 +147,7 @@ def get_empty_layer(cross: Any, index: int) -> Any:
     return layers[index]
 
 
-def mark_repeated_rows(repeated: torch.Tensor, states: torch.Tensor) -> None:
+def mark_repeated_rows(repeated: Tensor, states: Tensor) -> None:
     """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
     To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
@@ -158,7 +156,7 @@ def mark_repeated_rows(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module] = ()) -> torch.Tensor:
+def get_sentence_rows(encoder_outputs: Tensor, linears: Iterable[nn.Module] = ()) -> Tensor:
     """Return encoder outputs with one row per sentence if they are marked, and otherwise return them unchanged.
 
     Args:
@@ -182,7 +180,27 @@ def has_hooks(linear: nn.Module) -> bool:
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
-def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
+def share_sentence_rows(
+    module: Any, linears: Iterable[nn.Module], states: Tensor, encoder_outputs: Tensor, cache: Any
+) -> Tensor:
+    """Return the encoder outputs with one row per sentence if possible, and prepare the cache for such rows.
+
+    Modules with a latent are not affected, because `get_latent` handles their rows.
+
+    Args:
+        module: a cross-attention module.
+        linears, encoder_outputs: see `get_sentence_rows`.
+        states: the hidden states of the decoder [b B, n, D].
+        cache: the cache of the decoder, if any.
+    """
+    if module.heads.rank is not None:
+        return encoder_outputs
+    encoder_outputs = get_sentence_rows(encoder_outputs, linears)
+    store_num_beams(cache, module.layer_idx, states, encoder_outputs)
+    return encoder_outputs
+
+
+def store_num_beams(cache: Any, index: int, states: Tensor, encoder_outputs: Tensor) -> None:
     """Set how many decoder rows share each row of a cross-attention cache layer, unless the layer is already filled.
 
     Args:
@@ -196,13 +214,7 @@ def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_output
             share_rows_between_beams(cache, index, beams)
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
-if TYPE_CHECKING:
-
-    class _Generation(nn.Module):  # hides Transformers methods, some of which were static in older releases
-        config: Any
-else:
-    _Generation = object
+_Generation: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 def expand_and_mark_encoder_outputs(
@@ -247,11 +259,10 @@ class SharedEncoderOutputsMixin(_Generation):
         # projections.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
-        parent: Any = super()
-        expand = parent._expand_inputs_for_generation
+        expand = super()._expand_inputs_for_generation
         return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
-    def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:
+    def _reorder_cache(self, cache: Any, beams: Tensor) -> Any:
         # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.
         getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
         return cache

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import get_random_buffer_names
 from ..mechanisms.latents import add_latent_projection
 from ..mechanisms.patterns.compressed_pattern import create_compression
-from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
 from ..ops.padded_rows import set_padding_rule
 from ..remote_code import is_package_class
@@ -32,14 +31,18 @@ from ..transformers_internals import (
     get_cache_name,
 )
 from ..transformers_trial import compare_with_transformers
-from ..variant_names import EAGER, SDPA
+from ..variant_names import EAGER, SDPA, includes
 from .attention_mixin import AttentionVariantMixin
-from .attention_sites import AttentionSite, get_root_of_attention_paths, named_attention_modules
+from .attention_sites import (
+    AttentionSite,
+    get_kernel,
+    get_key_range,
+    get_root_of_attention_paths,
+    named_attention_modules,
+)
 from .decoder_caches import limit_cache_to_window
 
-__all__ = [
-    "AttnVariantModelMixin",
-]
+__all__ = ["AttnVariantModelMixin"]
 
 check_models()
 
@@ -50,11 +53,7 @@ logger = logging.get_logger(f"transformers.{__name__}")
 _added_heads: ContextVar[frozenset[tuple[str, int]]] = ContextVar("added_heads", default=frozenset())
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
-if TYPE_CHECKING:
-    _Model = PreTrainedModel
-else:
-    _Model = object
+_Model: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 class AttnVariantModelMixin(_Model):
@@ -73,6 +72,8 @@ class AttnVariantModelMixin(_Model):
 
     attention_sites: tuple[AttentionSite, ...] = ()
     variant_classes: dict[type, type] = {}
+    _keys_to_ignore_on_load_missing: Any
+    _no_split_modules: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,10 +93,9 @@ class AttnVariantModelMixin(_Model):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, DYNAMIC):
-            expected_class: Any = self.config_class
             raise ValueError(
                 f"The configuration of {type(self).__name__} must be a variant configuration, got "
-                f"{type(config).__name__}. Use `{expected_class.__name__}.from_upstream(config, "
+                f"{type(config).__name__}. Use `{self.config_class.__name__}.from_upstream(config, "
                 "num_key_value_heads=...)`."
             )
         config.check_variant()
@@ -139,8 +139,7 @@ class AttnVariantModelMixin(_Model):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """Create a cache as in Transformers, and add window layers before the search prepares to remove tokens."""
-        parent: Any = super()
-        result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(get_cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
             for site, _, module in self.named_attention_modules():
@@ -197,10 +196,12 @@ class AttnVariantModelMixin(_Model):
         """
         source = pretrained_model_name_or_path
         compare_with_transformers(cls)  # must run before Transformers switches to the meta device
-        adds = frozenset() if source is None else find_added_talking_heads(cls.config_class, source, config, kwargs)
+        adds: frozenset[tuple[str, int]] = frozenset()
+        if source is not None and includes("linear_attention", "talking_heads"):
+            adds = find_added_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
-            loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
+            loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
         finally:
             _added_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -209,7 +210,8 @@ class AttnVariantModelMixin(_Model):
         if adds:
             description = describe_initialization(model.config)
             logger.warning(f"{source} has no talking heads. {cls.__name__} adds them. {description}.")
-        warn_about_replaced_positions(model.config, source, kwargs)
+        if source is not None and "sinusoidal_positions" in get_used_mechanisms(model.config):
+            warn_about_replaced_positions(model.config, source, kwargs)
         return loaded
 
     @classmethod
@@ -247,7 +249,7 @@ def _yield_added_key_patterns(model: AttnVariantModelMixin, added: frozenset[tup
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
-def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
+def _change_class(module: Any, variant: Any, config: Any) -> None:
     """Turn a module that Transformers built into an instance of its variant class.
 
     Assigning `__class__` only changes the methods of the object. Its parameters, hooks and attributes, and all
@@ -263,7 +265,7 @@ def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
         check_attributes(module, getattr(variant, "transformers_attributes", ()))
-    if isinstance(module, PositionEmbeddingsMixin):
+    if hasattr(module, "install_positions"):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
         # The original constructor stores values by class name, such as the recorded outputs, so it is also run for the
@@ -315,15 +317,16 @@ def _install_variant(
     # Cross-attention computes its dynamic terms from the encoder outputs, which are available in each step. With a
     # smaller latent, the terms are computed from the latent, which is only in the cache after the first step.
     core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score = (
-        create_additive_score(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
-    )
-    core.compression = create_compression(core, heads, site, model.config) if "patterns" in used else None
+    core.score = core.compression = core.key_range = core.kernel = None
     is_causal = getattr(core, "is_causal", False)
-    core.key_range = site.get_key_range(model.config, path, is_causal)
-    core.kernel = None
+    if "additive_score" in used:
+        core.score = create_additive_score(core, heads, model.config, site.place_prefix)
+    if "patterns" in used:
+        core.compression = create_compression(core, heads, site, model.config)
     if "linear_attention" in used:
-        install_kernel(core, site.get_kernel(model.config, path, is_causal))
+        install_kernel(core, get_kernel(site, model.config, path, is_causal))
+    if not used.isdisjoint(("linear_attention", "patterns")):
+        core.key_range = get_key_range(site, model.config, path, is_causal)
     others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others)
     if not core.is_plain:

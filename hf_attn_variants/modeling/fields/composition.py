@@ -19,14 +19,7 @@ from ..mechanisms.sinusoidal_positions import DistanceBias
 from ..mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
 from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
 
-__all__ = [
-    "UNSUPPORTED_PAIRS",
-    "UnsupportedPair",
-    "check_combinations",
-    "check_implementation",
-    "check_included",
-    "get_used_mechanisms",
-]
+__all__ = ["UNSUPPORTED_PAIRS", "check_combinations", "check_implementation", "check_included", "get_used_mechanisms"]
 
 # The field that selects each mechanism, without the prefix of a place.
 MECHANISMS = {

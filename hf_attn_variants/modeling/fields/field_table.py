@@ -19,7 +19,6 @@ __all__ = [
     "OPTIONAL_FIELDS",
     "PLACES",
     "Field",
-    "FieldDescriptions",
     "check_choice",
     "describe_field",
     "describe_value_on_card",
@@ -77,39 +76,17 @@ class Field(NamedTuple):
 
 
 STACKS, ALL = ("", "encoder_"), ("", "encoder_", "cross_")
+TALKING, FROM_SCRATCH = ("talking", "by_layer"), ("from_scratch", "not_in_transformers")
 FIELDS = (
     Field("num_key_value_heads", int, prefixes=STACKS, facts=("by_layer",), query_heads="num_attention_heads"),
-    Field("value_head_dim", int, facts=("from_scratch", "not_in_transformers")),
+    Field("value_head_dim", int, facts=FROM_SCRATCH),
     Field("kv_lora_rank", int, prefixes=ALL, facts=("latent", "by_layer"), one_for_all=("cross_",)),
     Field("per_layer_values", dict),
-    Field(
-        "talking_heads",
-        str,
-        prefixes=ALL,
-        choices=TALKING_HEADS,
-        facts=("talking", "by_layer", "not_in_transformers"),
-        inherits=True,
-    ),
-    Field("num_softmax_heads", int, prefixes=ALL, facts=("talking", "by_layer"), inherits=True),
-    Field("num_value_heads", int, prefixes=ALL, facts=("talking", "by_layer"), inherits=True),
-    Field(
-        "talking_heads_init",
-        str,
-        IDENTITY,
-        prefixes=ALL,
-        choices=TALKING_HEADS_INITS,
-        facts=("talking", "by_layer"),
-        inherits=True,
-    ),
-    Field(
-        "talking_heads_dynamic",
-        list,
-        (),
-        prefixes=ALL,
-        choices=tuple(DYNAMIC_PROJECTIONS),
-        facts=("talking", "by_layer"),
-        inherits=True,
-    ),
+    Field("talking_heads", str, None, ALL, TALKING_HEADS, facts=(*TALKING, "not_in_transformers"), inherits=True),
+    Field("num_softmax_heads", int, None, ALL, facts=TALKING, inherits=True),
+    Field("num_value_heads", int, None, ALL, facts=TALKING, inherits=True),
+    Field("talking_heads_init", str, IDENTITY, ALL, TALKING_HEADS_INITS, facts=TALKING, inherits=True),
+    Field("talking_heads_dynamic", list, (), ALL, tuple(DYNAMIC_PROJECTIONS), facts=TALKING, inherits=True),
     Field("attention_pattern", str, prefixes=STACKS, choices=PATTERNS, facts=("pattern", "not_in_transformers")),
     Field("attention_window", int, prefixes=STACKS, facts=("pattern", "by_layer")),
     Field("attention_dilation", int, 1, prefixes=STACKS, facts=("pattern",)),
@@ -122,21 +99,8 @@ FIELDS = (
     Field("attention_kernel", str, prefixes=ALL, choices=KERNELS, facts=("kernel", "by_layer", "not_in_transformers")),
     Field("attention_kernel_features", int, facts=("kernel",)),
     Field("attention_kernel_seed", int, 0, facts=("kernel",)),
-    Field(
-        "position_embedding_type",
-        str,
-        choices=("sinusoidal",),
-        default_names=("absolute",),
-        facts=("from_scratch", "not_in_transformers"),
-    ),
-    Field(
-        "score_function",
-        str,
-        prefixes=ALL,
-        choices=("additive",),
-        facts=("from_scratch", "not_in_transformers"),
-        inherits=True,
-    ),
+    Field("position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), facts=FROM_SCRATCH),
+    Field("score_function", str, None, ALL, ("additive",), facts=FROM_SCRATCH, inherits=True),
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
@@ -171,12 +135,9 @@ def variant_field(name: str) -> Any:
     Its metadata marks it as a field from this package ("variant") and contains the facts from its row.
     """
     prefix, row = get_field_row(name)
-    facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
-    if row.query_heads is not None:
-        facts["query_heads"] = row.query_heads
-    if prefix and row.inherits:
-        facts["inherits"] = True
-    return dataclass_field(default=row.get_default(prefix), metadata={"variant": True, **facts})
+    facts = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
+    heads = {} if row.query_heads is None else {"query_heads": row.query_heads}
+    return dataclass_field(default=row.get_default(prefix), metadata={"variant": True, **facts, **heads})
 
 
 class Place(NamedTuple):
@@ -188,10 +149,6 @@ class Place(NamedTuple):
     whose: str
     softmax: str
     token: str
-
-    def words(self) -> dict[str, str]:
-        """Return the words that descriptions may contain in braces."""
-        return self._asdict()
 
 
 PLACES = {
@@ -315,7 +272,7 @@ def describe_field(name: str) -> str:
     ```
     """
     prefix, row = get_field_row(name)
-    text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix].words())
+    text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix]._asdict())
     text += f"; only for {PLACES[prefix].attention}" if prefix and row.inherits else ""
     return f"{text}; the same for all layers" if prefix in row.one_for_all else text
 
@@ -323,4 +280,4 @@ def describe_field(name: str) -> str:
 def describe_value_on_card(name: str) -> str:
     """Return the description of a field's value for model cards, or "" if it has none."""
     prefix, row = get_field_row(name)
-    return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix].words())
+    return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix]._asdict())

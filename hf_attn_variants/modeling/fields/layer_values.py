@@ -9,17 +9,11 @@ from typing import Any
 
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
-from .field_checks import validate_kv_heads, validate_rank
+from .field_checks import check_rank, validate_kv_heads
 from .field_table import FIELDS, check_choice, get_field_row
-from .mechanism_fields import validate_pattern_value, validate_talking_heads_value
+from .mechanism_fields import check_pattern_value, validate_talking_heads_value
 
-__all__ = [
-    "LayerValue",
-    "drop_replaced_layer_values",
-    "get_value_or_layer_values",
-    "merge_per_layer_config",
-    "validate_layer_values",
-]
+__all__ = ["LayerValue", "drop_replaced_layer_values", "merge_per_layer_config", "validate_layer_values"]
 
 LayerValue = int | str | list[str] | None
 
@@ -101,14 +95,6 @@ def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, A
     return {**others, "per_layer_values": by_layer or None}
 
 
-def get_value_or_layer_values(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or the list of its values if they differ between layers."""
-    of_layers = (values.get("per_layer_values") or {}).get(name)
-    if not isinstance(of_layers, list | tuple) or not of_layers:
-        return values.get(name)
-    return of_layers[0] if all(value == of_layers[0] for value in of_layers) else list(of_layers)
-
-
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
         raise ValueError(
@@ -135,10 +121,10 @@ def _validate_value(config: Any, name: str, value: Any) -> LayerValue:
     check_choice(name, value)
     if name in config.talking_heads_fields():
         return validate_talking_heads_value(config, name, value)
+    if name in config.kv_heads_fields():
+        return validate_kv_heads(name, value, config.query_heads(name))
     if name in config.rank_fields():
-        return validate_rank(name, value, config.hidden_size)
+        check_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
-        return validate_pattern_value(name, value)
-    if name not in config.kv_heads_fields():
-        return value
-    return validate_kv_heads(name, value, config.query_heads(name))
+        check_pattern_value(name, value)
+    return value

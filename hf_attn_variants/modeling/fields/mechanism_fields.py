@@ -6,7 +6,7 @@ pattern and attends to all encoder outputs.
 """
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..mechanisms.head_sharing import get_kv_heads_field
 from ..mechanisms.kernels.kernel_table import get_kernel_class, get_kernel_names
@@ -31,36 +31,25 @@ from ..mechanisms.talking_heads import (
     get_talking_heads_places,
 )
 from ..ops.key_ranges import MAX_SIZE
-from .field_checks import check_size, check_value_groups, validate_count
+from .field_checks import MAX_HEADS, check_size
 from .field_table import FIELDS, get_field_row, variant_field
 
 __all__ = [
     "BlockPatternFields",
     "KernelFields",
     "check_kernels",
+    "check_pattern_value",
     "check_patterns",
     "check_talking_heads",
     "has_kernel",
     "needs_only_padding_mask",
-    "validate_pattern_value",
     "validate_talking_heads_value",
 ]
 
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
-# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    class _Config(PreTrainedConfig):
-        num_attention_heads: int = 0
-        num_hidden_layers: int = 0
-        hidden_size: int = 0
-
-        def validate(self) -> None: ...  # a decorator of Transformers adds this method
-else:
-    _Config = object
+_Config: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
 @dataclass(kw_only=True, repr=False)
@@ -152,7 +141,7 @@ def check_patterns(config: Any) -> None:
     """
     for prefix in get_pattern_prefixes(config):
         for name in PATTERN_SIZES:
-            validate_pattern_value(prefix + name, getattr(config, prefix + name))
+            check_pattern_value(prefix + name, getattr(config, prefix + name))
         if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
             continue
         for name in get_pattern_class(pattern).needed:
@@ -169,8 +158,8 @@ def check_patterns(config: Any) -> None:
         get_pattern_class(pattern).check(config, prefix)
 
 
-def validate_pattern_value(field: str, value: Any) -> Any:
-    """Check the value of a pattern field and return it.
+def check_pattern_value(field: str, value: Any) -> None:
+    """Check the value of a pattern field.
 
     Raises:
         ValueError: if the value is invalid. A window must be None or an even number of at least 2, a block size must
@@ -180,18 +169,10 @@ def validate_pattern_value(field: str, value: Any) -> Any:
     if field.endswith("split_attention_heads"):
         if not isinstance(value, bool):
             raise ValueError(f"`{field}` must be True or False, got {value!r}.")
-        return value
-    if value is None and field.endswith(("attention_window", "attention_block_size")):
-        return None
-    least, rule, wrong = 0, "a whole number", False
-    if field.endswith("attention_window"):
-        least, rule, wrong = 2, "an even whole number", value and value % 2
-    elif field.endswith(("dilation", "block_size")):
-        least = 1
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or wrong or not least <= value <= MAX_SIZE:
-        raise ValueError(f"`{field}` must be {rule} of at least {least}, got {value!r}.")
-    return value
+    elif value is not None or not field.endswith(("attention_window", "attention_block_size")):
+        check_size(field, value, 1 if field.endswith(("window", "dilation", "block_size")) else 0, MAX_SIZE)
+        if field.endswith("attention_window") and value % 2:
+            raise ValueError(f"`{field}` must be even, got {value}.")
 
 
 def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
@@ -204,7 +185,9 @@ def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
     if row.name == DYNAMIC:
         return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
-        return validate_count(name, value, get_query_heads(config, prefix))
+        value = get_query_heads(config, prefix) if value is None else value
+        check_size(name, value, 1, MAX_HEADS)
+        return value
     return None if value == NONE else value or row.default
 
 
@@ -267,4 +250,8 @@ def _check_talking_heads_in_layer(config: Any, prefix: str, group: str, layer: i
             f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
     kv_field = get_kv_heads_field(prefix)
-    check_value_groups(kv_field, config.get_layer_value(kv_field, layer), heads, talking.output, group)
+    kv_heads = config.get_layer_value(kv_field, layer)
+    if kv_heads != heads and talking.output % kv_heads:
+        raise ValueError(
+            f"`{kv_field}` must divide `{group}num_value_heads`, got {kv_heads} for {talking.output} value heads."
+        )

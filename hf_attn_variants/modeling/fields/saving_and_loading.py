@@ -14,17 +14,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
-from ..mechanisms.latents import get_projection_rank
-from ..mechanisms.mechanism import NONE
-from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeadsSettings, get_talking_heads_places, supports_cache
+from ..mechanisms.kernels.kernel_table import get_kernel_class, get_kernel_names
+from ..mechanisms.sinusoidal_positions import SinusoidalPositions
+from ..mechanisms.talking_heads import (
+    DYNAMIC,
+    KIND,
+    OUTPUT,
+    SOFTMAX,
+    TalkingHeadsSettings,
+    get_talking_heads_places,
+    has_talking_heads,
+    supports_cache,
+)
 from ..remote_code import CONFIGURATIONS, is_package_class, write_code
-from .composition import get_used_mechanisms
-from .field_checks import find_closest_match, remove_place_prefix, validate_rank
-from .field_table import OPTIONAL_FIELDS, get_field_row
-from .layer_values import drop_replaced_layer_values, get_value_or_layer_values
-from .mechanism_fields import KernelFields
+from .composition import IDLE, get_used_mechanisms
+from .field_checks import find_closest_match, remove_place_prefix
+from .field_table import get_field_row
+from .layer_values import drop_replaced_layer_values
+from .mechanism_fields import KernelFields, has_kernel
 
 __all__ = [
     "SavedWithCode",
@@ -32,8 +39,6 @@ __all__ = [
     "describe_misspelled_field",
     "drop_default_value_head_dim",
     "drop_replaced_values",
-    "drop_repository_names",
-    "drop_unset_fields",
     "find_added_talking_heads",
     "find_transformers_model_class",
     "get_effective_fields",
@@ -58,7 +63,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
         return None
     # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
-    meant = find_closest_match(name, known) or prefixed.get(find_closest_match(name, prefixed) or "")
+    meant = find_closest_match(name, known) or prefixed.get(find_closest_match(name, tuple(prefixed)) or "")
     return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
 
 
@@ -71,11 +76,6 @@ def _get_transformers_field_names() -> set[str]:
         names |= {field.name for field in fields(config_class) if "variant" not in field.metadata}
         names |= {*getattr(config_class, "attribute_map", ())}
     return names
-
-
-def drop_unset_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without optional fields that are not set."""
-    return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
 
 
 def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +111,7 @@ def drop_default_value_head_dim(
 
 # At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    _Saved = PreTrainedConfig
+    from transformers import PreTrainedConfig as _Saved
 else:
     _Saved = object
 
@@ -148,7 +146,10 @@ class SavedWithCode(_Saved):
         """
         names = ("auto_map", "tokenizer_class")
         attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self.build_auto_map() | drop_repository_names(self.__dict__["auto_map"])
+        # Newly saved files are not in the repository from which the code was loaded.
+        auto_map = attributes["auto_map"].items()
+        names_here = {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map}
+        self.auto_map = self.build_auto_map() | names_here
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
@@ -163,11 +164,6 @@ class SavedWithCode(_Saved):
         """Return the `auto_map` of saved configurations, which maps Auto classes to classes in this code."""
         auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
         return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
-
-
-def drop_repository_names(auto_map: dict[str, Any]) -> dict[str, Any]:
-    """Remove the source repository from an `auto_map`, because newly saved files are not in that repository."""
-    return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
 
 
 LIBRARY = "transformers.models."
@@ -223,16 +219,11 @@ def get_effective_fields(config: Any) -> list[str]:
     # Sizes and seeds have no effect without their mechanism.
     decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
     decisive |= {name for name in variant_fields if "not_in_transformers" in get_field_row(name)[1].facts}
-    build_change_error = [
-        name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)
-    ]
+    differing = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
     # A latent that is as wide as its input has no parameters, and "absolute" selects the default positions of the
     # architecture.
-    idle = {
-        name for name in config.rank_fields() if get_projection_rank(getattr(config, name), config.hidden_size) is None
-    }
-    idle |= {name for name in decisive if getattr(config, name) in ("absolute", NONE)}
-    return [name for name in build_change_error if name not in idle]
+    idle = {name for name in config.rank_fields() if getattr(config, name) == config.hidden_size}
+    return [name for name in differing if name not in idle and getattr(config, name) not in IDLE]
 
 
 # This logger is a child of the Transformers logger and therefore follows its verbosity level.
@@ -254,43 +245,66 @@ def find_added_talking_heads(
         ValueError: if the head counts in the configuration differ from those in the checkpoint, which must then be
             converted first.
     """
-    converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
-    shapes = (*config_class.talking_heads_fields(), *config_class.kernel_fields(), "value_head_dim")
-    wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
-    if hasattr(config, DYNAMIC):
-        wanted = (
-            drop_replaced_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted)
-            | wanted
-        )
-    if not wanted and not kwargs.get("per_layer_config"):
+    names = (*config_class.variant_fields(), "per_layer_config")
+    new_fields = {name: kwargs[name] for name in names if name in kwargs}
+    if not new_fields and not hasattr(config, DYNAMIC):
         return frozenset()
     held = _read_checkpoint_config(config_class, source, kwargs)
-    heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
-    if heads is None:
+    if config_class.attribute_map.get("num_attention_heads", "num_attention_heads") not in held:
         return frozenset()  # there is no configuration to compare with
-    if by_layer := kwargs.get("per_layer_config"):
-        wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
-    _check_no_conversion_needed(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
-    if any(
-        get_value_or_layer_values(held, name)
-        for name in config_class.kernel_fields()
-        if name.endswith("attention_kernel")
-    ):
-        _check_kernel_unchanged(config_class, source, held, wanted)
-    _check_value_size_unchanged(config_class, source, held, wanted)
-    if not any(_has_talking_heads(config_class, values) for values in (held, wanted)):
-        return frozenset()
-    keywords = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
-    old = config_class.from_dict(dict(held))
-    wanted_values = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
-    return _compare_talking_heads(source, old, config_class.from_dict(wanted_values, **keywords))
+    values = config.to_dict() if hasattr(config, DYNAMIC) else held
+    old, new = config_class.from_dict(dict(held)), config_class.from_dict(dict(values), **new_fields)
+    _check_no_conversion_needed(source, old, new)
+    if has_kernel(old):
+        _check_kernel_unchanged(source, old, new)
+    if has_talking_heads(old) or has_talking_heads(new):
+        return _compare_talking_heads(source, old, new)
+    return frozenset()
 
 
-def _has_talking_heads(config_class: Any, values: Mapping[str, Any]) -> bool:
-    """Return True if the values of a configuration include talking heads in any layer."""
-    names = [name for name in config_class.talking_heads_fields() if name.endswith(KIND)]
-    by_layer = values.get("per_layer_values") or {}
-    return any(values.get(name) is not None or name in by_layer for name in names)
+def _get_changed_values(old: Any, new: Any, name: str) -> list[Any] | None:
+    """Return the old and the new value of a field, or None if they are equivalent in all layers.
+
+    A value that differs between layers is a list. A latent that is as wide as its input is equivalent to no latent.
+    """
+    width = old.hidden_size if name in old.rank_fields() else None
+    lists = [
+        [config.get_layer_value(name, layer) for layer in range(config.layer_count(name))] for config in (old, new)
+    ]
+    if all(one == other or {one, other} == {None, width} for one, other in zip(*lists, strict=False)):
+        return None
+    return [values[0] if len({*values}) == 1 else values for values in lists]
+
+
+def _check_no_conversion_needed(source: Any, old: Any, new: Any) -> None:
+    """Raise `ValueError` if a checkpoint must be converted to the key/value heads and ranks of a configuration."""
+    for name in (*old.kv_heads_fields(), *old.rank_fields()):
+        if (changed := _get_changed_values(old, new, name)) is None:
+            continue
+        before, wanted = changed
+        option, field = f"--{name} {wanted}", f"{name}={wanted}"
+        if isinstance(wanted, list):
+            by_layer = {name: wanted}
+            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
+        raise ValueError(
+            f"`{name}` must be {before} as in the checkpoint {str(source)!r}, got {wanted}. Convert the "
+            f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
+            f"OUTPUT_DIR` or `hf_attn_variants.convert({str(source)!r}, {field})`."
+        )
+
+
+def _check_kernel_unchanged(source: Any, old: Any, new: Any) -> None:
+    """Raise `ValueError` if a kernel's learned weights or random vectors would be dropped or resized."""
+    kernels = {field: get_kernel_class(name) for field, name in get_kernel_names(old).items()}
+    fixed = [field for field, kernel in kernels.items() if kernel.learned]
+    if any(kernel.learned or kernel.drawn for kernel in kernels.values()):
+        fixed.append("attention_kernel_features")
+    for name in fixed:
+        if (changed := _get_changed_values(old, new, name)) is not None:
+            raise ValueError(
+                f"`{name}` must be {changed[0]!r} as in the checkpoint {str(source)!r}, got {changed[1]!r}. Loading "
+                "cannot change the parameters of a kernel. Use the configuration of the checkpoint."
+            )
 
 
 def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
@@ -309,7 +323,12 @@ def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tup
             old, new = (TalkingHeadsSettings.from_config(config, prefix, layer) for config in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
-            for name, pair in old.get_fixed_fields(new, has_bias and prefix != "cross_"):
+            pairs: dict[str, tuple[Any, Any]] = {OUTPUT: (old.output, new.output)}
+            if old.kind is not None or (has_bias and prefix != "cross_"):  # the bias has one column per softmax head
+                pairs[SOFTMAX] = (old.softmax, new.softmax)
+            if old.kind is not None:
+                pairs |= {KIND: (old.kind, new.kind), DYNAMIC: (list(old.dynamic), list(new.dynamic))}
+            for name, pair in pairs.items():
                 if pair[0] != pair[1]:
                     known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name
@@ -324,12 +343,10 @@ def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, An
     """Warn if sinusoidal positions replace the learned positions of a checkpoint and change its outputs.
 
     Args:
-        config: the configuration of the loaded model.
+        config: the configuration of the loaded model, which has sinusoidal positions.
         source, kwargs: see `find_added_talking_heads`.
     """
-    held = (
-        _read_checkpoint_config(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
-    )
+    held = _read_checkpoint_config(type(config), source, kwargs)
     if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
             f"{source} was trained with learned positions. Sinusoidal positions replace them and change "
@@ -340,80 +357,3 @@ def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, An
 def _read_checkpoint_config(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Read the configuration of a checkpoint from the same location as `from_pretrained`."""
     return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
-
-
-def _check_no_conversion_needed(
-    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> None:
-    """Raise `ValueError` if the checkpoint must be converted to the wanted heads and ranks."""
-    width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
-    wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
-    for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
-        # If the rank is the input width, there is no latent projection.
-        default = _get_query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
-        old, value = _resolve_values_by_layer(held, name, default), _resolve_values_by_layer(wanted, name, default)
-        if name not in wanted_names or value == old:
-            continue
-        option, field = f"--{name} {value}", f"{name}={value}"
-        if name in config_class.rank_fields() and held.get(name) is None:
-            old = None
-        if isinstance(value, list):
-            by_layer = {name: list(wanted["per_layer_values"][name])}
-            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
-        elif name in config_class.rank_fields():
-            validate_rank(name, value, width)
-        raise ValueError(
-            f"`{name}` must be {old} as in the checkpoint {str(source)!r}, got {value}. Convert the "
-            f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
-            f"OUTPUT_DIR` or `hf_attn_variants.convert({str(source)!r}, {field})`."
-        )
-
-
-def _check_kernel_unchanged(
-    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> None:
-    """Raise `ValueError` if a kernel's learned weights or random vectors would be dropped or resized."""
-    wanted_values = {**drop_replaced_layer_values(held, wanted), **wanted}
-    old = {name: get_value_or_layer_values(held, name) for name in config_class.kernel_fields()}
-    by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
-    kernels = [get_kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
-    has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
-    for name, value in old.items():
-        is_size = name == "attention_kernel_features" and has_size
-        is_learned = any(get_kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
-        if (is_size or is_learned) and (other := get_value_or_layer_values(wanted_values, name)) != value:
-            raise ValueError(
-                f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
-                "cannot change the parameters of a kernel. Use the configuration of the checkpoint."
-            )
-
-
-def _check_value_size_unchanged(
-    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> None:
-    """Raise `ValueError` if the wanted size of the value heads differs from that in the checkpoint."""
-    if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
-        return
-    old = config_class.from_dict(dict(held))
-    new = config_class.from_dict(dict(held), value_head_dim=wanted["value_head_dim"])
-    fields = config_class.kv_heads_fields()
-    sizes = [[config.get_attention_value_dim(name) for name in fields] for config in (old, new)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"`value_head_dim` must be {sizes[0][0]} as in the checkpoint {str(source)!r}, got "
-            f"{sizes[1][0]}. Use the configuration of the checkpoint, or train a model from scratch."
-        )
-
-
-def _get_query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
-    encoder, decoder = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",) * 2)
-    name = encoder if kv_heads_field.startswith("encoder_") else decoder
-    return held.get(config_class.attribute_map.get(name, name))
-
-
-def _resolve_values_by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
-    by_layer = (values.get("per_layer_values") or {}).get(name)
-    if by_layer is None:
-        return values.get(name) or default
-    layers = [value or default for value in by_layer]
-    return layers[0] if len(set(layers)) == 1 else layers

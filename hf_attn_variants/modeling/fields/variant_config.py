@@ -16,31 +16,31 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from ..mechanisms.head_sharing import get_kv_heads_field
 from ..mechanisms.latents import get_projection_rank
 from ..mechanisms.talking_heads import (
     DYNAMIC,
+    OUTPUT,
+    SOFTMAX,
     TalkingHeadsSettings,
     get_dynamic_terms,
-    get_head_count_fields,
+    get_talking_heads_places,
+    has_talking_heads,
     supports_cache,
 )
 from ..transformers_internals import check_configurations
-from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
+from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, EAGER, SDPA
 from .composition import check_combinations, check_included, get_used_mechanisms
 from .field_checks import (
+    MAX_HEADS,
     MAX_LABELS,
     MAX_LAYERS,
-    check_format,
-    check_head_size,
-    check_position_type,
+    check_rank,
     check_size,
     explain_type_errors,
-    validate_count,
     validate_kv_heads,
-    validate_rank,
-    validate_value_head_dim,
 )
-from .field_table import check_choice, variant_field
+from .field_table import OPTIONAL_FIELDS, check_choice, variant_field
 from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
 from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
 from .saving_and_loading import (
@@ -48,7 +48,6 @@ from .saving_and_loading import (
     check_transformers_model_class,
     describe_misspelled_field,
     drop_replaced_values,
-    drop_unset_fields,
     find_transformers_model_class,
 )
 
@@ -56,12 +55,8 @@ __all__ = [
     "AttnVariantConfigMixin",
     "CrossAttentionConfigMixin",
     "EncoderDecoderConfigMixin",
-    "register_with_peft",
-    "register_with_sentence_transformers",
     "supports_decoder_cache",
 ]
-
-TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def register_with_peft(config_class: Any) -> None:
@@ -78,21 +73,6 @@ def register_with_peft(config_class: Any) -> None:
                 modules = table["bert"]
             if modules is not None:
                 table[config_class.model_type] = modules
-
-
-def register_with_sentence_transformers(config_class: Any) -> None:
-    """Make sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
-
-    A table in the library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
-    row before it that selects the Auto class, which also finds the encoder in remote code.
-    """
-    library = sys.modules.get("sentence_transformers.base.modules.transformer")
-    table = getattr(library, "_ENCODER_ONLY_MODELS", None)
-    if not isinstance(table, list) or TEXT_ENCODER not in config_class.auto_classes:
-        return
-    is_encoder_decoder = hasattr(config_class, "encoder_decoder_layers")
-    if is_encoder_decoder and all(row[0] is not config_class for row in table):
-        table.insert(0, (config_class, "transformers", TEXT_ENCODER))
 
 
 # This logger is a child of the Transformers logger and therefore follows its verbosity level.
@@ -181,7 +161,12 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         model_type = kwargs.pop("model_type", None)
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
-        check_format(self.attn_variants_format)
+        if type(self.attn_variants_format) is not int or self.attn_variants_format != CONFIG_FORMAT:
+            raise ValueError(
+                f"`attn_variants_format` must be {CONFIG_FORMAT} for hf_attn_variants {ATTN_VARIANTS_VERSION}, got "
+                f"{self.attn_variants_format!r}. Load the model with the version that saved it, or convert the "
+                "original model again."
+            )
         reasons = [reason for name in sorted(kwargs) if (reason := describe_misspelled_field(type(self), name))]
         if reasons and model_type is None:
             raise ValueError(reasons[0])
@@ -199,8 +184,6 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self.per_layer_values = merge_per_layer_config(self, by_layer)
         self.auto_map = self.build_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
-        # Sentence Transformers creates a configuration before it looks up the class in its table.
-        register_with_sentence_transformers(type(self))
 
     def check_variant(self) -> None:
         """Check that the variant fields are consistent, and set missing ones. Model constructors repeat this check.
@@ -216,21 +199,31 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 1)
         for name in self.variant_fields():
             check_choice(name, getattr(self, name))
-        validate_count("num_attention_heads", self.num_attention_heads)
-        for name in self.kv_heads_fields() if self.head_dim_field is None else ():
-            check_head_size(self.query_heads(name), self.hidden_size)
+        check_size("num_attention_heads", self.num_attention_heads, 1, MAX_HEADS)
+        for heads in map(self.query_heads, self.kv_heads_fields() if self.head_dim_field is None else ()):
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"`num_attention_heads` must divide `hidden_size`, got {heads} heads for a hidden size of "
+                    f"{self.hidden_size}."
+                )
         if self.per_layer_values is not None:
             self.per_layer_values = validate_layer_values(self)
         for name in self.kv_heads_fields():
             setattr(self, name, validate_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
-            setattr(self, name, validate_rank(name, getattr(self, name), self.hidden_size))
-        head_dims = [self.get_attention_head_dim(name) for name in self.kv_heads_fields()]
-        self.value_head_dim = validate_value_head_dim(self.value_head_dim, head_dims)
+            check_rank(name, getattr(self, name), self.hidden_size)
+        if self.value_head_dim is not None:
+            check_size("value_head_dim", self.value_head_dim, 1, MAX_HEADS)
+            if {self.get_attention_head_dim(name) for name in self.kv_heads_fields()} == {self.value_head_dim}:
+                self.value_head_dim = None
         check_talking_heads(self)
         if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
             check_patterns(self)
-        check_position_type(self.position_embedding_type, self.position_types, self.model_type)
+        if self.position_embedding_type not in self.position_types:
+            raise ValueError(
+                f"`position_embedding_type` for {self.model_type!r} must be one of {self.position_types}, got "
+                f"{self.position_embedding_type!r}."
+            )
         if "linear_attention" in used:
             check_kernels(self)
         if used:
@@ -295,7 +288,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
-        return (*query_fields, *kv_fields, *get_head_count_fields(self, kv_fields))
+        places = [
+            place for place in get_talking_heads_places(self) if not place or get_kv_heads_field(place) in kv_fields
+        ]
+        names = [place + name for place in places if has_talking_heads(self, place) for name in (SOFTMAX, OUTPUT)]
+        return (*query_fields, *kv_fields, *(name for name in names if getattr(self, name) is not None))
 
     def get_talking_heads(self, prefix: str, layer: int) -> TalkingHeadsSettings:
         """Return the talking-heads settings of a layer at the place with the prefix "", "encoder_" or "cross_"."""
@@ -416,7 +413,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_transformers_model_class(self, model_class)
             name: Any = self._attn_implementation_internal  # the configuration of a variant model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
-        vars(self)["_experts_implementation_internal"] = value
+        self.__dict__["_experts_implementation_internal"] = value
 
     @property
     def output_attentions(self) -> bool | None:
@@ -440,7 +437,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the configuration as a dictionary, without optional fields that are not set."""
         # PEFT calls this method to get the model type before it looks up target modules in its tables.
         register_with_peft(type(self))
-        return drop_unset_fields(super().to_dict())
+        values = super().to_dict()
+        return {name: value for name, value in values.items() if value is not None or name not in OPTIONAL_FIELDS}
 
 
 def supports_decoder_cache(config: Any) -> bool:

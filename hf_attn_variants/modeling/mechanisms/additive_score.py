@@ -7,7 +7,7 @@ bounded by v. The symbols are defined in `softmax_attention`.
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.variant_attention import is_exporting
@@ -38,7 +38,7 @@ class AdditiveScore(Mechanism, nn.Module):
     paper = ("Neural machine translation by jointly learning to align and translate", "1409.0473")
     inherits = True
 
-    def __init__(self, heads: int, key_heads: int, head_dim: int, like: torch.Tensor) -> None:
+    def __init__(self, heads: int, key_heads: int, head_dim: int, like: Tensor) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.query_map = nn.Parameter(torch.empty(heads, head_dim, head_dim, **options))  # W, [h_k, d, d]
@@ -54,7 +54,7 @@ class AdditiveScore(Mechanism, nn.Module):
         for parameter in (self.query_map, self.key_map, self.vector):
             init.normal_(parameter, mean=0.0, std=parameter.shape[-1] ** -0.5)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the logits [b, h_k, n, m] for queries [b, h_k, n, d] and keys [b, k, m, d].
 
         The logits are computed in blocks of queries, which the backward pass recomputes.
@@ -96,9 +96,9 @@ def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: st
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 
 
-def _compute_scores(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+def _compute_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
     return ((query[..., None, :] + key).tanh() @ vector)[..., 0]  # [b, k, g, n, m]
 
 
-def _compute_scores_with_checkpoint(*operands: torch.Tensor) -> Any:
+def _compute_scores_with_checkpoint(*operands: Tensor) -> Any:
     return checkpoint(_compute_scores, *operands, use_reentrant=False, preserve_rng_state=False)

@@ -12,6 +12,7 @@ from typing import Any
 from .mechanism import Mechanism
 
 __all__ = [
+    "KV_HEADS",
     "GroupedQuery",
     "HeadSharing",
     "MultiQuery",
@@ -19,6 +20,10 @@ __all__ = [
     "get_head_sharing",
     "get_kv_heads_field",
 ]
+
+
+# The field with the number of key/value heads, without a prefix.
+KV_HEADS = "num_key_value_heads"
 
 
 class HeadSharing(Mechanism):
@@ -29,7 +34,7 @@ class HeadSharing(Mechanism):
         words: the name of the mechanism for use in sentences.
     """
 
-    field = "num_key_value_heads"
+    field = KV_HEADS
     label = "MHA"
     words = "multi-head"
 
@@ -81,4 +86,4 @@ def get_consecutive_groups(heads: int, count: int) -> list[list[int]]:
 
 def get_kv_heads_field(prefix: str) -> str:
     """Return the name of the key/value heads field for a place. Cross-attention uses the decoder's field."""
-    return f"{prefix if prefix == 'encoder_' else ''}{HeadSharing.field}"
+    return f"{prefix if prefix == 'encoder_' else ''}{KV_HEADS}"

@@ -13,7 +13,7 @@ from .mechanism import Mechanism
 with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["Latent", "LatentProjection", "add_latent_projection", "get_projection_rank"]
+__all__ = ["Latent", "add_latent_projection", "get_projection_rank"]
 
 
 class Latent(Mechanism):

@@ -10,10 +10,10 @@ embeddings.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..transformers_internals import MethodArguments, check_attributes, get_transformers_class
 from .mechanism import Mechanism
@@ -35,7 +35,7 @@ def has_sinusoids(config: Any) -> bool:
     return SinusoidalPositions.requested_in(config, "") is not None
 
 
-def compute_sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+def compute_sinusoids(positions: Tensor, width: int) -> Tensor:
     """Return sinusoidal embeddings of positions [..., n] as a float32 tensor [..., n, width].
 
     Even dimensions contain sines and odd dimensions contain cosines. Source: arXiv 1706.03762, section 3.5.
@@ -58,18 +58,18 @@ class SinusoidalPositions(Mechanism, nn.Module):
             model is converted with `to`.
     """
 
-    like: torch.Tensor
+    like: Tensor
 
     field = "position_embedding_type"
     name = "sinusoidal"
     paper = ("Attention is all you need: sinusoidal positions", "1706.03762")
 
-    def __init__(self, width: int, spread: float, first: int, like: torch.Tensor) -> None:
+    def __init__(self, width: int, spread: float, first: int, like: Tensor) -> None:
         super().__init__()
         self.width, self.spread, self.first = width, spread, first
         self.register_buffer("like", like.detach().new_empty(0), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
         return (compute_sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
@@ -90,27 +90,16 @@ class DistanceBias(Mechanism):
         return None if is_without else super().requested_in(config, "")
 
 
-# At runtime, these mixins are combined with Transformers classes. The bases below are only for type checkers.
-if TYPE_CHECKING:
-
-    class _Embeddings(nn.Module):
-        padding_idx: int
-        position_embeddings: Any  # the table of Transformers, or sinusoids
-
-    class _Stack(nn.Module):
-        config: Any
-        embed_tokens: Any
-        is_decoder: bool
-else:
-    _Embeddings = _Stack = object
+_Base: Any = object  # the type of the Transformers class with which a mixin is combined
 
 
-class PositionEmbeddingsMixin(_Embeddings):
+class PositionEmbeddingsMixin(_Base):
     """Mixin for the embeddings of BERT and related models.
 
     It must precede the Transformers class in the list of base classes.
     """
 
+    position_embeddings: Any  # the table of Transformers, or sinusoids
     arguments: MethodArguments
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
     transformers_attributes = ("position_embeddings",)
@@ -127,7 +116,7 @@ class PositionEmbeddingsMixin(_Embeddings):
             first = self.padding_idx + 1 if config.positions_after_padding else 0
             self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embeddings [b, n, size] of the inputs. The arguments are the same as in the Transformers class.
 
         With sinusoidal positions, texts may be longer than the position buffers in Transformers.
@@ -146,7 +135,7 @@ class PositionEmbeddingsMixin(_Embeddings):
         return super().forward(**self.arguments.to_keywords(args, kwargs, **new))
 
 
-class SinusoidalInputsMixin(_Stack):
+class SinusoidalInputsMixin(_Base):
     """Mixin that adds sinusoidal positions to the inputs of a T5 or UMT5 encoder or decoder.
 
     The position of a token is the number of non-padding tokens before it, including tokens in the cache. As with the
@@ -178,7 +167,7 @@ class SinusoidalInputsMixin(_Stack):
         return super().forward(**self.input_arguments.to_keywords(args, kwargs, ids=None, embedded=embedded))
 
 
-def _compute_positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
+def _compute_positions(states: Tensor, mask: Tensor | None, past: int | Tensor) -> Tensor:
     """Return the positions [b or 1, n] of inputs [b, n, D]. The mask [b, past + n] is zero for padding."""
     length = states.shape[1]
     if mask is not None and mask.dim() == 2:

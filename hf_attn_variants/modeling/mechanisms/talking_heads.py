@@ -40,12 +40,10 @@ __all__ = [
     "count_mixing_flops",
     "describe_initialization",
     "get_dynamic_terms",
-    "get_head_count_fields",
     "get_per_layer_fields",
     "get_projection_shapes",
     "get_projection_std",
     "get_query_heads",
-    "get_settings_per_layer",
     "get_settings_prefix",
     "get_talking_heads_places",
     "has_talking_heads",
@@ -110,21 +108,6 @@ class TalkingHeadsSettings(Mechanism):
         output = output or (softmax if kind == LOGITS else heads)
         return cls(kind, softmax, output, init or IDENTITY, tuple(dynamic or ()))
 
-    def get_fixed_fields(self, wanted: "TalkingHeadsSettings", has_bias: bool) -> list[tuple[str, tuple[Any, Any]]]:
-        """Return the fields that must not change when a checkpoint is loaded, with their current and requested values.
-
-        Args:
-            wanted: the requested settings of the same attention module.
-            has_bias: True if the attention module has the position bias of T5, with one column per softmax head.
-        """
-        pairs: list[tuple[str, tuple[Any, Any]]] = [(OUTPUT, (self.output, wanted.output))]
-        if self.kind is not None or has_bias:
-            pairs.append((SOFTMAX, (self.softmax, wanted.softmax)))
-        if self.kind is not None:
-            dynamic = (list(self.dynamic), list(wanted.dynamic))
-            pairs = [(KIND, (self.kind, wanted.kind)), *pairs, (DYNAMIC, dynamic)]
-        return pairs
-
 
 class DynamicTerms(Mechanism):
     """The input-dependent terms of talking-heads projections. This class is not instantiated."""
@@ -171,19 +154,6 @@ def describe_initialization(config: Any) -> str:
 def supports_cache(dynamic: Iterable[str] | None) -> bool:
     """Return True if a decoder can use a cache with these input-dependent terms in its self-attention."""
     return not any(name[0] == "m" for name in dynamic or ())
-
-
-def get_head_count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
-    """Return the softmax-head and value-head fields that are set at places with talking heads.
-
-    Args:
-        config: a variant configuration.
-        kv_heads_fields: the key/value heads fields of the model.
-    """
-    stacks = {*kv_heads_fields}
-    places = [place for place in get_talking_heads_places(config) if not place or get_kv_heads_field(place) in stacks]
-    names = [place + name for place in places if has_talking_heads(config, place) for name in (SOFTMAX, OUTPUT)]
-    return [name for name in names if getattr(config, name) is not None]
 
 
 def get_projection_shapes(heads: "AttentionHeads", query_dim: int, key_input_dim: int) -> dict[str, tuple[int, ...]]:

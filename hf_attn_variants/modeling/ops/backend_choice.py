@@ -21,14 +21,11 @@ from .triton_attention import allows_tf32, supports_operands, triton_backward, t
 
 __all__ = [
     "BACKENDS",
-    "NOT_KERNEL_FAILURES",
     "choose_backend",
     "compute_largest_error",
     "describe_disagreement",
-    "describe_failure",
     "get_tolerance",
-    "passes_trial",
-    "record_trial_result",
+    "run_after_trial",
 ]
 
 # Follows the verbosity level of Transformers, even in Hub repositories
@@ -54,12 +51,34 @@ def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | No
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # a trial cannot run while a CUDA graph is captured, so a later call runs it
-        record_trial_result(known, kind, trial(), fallback_message)
+        _record_trial_result(known, kind, trial(), fallback_message)
     return known[kind]
 
 
-def record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
-    """Store the result of a trial and log a warning if it failed. See `passes_trial` for the arguments."""
+def run_after_trial(
+    known: dict[Any, bool],
+    kind: Any,
+    trial: Callable[[], str | None],
+    run: Callable[[], Tensor],
+    fallback_message: str,
+) -> Tensor | None:
+    """Return the result of `run`, or None if the kernel cannot be used for this kind of call.
+
+    If `run` raises an error, such as a compiler error for a shape that the trial did not cover, the kernel is not used
+    again. See `passes_trial` for the other arguments.
+    """
+    if not passes_trial(known, kind, trial, fallback_message):
+        return None
+    try:
+        return run()
+    except NOT_KERNEL_FAILURES:
+        raise
+    except Exception as error:
+        _record_trial_result(known, kind, _describe_failure(error), fallback_message)
+        return None
+
+
+def _record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
     known[kind] = reason is None
     if reason is not None:
         logger.warning(f"{fallback_message}: {reason}.")
@@ -79,14 +98,13 @@ def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], 
     except NOT_KERNEL_FAILURES:
         raise
     except Exception as error:  # the call can still be computed by plain torch
-        return describe_failure(kernels, error)
+        return _describe_failure(error)
     wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
     return f"{kernels} returned different values (relative errors: {', '.join(wrong)})" if wrong else None
 
 
-def describe_failure(kernels: str, error: Exception) -> str:
-    """Describe an exception that kernels raised."""
-    return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
+def _describe_failure(error: Exception) -> str:
+    return f"the call failed with {type(error).__name__}: {str(error)[:500]}"
 
 
 def get_tolerance(dtype: torch.dtype) -> float:

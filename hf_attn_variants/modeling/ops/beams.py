@@ -17,7 +17,7 @@ key/value head, so they are moved to this axis as well:
 All code that depends on the order of these rows is in this module. The symbols are defined in `softmax_attention`.
 """
 
-import torch
+from torch import Tensor
 
 from .variant_attention import is_exporting, is_traced
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def count_beams(query: torch.Tensor, key: torch.Tensor) -> int:
+def count_beams(query: Tensor, key: Tensor) -> int:
     """Return B, the number of query rows [b B, ...] per row of keys [b, ...].
 
     The result is 1 during export, because batch sizes are symbolic in an exported graph and must not affect control
@@ -40,22 +40,22 @@ def count_beams(query: torch.Tensor, key: torch.Tensor) -> int:
     return 1 if is_exporting() else query.shape[0] // key.shape[0]
 
 
-def count_beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
+def count_beams_in_cache(states: Tensor, encoder_outputs: Tensor) -> int:
     """Return the number of beams to store in a cache layer, which is B for states [b B, n, D], or 1 during tracing."""
     return 1 if is_traced() or not len(encoder_outputs) else max(count_beams(states, encoder_outputs), 1)
 
 
-def get_sentence_indices(rows: torch.Tensor, beams: int) -> torch.Tensor:
+def get_sentence_indices(rows: Tensor, beams: int) -> Tensor:
     """Return the index of the sentence that each decoder row belongs to."""
     return rows // beams
 
 
-def select_first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
+def select_first_beams(tensor: Tensor, beams: int) -> Tensor:
     """Select the first beam of each sentence: [b B, ...] -> [b, ...]."""
     return tensor[::beams] if beams > 1 else tensor
 
 
-def repeat_for_beams(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def repeat_for_beams(tensor: Tensor, rows: int) -> Tensor:
     """Repeat each row of a tensor [b, ...] for the beams of its sentence, and return a tensor [rows, ...]."""
     return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
@@ -63,18 +63,18 @@ def repeat_for_beams(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 class QueryFold:
     """Folds the queries of all beams and of all heads in a group into rows that share a key/value head."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
+    def __init__(self, query: Tensor, key: Tensor, beams: int):
         (_, heads, self.length, _), (self.sentences, self.kv_heads, *_) = query.shape, key.shape
         self.beams, self.groups = beams, heads // self.kv_heads
 
-    def fold_queries(self, query: torch.Tensor) -> torch.Tensor:
+    def fold_queries(self, query: Tensor) -> Tensor:
         """Fold queries [b B, k g, n, d] into rows [b, k, B g n, d]."""
         if self.beams * self.length == 1:
             return query.reshape(self.sentences, self.kv_heads, self.groups, query.shape[-1])
         query = query.reshape(self.sentences, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
         return query.transpose(1, 2).flatten(2, 3)
 
-    def fold_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def fold_mask(self, mask: Tensor | None) -> Tensor | None:
         """Fold a mask or bias that is broadcastable to [b B, k g, n, m] into one broadcastable to [b, k, B g n, m]."""
         if mask is None:
             return None
@@ -88,7 +88,7 @@ class QueryFold:
             mask = mask.expand(mask.shape[0], kv_heads, *sizes)
         return mask.flatten(2, 4)
 
-    def unfold(self, states: torch.Tensor) -> torch.Tensor:
+    def unfold(self, states: Tensor) -> Tensor:
         """Unfold states [b, k, B g n, x] to [b B, n, k g, x]."""
         size = states.shape[-1]
         if self.beams * self.length == 1:

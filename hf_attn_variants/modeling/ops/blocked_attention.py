@@ -34,13 +34,7 @@ from torch import Tensor
 
 from .key_ranges import BlockWindows, KeyRange
 
-__all__ = [
-    "Operands",
-    "add_bias_gradient",
-    "blocked_backward",
-    "blocked_forward",
-    "stack_groups",
-]
+__all__ = ["Operands", "add_bias_gradient", "blocked_backward", "blocked_forward", "stack_groups"]
 
 
 class Operands(NamedTuple):

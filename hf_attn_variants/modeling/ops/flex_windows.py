@@ -14,21 +14,13 @@ Sources: arXiv 2412.05496 (FlexAttention); arXiv 2004.05150, section 3.1 (window
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backend_choice import (
-    NOT_KERNEL_FAILURES,
-    compute_largest_error,
-    describe_disagreement,
-    describe_failure,
-    get_tolerance,
-    passes_trial,
-    record_trial_result,
-)
+from .backend_choice import compute_largest_error, describe_disagreement, get_tolerance, run_after_trial
 from .key_ranges import KeyRange
 from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
@@ -92,26 +84,22 @@ def attention_in_windows(
         ValueError: under the same conditions as in `talking_heads_attention`.
     """
     kind = None
-    if query.device.type in DEVICES and dropout == 0 and not _uses_talking_heads(options):
+    uses_talking_heads = any(options.get(name) is not None for name in ("logits_proj", "weights_proj"))
+    if query.device.type in DEVICES and dropout == 0 and not uses_talking_heads:
         query, key, value = cast_to_common_dtype(query, key, value)
         kind = _get_call_kind(query, key, value, mask, position_bias, key_range, options["scaling"])
-    if kind is not None and passes_trial(
-        _flex_trial_results, kind, lambda: describe_flex_disagreement(kind), _describe_fallback(kind)
-    ):
-        try:
-            return _attend_with_flex_attention(query, key, value, mask, position_bias, key_range, options["scaling"])
-        except NOT_KERNEL_FAILURES:
-            raise
-        except Exception as error:  # such as a compiler error for a shape that the small calls did not cover
-            record_trial_result(
-                _flex_trial_results, kind, describe_failure("FlexAttention", error), _describe_fallback(kind)
-            )
+    if kind is not None:
+        fallback_message = (
+            f"Slower blocks in plain torch compute sliding-window attention on {kind.device} in {kind.dtype} with "
+            f"{kind.heads[0]} heads. The results are exact. Reason"
+        )
+        call = (query, key, value, mask, position_bias, key_range, options["scaling"])
+        trial, run = partial(describe_flex_disagreement, kind), partial(_attend_with_flex_attention, *call)
+        output = run_after_trial(_flex_trial_results, kind, trial, run, fallback_message)
+        if output is not None:
+            return output
     options |= {"position_bias": position_bias, "dropout": dropout, "key_range": key_range}
     return talking_heads_attention(query, key, value, mask, **options)
-
-
-def _uses_talking_heads(options: dict[str, Any]) -> bool:
-    return any(options.get(name) is not None for name in ("logits_proj", "weights_proj"))
 
 
 def _get_call_kind(
@@ -301,13 +289,6 @@ def find_attended_blocks(
     some |= (low < key_range.global_tokens) | (first < key_range.global_tokens)
     whole |= (high < key_range.global_tokens) | (last < key_range.global_tokens)
     return some, whole
-
-
-def _describe_fallback(kind: FlexCallKind) -> str:
-    return (
-        f"Slower blocks in plain torch compute sliding-window attention on {kind.device} in {kind.dtype} with "
-        f"{kind.heads[0]} heads. The results are exact. Reason"
-    )
 
 
 def describe_flex_disagreement(kind: FlexCallKind) -> str | None:

@@ -18,9 +18,11 @@ Sources: arXiv 2004.05150 (Longformer), section 3.1; arXiv 2112.07916 (LongT5), 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from .padded_rows import is_boolean_key_mask
@@ -33,7 +35,6 @@ __all__ = [
     "TransientGlobal",
     "key_range_to_mask_and_bias",
     "look_up_relative_bias",
-    "num_queries_per_block",
     "should_compute_in_blocks",
 ]
 
@@ -103,7 +104,8 @@ class KeyRange(NamedTuple):
         return self.step == 1 and key_length - 1 <= self.before and (self.is_causal or key_length - 1 <= self.after)
 
 
-class TransientGlobal(NamedTuple):
+@dataclass(frozen=True)
+class TransientGlobal:
     """The key range of transient-global attention: tokens within `radius`, and a summary of every `block` tokens.
 
     The attention itself is computed in the `transient_global` module.
@@ -112,20 +114,9 @@ class TransientGlobal(NamedTuple):
     radius: int
     block: int
 
-    @property
-    def depends_on_positions(self) -> bool:
-        """Always True, because blocks are counted from the first token in the text."""
-        return True
-
-    @property
-    def is_causal(self) -> bool:
-        """Always False, because only encoders support this key range."""
-        return False
-
-    @property
-    def before(self) -> int:
-        """The maximum size, because encoders do not have a cache."""
-        return MAX_SIZE
+    depends_on_positions: ClassVar[bool] = True  # blocks are counted from the first token in the text
+    is_causal: ClassVar[bool] = False  # only encoders support this key range
+    before: ClassVar[int] = MAX_SIZE  # encoders do not have a cache
 
     def num_attended_keys(self, key_length: int) -> int:
         """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""
@@ -151,7 +142,7 @@ def num_queries_per_block(key_range: KeyRange, device: str) -> int:
     return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
 
 
-def look_up_relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def look_up_relative_bias(table: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Look up the position bias [1, h, n, m] in a table that is indexed by distance.
 
     Args:
@@ -167,15 +158,13 @@ class BlockWindows:
     Blocks in the middle of a text have the same mask and bias, which are therefore computed only once.
     """
 
-    def __init__(
-        self, key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None
-    ) -> None:
+    def __init__(self, key_range: KeyRange, query: Tensor, key: Tensor, table: Tensor | None) -> None:
         self.key_range, self.table, self.device = key_range, table, query.device
         self.length, self.key_length = query.shape[2], key.shape[2]
         self.rows = num_queries_per_block(key_range, query.device.type)
         self.last_terms: tuple[Any, ...] = (None,)  # the last kind of block, its mask, its bias and its distances
-        self.d_table: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None  # the part of the gradient that is not yet in `d_table`
+        self.d_table: Tensor | None = None
+        self.gradient: Tensor | None = None  # the part of the gradient that is not yet in `d_table`
         self.zero = query.new_zeros(())
 
     @property
@@ -203,7 +192,7 @@ class BlockWindows:
                 global_keys = (slice(0, key_range.global_tokens),) if key_range.global_tokens else ()
                 yield slice(queries[0], queries[-1] + 1, key_range.step), (*global_keys, window)
 
-    def get_mask_and_bias(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_mask_and_bias(self, rows: slice, spans: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
         """Return a block's mask of allowed keys [r, m] and its bias, [1, h, r, m] or [r, m].
 
         The bias is minus infinity for keys that are not allowed.
@@ -223,7 +212,7 @@ class BlockWindows:
             self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
 
-    def add_bias_gradient(self, d_table: torch.Tensor, d_logits: torch.Tensor) -> None:
+    def add_bias_gradient(self, d_table: Tensor, d_logits: Tensor) -> None:
         """Add the gradient of the last block's logits, [B, h, r, m], to the gradient of the bias table.
 
         Gradients of equivalent blocks are summed before they are scattered, because scattering takes longer.
@@ -232,7 +221,7 @@ class BlockWindows:
         self.d_table, by_head = d_table, d_logits.sum(0)
         self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)
 
-    def finish_bias_gradient(self, d_table: torch.Tensor | None) -> None:
+    def finish_bias_gradient(self, d_table: Tensor | None) -> None:
         """Add the accumulated gradient, if any, to the gradient of the bias table, [1, h, 1, 2 l - 1]."""
         if self.gradient is None or d_table is None:
             return
@@ -241,9 +230,7 @@ class BlockWindows:
         self.gradient = None
 
 
-def should_compute_in_blocks(
-    key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
-) -> bool:
+def should_compute_in_blocks(key_range: KeyRange, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Return True if a call can be computed in blocks and this is likely to be faster than full attention.
 
     Blocks require a mask that is boolean and the same for all queries, or no mask. If the text is shorter than twice
@@ -265,12 +252,12 @@ def _num_keys_per_block(key_range: KeyRange, rows: int) -> int:
 
 def key_range_to_mask_and_bias(
     key_range: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    table: torch.Tensor | None,
-    is_global: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+    is_global: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask and the position bias that make full attention equivalent to a key range.
 
     Args:

@@ -28,14 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend_choice import (
-    NOT_KERNEL_FAILURES,
-    compute_largest_error,
-    describe_disagreement,
-    describe_failure,
-    passes_trial,
-    record_trial_result,
-)
+from .backend_choice import compute_largest_error, describe_disagreement, run_after_trial
 from .memory_efficient_attention import NAMESPACE, get_registered_op, is_autocast_enabled
 from .triton_attention import get_mask_type, supports_device
 from .variant_attention import is_exporting
@@ -44,8 +37,6 @@ __all__ = [
     "LaunchSettings",
     "attend_to_one_latent",
     "choose_launch_settings",
-    "combine_kernel",
-    "partial_kernel",
     "run_latent_kernels",
     "should_use_latent_kernels",
     "triton",
@@ -271,12 +262,6 @@ def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = No
 
 
 def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    # Triton launches kernels on the current device, which may differ from the device of the tensors.
-    with torch.cuda.device_of(query):
-        return _attend_on_current_device(query, latent, mask, scaling)
-
-
-def _attend_on_current_device(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     launch = choose_launch_settings(query, latent)
     kind = _LatentCallKind(
         device=query.device,
@@ -291,18 +276,14 @@ def _attend_on_current_device(query: Tensor, latent: Tensor, mask: Tensor | None
         f"The slower kernels in torch compute attention to a latent of dimension {kind.width} on {kind.device} in "
         f"{kind.dtype} with {kind.rows} rows. Reason"
     )
-    if passes_trial(
-        _latent_trial_results, kind, partial(_describe_latent_disagreement, kind, launch), fallback_message
-    ):
-        try:
-            return run_latent_kernels(query, latent, mask, scaling, launch)
-        except NOT_KERNEL_FAILURES:
-            raise
-        except Exception as error:  # such as a compiler error for mask strides that the trial did not cover
-            record_trial_result(
-                _latent_trial_results, kind, describe_failure("the Triton kernels", error), fallback_message
-            )
-    return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
+    trial = partial(_describe_latent_disagreement, kind, launch)
+    run = partial(run_latent_kernels, query, latent, mask, scaling, launch)
+    # Triton launches kernels on the current device, which may differ from the device of the tensors.
+    with torch.cuda.device_of(query):
+        output = run_after_trial(_latent_trial_results, kind, trial, run, fallback_message)
+    if output is None:
+        return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
+    return output
 
 
 def choose_launch_settings(query: Tensor, latent: Tensor) -> LaunchSettings:

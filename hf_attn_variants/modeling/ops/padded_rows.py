@@ -20,17 +20,11 @@ from functools import wraps
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from .variant_attention import VariantAttention, is_traced
 
-__all__ = [
-    "RowRoller",
-    "find_text_spans",
-    "get_row_roller",
-    "is_boolean_key_mask",
-    "roll_padded_rows",
-    "set_padding_rule",
-]
+__all__ = ["find_text_spans", "get_row_roller", "is_boolean_key_mask", "roll_padded_rows", "set_padding_rule"]
 
 # The rules for left-padded rows: KEEP_ROWS if attention does not depend on positions, ROLL_ROWS if the rows must be
 # rolled, and BY_PATTERN if the pattern receives the position of the first token in each row.
@@ -58,19 +52,19 @@ class RowRoller:
         length: n, the number of positions in a row.
     """
 
-    def __init__(self, first: torch.Tensor, length: int) -> None:
+    def __init__(self, first: Tensor, length: int) -> None:
         places = torch.arange(length, device=first.device)
         self.there, self.back = (places + first[:, None]) % length, (places - first[:, None]) % length  # [b, n]
 
-    def roll(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    def roll(self, tensor: Tensor, axis: int) -> Tensor:
         """Roll the rows of a tensor [b, ..., n, ...] along an axis."""
         return _gather_along_axis(tensor, axis, self.there)
 
-    def unroll(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    def unroll(self, tensor: Tensor, axis: int) -> Tensor:
         """Roll the rows of a tensor [b, ..., n, ...] back to their original positions."""
         return _gather_along_axis(tensor, axis, self.back)
 
-    def unroll_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def unroll_weights(self, weights: Tensor) -> Tensor:
         """Roll attention weights [b, h, n, m] back to the original positions of queries and keys.
 
         The last n keys are tokens. Summaries, which precede them, and compressed keys are not moved.
@@ -82,7 +76,7 @@ class RowRoller:
         return torch.cat([weights[..., :before], self.unroll(weights[..., before:], 3)], 3)
 
 
-def _gather_along_axis(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
+def _gather_along_axis(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
     shape = [1] * tensor.dim()
     shape[0], shape[axis] = index.shape
     sizes = [*tensor.shape[:axis], index.shape[1], *tensor.shape[axis + 1 :]]
@@ -90,7 +84,7 @@ def _gather_along_axis(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> 
     return tensor.expand(sizes[0], *tensor.shape[1:]).gather(axis, index.view(shape).expand(sizes))
 
 
-def get_row_roller(module: VariantAttention, mask: torch.Tensor | None, length: int) -> RowRoller | None:
+def get_row_roller(module: VariantAttention, mask: Tensor | None, length: int) -> RowRoller | None:
     """Return a `RowRoller` for the rows of an encoder call, or None if no row needs to be moved.
 
     Args:
@@ -113,10 +107,10 @@ def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(attend)
     def forward(
         module: VariantAttention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -142,12 +136,12 @@ def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def is_boolean_key_mask(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def is_boolean_key_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
     """Return True if a mask is boolean and the same for all queries, such as [b, 1, 1, m]."""
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 
 
-def find_text_spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find_text_spans(real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the position of the first token in each row, and the number of positions up to the last token, both [b].
 
     Args:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .beams import QueryFold, count_beams, repeat_for_beams
 from .latent_decoding import attend_to_one_latent, should_use_latent_kernels
@@ -41,23 +41,23 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 def attention_with_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
     *,
     scaling: float,
     is_causal: bool = False,
     dropout: float = 0.0,
-    logits_proj: torch.Tensor | None = None,
-    weights_proj: torch.Tensor | None = None,
-    x2l: torch.Tensor | None = None,
-    m2l: torch.Tensor | None = None,
-    x2w: torch.Tensor | None = None,
-    m2w: torch.Tensor | None = None,
-    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_proj: Tensor | None = None,
+    weights_proj: Tensor | None = None,
+    x2l: Tensor | None = None,
+    m2l: Tensor | None = None,
+    x2w: Tensor | None = None,
+    m2w: Tensor | None = None,
+    score: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute multi-head, multi-query, grouped-query or talking-heads attention, and also return the weights.
 
     Args:
@@ -103,15 +103,15 @@ def attention_with_weights(
 
 
 def _attend_with_folded_beams(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
     scaling: float,
     is_causal: bool,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     fold = QueryFold(query, key, count_beams(query, key))
     if is_causal:
         mask = _add_causal_mask(mask, query.shape[2], key.shape[2], query.device)
@@ -122,7 +122,7 @@ def _attend_with_folded_beams(
     return fold.unfold(output.transpose(1, 2)), fold.unfold(weights).transpose(1, 2)
 
 
-def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _masked_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
     # Small weights would be lost in half precision. As in the fused kernels, the softmax is therefore computed in at
     # least float32.
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -136,16 +136,16 @@ def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Te
 
 
 def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
     *,
     scaling: float,
     is_causal: bool = False,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute multi-head, multi-query or grouped-query attention with the fused kernels in torch.
 
     Keys and values are only repeated if the kernel does not support grouped heads. Only the outputs [b, n, h, d_v] are
@@ -197,15 +197,12 @@ def fused_attention(
     return output.transpose(1, 2) if fold is None else fold.unfold(output)
 
 
-def _pad_to_common_size(*heads: torch.Tensor) -> list[torch.Tensor]:
+def _pad_to_common_size(*heads: Tensor) -> list[Tensor]:
     size = max(states.shape[-1] for states in heads)
-    return [
-        states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
-        for states in heads
-    ]
+    return [nn.functional.pad(states, (0, size - states.shape[-1])) for states in heads]
 
 
-def _supports_flash_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _supports_flash_kernels(query: Tensor, value: Tensor) -> bool:
     # The other fused CUDA kernels do not support grouped heads. Without the flash kernels, torch would use the slow
     # math kernel.
     size = query.shape[-1]
@@ -223,20 +220,18 @@ def _has_flash_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _add_causal_mask(mask: torch.Tensor | None, length: int, key_length: int, device: torch.device) -> torch.Tensor:
+def _add_causal_mask(mask: Tensor | None, length: int, key_length: int, device: torch.device) -> Tensor:
     causal = _create_causal_mask(length, key_length, device)
     if mask is None:
         return causal
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
 
 
-def _create_causal_mask(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+def _create_causal_mask(length: int, key_length: int, device: torch.device) -> Tensor:
     return torch.ones(length, key_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
-def _combine_bias_and_mask(
-    position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor
-) -> torch.Tensor:
+def _combine_bias_and_mask(position_bias: Tensor, mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor:
     position_bias = position_bias.to(query.dtype)
     if is_causal:
         mask = _create_causal_mask(position_bias.shape[-2], position_bias.shape[-1], query.device)
@@ -247,7 +242,7 @@ def _combine_bias_and_mask(
     return position_bias + mask
 
 
-def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _grouped_matmul(states: Tensor, shared: Tensor) -> Tensor:
     # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads in a group are stacked as rows, so that
     # key/value heads do not have to be repeated.
     batch, heads, length, _ = states.shape
@@ -256,9 +251,7 @@ def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return (states.reshape(batch, shared.shape[1], -1, states.shape[-1]) @ shared).view(batch, heads, length, -1)
 
 
-def _mix_heads(
-    heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_key: torch.Tensor | None
-) -> torch.Tensor:
+def _mix_heads(heads: Tensor, proj: Tensor | None, by_query: Tensor | None, by_key: Tensor | None) -> Tensor:
     # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. The static part is a single
     # small matmul over all positions.
     if proj is None:

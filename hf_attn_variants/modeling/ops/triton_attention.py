@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .blocked_attention import Operands, add_bias_gradient, stack_groups
 
@@ -372,7 +373,7 @@ def supports_device(device: torch.device) -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
-def get_mask_type(mask: torch.Tensor | None) -> int:
+def get_mask_type(mask: Tensor | None) -> int:
     """Return the constant that describes a mask's type in the kernels."""
     return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
@@ -450,7 +451,7 @@ class _TritonCall:
         for batch, row in _yield_chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
-    def workspace(self, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    def workspace(self, heads: int, dtype: torch.dtype) -> Tensor:
         size = 0
         for batch, row, key_length in self.chunks():
             size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _get_padded_row_size(key_length))
@@ -473,25 +474,32 @@ def _get_padded_row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
-    size = _get_padded_row_size(key_length)
-    return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+def _view_workspaces(
+    call: _TritonCall, workspaces: list[Tensor], batch: slice, row: slice, key_length: int
+) -> list[Tensor]:
+    """Return the parts of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
+    batches, rows, size = batch.stop - batch.start, row.stop - row.start, _get_padded_row_size(key_length)
+    counts = (call.heads_in, call.heads_out, call.heads)
+    return [
+        workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
+        for workspace, heads in zip(workspaces, counts, strict=False)
+    ]
 
 
-def _multiply_by_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply_by_transposed(states: Tensor, shared: Tensor, out: Tensor) -> None:
     # Multiply [b, h, r, x] by the transposed [b, k, m, x]. The result is written to `out` [b, h, r, >= m], with
     # grouped heads stacked as rows.
     out = stack_groups(out, shared.shape[1])[..., : shared.shape[2]]
     torch.bmm(stack_groups(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
-def _multiply_grouped(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _multiply_grouped(weights: Tensor, shared: Tensor) -> Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
     rows = torch.bmm(stack_groups(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
+def _multiply_transposed(weights: Tensor, states: Tensor, kv_heads: int, key_length: int) -> Tensor:
     # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads in a group.
     weights = stack_groups(weights, kv_heads)[..., :key_length]
     return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
@@ -533,7 +541,7 @@ def _exceeds_registers(call: _TritonCall) -> bool:
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
-def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the softmax statistics of each row [2, b, h, n]."""
     call = _TritonCall(operands)
     output = operands.new_output()
@@ -541,9 +549,7 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
     settings = _choose_forward_settings(call)
     for batch, row, key_length in call.chunks():
-        sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        scores, weights = _view_workspaces(call, workspaces, batch, row, key_length)
         _multiply_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
         output[batch, row] = _multiply_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
@@ -551,8 +557,8 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def triton_backward(
-    d_output: torch.Tensor, statistics: torch.Tensor, needs_bias_gradient: bool, operands: Operands
-) -> list[torch.Tensor]:
+    d_output: Tensor, statistics: Tensor, needs_bias_gradient: bool, operands: Operands
+) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
     The arguments are the same as in `blocked_backward`, except that `statistics` are those from `triton_forward`.
@@ -567,22 +573,18 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
+    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
     if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
-        bias_workspace = call.workspace(call.heads, torch.float32)
-    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
+        workspaces.append(call.workspace(call.heads, torch.float32))
     settings = {**_choose_backward_settings(call), "D_BIAS": needs_bias_gradient}
     for batch, row, key_length in call.chunks():
-        sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        d_logits = (
-            _view_workspace(bias_workspace, sizes[0], call.heads, sizes[1], key_length)
-            if needs_bias_gradient
-            else None
-        )
-        parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
-                 for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
+        scores, weights, *others = _view_workspaces(call, workspaces, batch, row, key_length)
+        d_logits = others[0] if others else None
+        parts = [
+            None if p is None else p.new_empty((scores.shape[0] * scores.shape[2], *p.shape), dtype=torch.float32)
+            for p in (call.logits_proj, call.weights_proj)
+        ]
         query, key, value = (
             call.query[batch, :, row],
             call.key[batch, :, :key_length],

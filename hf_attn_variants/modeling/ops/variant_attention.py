@@ -1,9 +1,11 @@
 """Types and helper functions that the attention functions in this package share."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..transformers_internals import check_known_arguments
 
 __all__ = [
     "AttentionHeads",
@@ -33,35 +35,39 @@ class AttentionHeads(NamedTuple):
     dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to these projections
 
 
-class VariantAttention(nn.Module):
-    """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
+if TYPE_CHECKING:
 
-    This class is only used in type annotations and is never instantiated. Attributes that are set by Transformers
-    constructors have the type `Any`, because their types differ between architectures.
-    """
+    class VariantAttention(nn.Module):
+        """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
 
-    config: Any
-    dropout: Any
-    is_causal: Any
-    layer_idx: Any
-    num_key_value_groups: Any
-    scaling: Any
-    _is_hf_initialized: bool
+        Only type checkers need this class. Attributes that are set by Transformers
+        constructors have the type `Any`, because their types differ between architectures.
+        """
 
-    heads: AttentionHeads
-    projection_names: tuple[str, ...]
-    dynamic_names: tuple[str, ...]
-    owns_projections: bool  # True if this package, not Transformers, computes queries, keys and values
-    supports_cache: bool
-    implementation: str
-    is_own: bool
-    kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
-    score: Any  # an `AdditiveScore`, or None for dot products
-    compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
-    padding_rule: int
-    is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
-    kernel: Any  # an `AttentionKernel`, or None for a softmax
+        config: Any
+        dropout: Any
+        is_causal: Any
+        layer_idx: Any
+        num_key_value_groups: Any
+        scaling: Any
+        _is_hf_initialized: bool
+
+        heads: AttentionHeads
+        projection_names: tuple[str, ...]
+        dynamic_names: tuple[str, ...]
+        owns_projections: bool  # True if this package, not Transformers, computes queries, keys and values
+        supports_cache: bool
+        implementation: str
+        is_own: bool
+        kv_a_proj: nn.Module  # present if the latent is smaller than the input
+        key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
+        score: Any  # an `AdditiveScore`, or None for dot products
+        compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
+        padding_rule: int
+        is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
+        kernel: Any  # an `AttentionKernel`, or None for a softmax
+else:
+    VariantAttention = nn.Module
 
 
 def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
@@ -78,25 +84,31 @@ def get_attn_implementation(module: VariantAttention) -> str:
 
 
 def get_call_options(
-    module: VariantAttention,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
+    module: VariantAttention, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the `scaling`, `is_causal` and `dropout` arguments for an attention function."""
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    """Return the `scaling`, `is_causal`, `dropout` and `position_bias` arguments for an attention function.
+
+    Args:
+        module, query, mask: the arguments of the call.
+        kwargs: the keyword arguments of the call (see `eager_attention_forward`).
+
+    Raises:
+        ValueError: if `kwargs` contains an unknown argument, which would be ignored.
+    """
+    check_known_arguments(kwargs)
+    scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         # If there is a mask, it is already causal. A single query is the last token and attends to the whole cache.
         # `torch.jit.trace` turns sizes into tensors, but torch kernels require a bool.
         "is_causal": bool(mask is None and causal and query.shape[2] > 1),
-        "dropout": dropout,
+        "dropout": kwargs.get("dropout", 0.0),
+        "position_bias": kwargs.get("position_bias"),
     }
 
 
-def check_mask(mask: torch.Tensor | None) -> None:
+def check_mask(mask: Tensor | None) -> None:
     """Check that a mask is boolean or additive.
 
     Raises:

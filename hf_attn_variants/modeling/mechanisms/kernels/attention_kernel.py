@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.variant_attention import AttentionHeads, VariantAttention
 from ...transformers_internals import guarded_imports
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:
+def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> Tensor:
     """Draw random vectors [count, size] from the standard normal distribution.
 
     Args:
@@ -47,7 +47,7 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torc
     return turned * drawn.norm(dim=1, keepdim=True)  # orthogonal vectors with the same norms
 
 
-def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> Tensor:
     """Draw random unit vectors [count, size]. Each group of `size` vectors is mutually orthogonal."""
     blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
     return torch.cat([torch.empty(0, size), *blocks])[:count]
@@ -57,7 +57,7 @@ class KernelTensor(NamedTuple):
     """A kernel tensor that an attention module stores in addition to its projections."""
 
     shape: tuple[int, ...]
-    begin: Callable[[], torch.Tensor]  # returns the initial values in float32
+    begin: Callable[[], Tensor]  # returns the initial values in float32
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class AttentionKernel(Mechanism, ABC):
     def attend(
         self,
         module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        read: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        read: Tensor | None,
         scaling: float,
         state: Any = None,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         """Compute attention with memory and time that are linear in n and m.
 
         Args:
@@ -164,14 +164,7 @@ class AttentionKernel(Mechanism, ABC):
         """
 
     @abstractmethod
-    def weights(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        read: torch.Tensor | None,
-        scaling: float,
-    ) -> torch.Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
         """Return the equivalent attention weights [b, h, n, m]. See `attend` for the arguments."""
 
     @abstractmethod
@@ -206,7 +199,7 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
         module._is_hf_initialized = False
 
 
-def get_kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
+def get_kernel_tensors(module: Any) -> dict[str, Tensor]:
     """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
     return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}

@@ -3,15 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .feature_kernel import TokenwiseKernel
 
-__all__ = [
-    "Elu",
-    "Relu",
-]
+__all__ = ["Elu", "Relu"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class Elu(TokenwiseKernel):
     name = "elu"
     paper = ("Transformers are RNNs: linear attention", "2006.16236")
 
-    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return nn.functional.elu(states) + 1
 
@@ -44,7 +40,7 @@ class Relu(TokenwiseKernel):
     name = "relu"
     paper = ("cosFormer: rethinking softmax in attention", "2202.08791")
 
-    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return states.relu()
 

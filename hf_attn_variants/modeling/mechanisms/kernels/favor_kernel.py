@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor, draw_vectors
@@ -30,14 +31,14 @@ class Favor(FeatureKernel):
         shape = (self.features, heads.head_dim)
         return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
 
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q), with each row divided by its largest value."""
         logits = _logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k), divided by its largest value over all keys, and the logarithm of this divisor."""
         logits = _logits(module, key, scaling)
         logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
@@ -50,6 +51,6 @@ class Favor(FeatureKernel):
         return self.features
 
 
-def _logits(module: Any, states: torch.Tensor, scaling: float) -> torch.Tensor:
+def _logits(module: Any, states: Tensor, scaling: float) -> Tensor:
     states = states * scaling**0.5
     return states @ module.kernel_vectors.to(states.dtype).T - states.square().sum(-1, keepdim=True) / 2

@@ -19,27 +19,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.beams import QueryFold, count_beams, repeat_for_beams
 from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
-__all__ = [
-    "FeatureKernel",
-    "KernelState",
-    "TokenwiseKernel",
-    "compute_causal_sums",
-]
+__all__ = ["FeatureKernel", "TokenwiseKernel"]
 
 # The number of tokens per chunk. The C x C weights within a chunk are about as large as a typical state.
 CHUNK = 128
 
 
 def compute_causal_sums(
-    queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    queries: Tensor, features: Tensor, values: Tensor, sums: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor]:
     """Multiply phi(q) by the sum of phi(k) v^T over the keys up to each query.
 
     Args:
@@ -69,8 +64,8 @@ def compute_causal_sums(
 class KernelState(NamedTuple):
     """The cached state, which contains sums over keys and, if they were divided, the logarithm of the divisor."""
 
-    sums: torch.Tensor  # [b, k, F, d_v + 1]
-    log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
+    sums: Tensor  # [b, k, F, d_v + 1]
+    log_scale: Tensor | None = None  # [b, k, 1, 1]
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class FeatureKernel(AttentionKernel):
     """The base class of kernels whose weights are products of query features and key features."""
 
     @abstractmethod
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q) [b, h, n, F] for queries [b, h, n, d]. See `attend` for the arguments.
 
         The result may omit a factor that is the same for a whole row, because the normalization cancels it.
@@ -86,8 +81,8 @@ class FeatureKernel(AttentionKernel):
 
     @abstractmethod
     def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) [b, k, m, F] for keys [b, k, m, d], and the logarithm of the divisor of phi(k).
 
         phi(k) is zero for masked keys. The logarithm has the shape [b, k, 1, 1], or is None if there is no divisor.
@@ -98,20 +93,20 @@ class FeatureKernel(AttentionKernel):
     def width(self, head_dim: int) -> int:
         """Return F, the number of features for a head of size d."""
 
-    def divisor(self, sums: torch.Tensor) -> torch.Tensor:
+    def divisor(self, sums: Tensor) -> Tensor:
         """Return the divisors of the outputs, given the sums of their weights."""
         return sums.masked_fill(sums == 0, 1)  # the outputs are zero for queries without keys
 
     def attend(
         self,
         module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        read: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        read: Tensor | None,
         scaling: float,
         state: Any = None,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         """Compute attention from running sums of key features.
 
         See `AttentionKernel.attend` for the arguments. The state is a `KernelState`.
@@ -130,7 +125,7 @@ class FeatureKernel(AttentionKernel):
             output, sums = compute_causal_sums(queries, features, values, sums, fold.groups)
             return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
-    def attend_to_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+    def attend_to_state(self, module: Any, query: Tensor, state: KernelState, scaling: float) -> Tensor:
         """Return the outputs [b, n, h, d_v] of queries that attend to all keys in a state.
 
         See `attend` for the arguments.
@@ -140,13 +135,11 @@ class FeatureKernel(AttentionKernel):
             queries = fold.fold_queries(self.query_features(module, query.to(state.sums.dtype), scaling))
             return fold.unfold(self.normalize_outputs(queries @ state.sums).to(query.dtype))
 
-    def normalize_outputs(self, output: torch.Tensor) -> torch.Tensor:
+    def normalize_outputs(self, output: Tensor) -> Tensor:
         """Divide weighted sums of values by the sums of weights, which are in the last column."""
         return output[..., :-1] / self.divisor(output[..., -1:])
 
-    def weights(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> torch.Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
         """Return the weights [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
         exact = torch.promote_types(query.dtype, torch.float32)
         if count_beams(query, key) > 1:
@@ -163,14 +156,8 @@ class FeatureKernel(AttentionKernel):
             return weights / self.divisor(weights.sum(-1, keepdim=True))
 
     def replace_window_weights(
-        self,
-        module: Any,
-        weights: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        read: torch.Tensor | None,
-        scaling: float,
-    ) -> torch.Tensor:
+        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+    ) -> Tensor:
         """Return the unnormalized weights [b, h, n, m]. Subclasses may replace those inside a window."""
         return weights
 
@@ -196,24 +183,24 @@ class TokenwiseKernel(FeatureKernel):
     """A kernel whose feature map is applied to each query and key independently."""
 
     @abstractmethod
-    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x) [b, heads, n, F] for states x [b, heads, n, d] with the role "query" or "key"."""
 
-    def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q). See `FeatureKernel.query_features` for the arguments."""
         return self.compute_features(module, query, "query")
 
     def key_features(
-        self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) without a divisor. See `FeatureKernel.key_features` for the arguments."""
         features = self.compute_features(module, key, "key")
         return (features if read is None else features * read), None
 
 
 def _rescale_to_common_divisor(
-    features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    features: Tensor, log_scale: Tensor | None, state: KernelState
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rescale new features and earlier sums to the larger of their divisors, and also return its logarithm."""
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor, draw_orthogonal_vectors
@@ -40,13 +41,13 @@ class Hedgehog(TokenwiseKernel):
         shapes = {name: (count, heads.head_dim, self.features) for name, count in counts.items()}
         return {name: KernelTensor(shape, partial(self._create_initial_maps, shape)) for name, shape in shapes.items()}
 
-    def _create_initial_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
+    def _create_initial_maps(self, shape: tuple[int, int, int]) -> Tensor:
         """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""
         _, size, width = shape
         rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
-    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.beams import QueryFold
 from ...ops.key_ranges import KeyRange
@@ -27,7 +27,7 @@ from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
 
-__all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "compute_hybrid_weights"]
+__all__ = ["Hybrid"]
 
 # A block has as many queries as the window has tokens, within these limits. Longer blocks require more individual
 # weights, and shorter blocks require more sums.
@@ -37,27 +37,22 @@ LEAST_BLOCK, MOST_BLOCK = 64, 128
 class HybridState(NamedTuple):
     """The cached state of a decoder: sums over the keys before the next window, and the keys in that window."""
 
-    sums: torch.Tensor  # [b, k, F, d_v + 1]
-    keys: torch.Tensor  # [b, k, before, d]
-    values: torch.Tensor  # [b, k, before, d_v]
-    read: torch.Tensor  # [b, 1, before, 1]: True for tokens
+    sums: Tensor  # [b, k, F, d_v + 1]
+    keys: Tensor  # [b, k, before, d]
+    values: Tensor  # [b, k, before, d_v]
+    read: Tensor  # [b, 1, before, 1]: True for tokens
 
 
 class NearKeys(NamedTuple):
     """The keys in one call, preceded by `before` cached keys or masked positions."""
 
-    keys: torch.Tensor  # [b, k, before + m, d]
-    values: torch.Tensor  # [b, k, before + m, d_v]
-    read: torch.Tensor  # [b, 1, before + m, 1]
+    keys: Tensor  # [b, k, before + m, d]
+    values: Tensor  # [b, k, before + m, d_v]
+    read: Tensor  # [b, 1, before + m, 1]
 
     @classmethod
     def from_call(
-        cls,
-        key_range: KeyRange,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        read: torch.Tensor | None,
-        state: HybridState | None,
+        cls, key_range: KeyRange, key: Tensor, value: Tensor, read: Tensor | None, state: HybridState | None
     ) -> "NearKeys":
         """Return the keys in a call, preceded by the keys in a state or by masked positions.
 
@@ -75,7 +70,7 @@ class NearKeys(NamedTuple):
         pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
-    def state(self, features: torch.Tensor, sums: torch.Tensor | None, key_range: KeyRange) -> HybridState:
+    def state(self, features: Tensor, sums: Tensor | None, key_range: KeyRange) -> HybridState:
         """Return the state for the next token.
 
         Args:
@@ -161,13 +156,13 @@ class Hybrid(Hedgehog):
     def attend(
         self,
         module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        read: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        read: Tensor | None,
         scaling: float,
         state: Any = None,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         """Compute attention from softmax weights inside the window and sums of key features outside it.
 
         See `AttentionKernel.attend` for the arguments. The state is a `HybridState`.
@@ -188,14 +183,8 @@ class Hybrid(Hedgehog):
             return fold.unfold(self.normalize_outputs(output)).to(value.dtype), new_state
 
     def replace_window_weights(
-        self,
-        module: Any,
-        weights: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        read: torch.Tensor | None,
-        scaling: float,
-    ) -> torch.Tensor:
+        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+    ) -> Tensor:
         """Replace the weights inside the window with softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return compute_hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
@@ -212,15 +201,15 @@ class Hybrid(Hedgehog):
 
 
 def attend_in_blocks_and_sums(
-    queries: torch.Tensor,
-    query_features: torch.Tensor,
+    queries: Tensor,
+    query_features: Tensor,
     near: NearKeys,
-    key_features: torch.Tensor,
-    log_factor: torch.Tensor,
-    sums: torch.Tensor | None,
+    key_features: Tensor,
+    log_factor: Tensor,
+    sums: Tensor | None,
     key_range: KeyRange,
     scaling: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return each query's weighted sum of values, followed by its sum of weights.
 
     Args:
@@ -260,7 +249,7 @@ def attend_in_blocks_and_sums(
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 
-def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two masks [C, S] for a block's span: keys inside a query's window, and other keys that it attends to."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
@@ -268,7 +257,7 @@ def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) 
     return ~(is_before | is_after), is_before if key_range.is_causal else is_before | is_after
 
 
-def _compute_window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
+def _compute_window_weights(logits: Tensor, log_factor: Tensor) -> Tensor:
     """Return gamma exp(s - c) for logits that are -inf outside the window, where c is the largest logit in a row."""
     top = logits.amax(-1, keepdim=True)
     top = top.clamp_min(torch.finfo(top.dtype).min)  # for an empty window, -inf - -inf would be NaN
@@ -276,13 +265,8 @@ def _compute_window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> t
 
 
 def _sum_other_keys(
-    features: torch.Tensor,
-    values: torch.Tensor,
-    sums: torch.Tensor | None,
-    block: int,
-    around: int,
-    is_causal: bool,
-) -> torch.Tensor:
+    features: Tensor, values: Tensor, sums: Tensor | None, block: int, around: int, is_causal: bool
+) -> Tensor:
     """Return the sums over the keys before each block's span and, unless attention is causal, after it.
 
     A span starts at the first position in its block and is `around` positions longer than the block. The sums have the
@@ -298,18 +282,14 @@ def _sum_other_keys(
     return before + nn.functional.pad(after[:, :, 1:], (0, 0, 0, 0, 0, 1))
 
 
-def _compute_block_sums(features: torch.Tensor, values: torch.Tensor, block: int) -> torch.Tensor:
+def _compute_block_sums(features: Tensor, values: Tensor, block: int) -> Tensor:
     features, values = (tensor.unflatten(2, (-1, block)) for tensor in (features, values))
     return features.mT @ values
 
 
 def compute_hybrid_weights(
-    logits: torch.Tensor,
-    by_features: torch.Tensor,
-    read: torch.Tensor | None,
-    log_factor: torch.Tensor,
-    key_range: KeyRange,
-) -> torch.Tensor:
+    logits: Tensor, by_features: Tensor, read: Tensor | None, log_factor: Tensor, key_range: KeyRange
+) -> Tensor:
     """Return the unnormalized weights [b, h, n, m] for all keys.
 
     Args:

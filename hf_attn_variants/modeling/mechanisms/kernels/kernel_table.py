@@ -8,14 +8,7 @@ from ..mechanism import PREFIXES
 if TYPE_CHECKING:
     from .attention_kernel import AttentionKernel
 
-__all__ = [
-    "KERNELS",
-    "create_kernel",
-    "get_kernel_class",
-    "get_kernel_names",
-    "get_learned_parameter_names",
-    "get_random_buffer_names",
-]
+__all__ = ["KERNELS", "get_kernel_class", "get_kernel_names", "get_learned_parameter_names", "get_random_buffer_names"]
 
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
@@ -37,21 +30,6 @@ def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[
     """Return the kernels in a configuration from this package or from Transformers: {field: kernel name}."""
     fields = [f"{prefix}attention_kernel" for prefix in prefixes]
     return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
-
-
-def create_kernel(
-    config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
-) -> "AttentionKernel | None":
-    """Create the kernel of the attention module at a path, or return None if the module uses a softmax.
-
-    See `AttentionKernel.from_config` for the arguments.
-    """
-    if getattr(config, f"{prefix}attention_kernel", None) is None:
-        return None
-    name = config.get_layer_value(f"{prefix}attention_kernel", layer)
-    return (
-        None if name is None else get_kernel_class(name).from_config(config, prefix, head_dim, path, is_causal, layer)
-    )
 
 
 def get_learned_parameter_names() -> tuple[str, ...]:

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.beams import QueryFold
 from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
-__all__ = ["Linformer", "attend_to_projected", "compute_projected_weights", "create_segment_means"]
+__all__ = ["Linformer", "create_segment_means"]
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,17 @@ class Linformer(AttentionKernel):
     def attend(
         self,
         module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        read: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        read: Tensor | None,
         scaling: float,
         state: Any = None,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Attend to the projected rows. See `AttentionKernel.attend` for the arguments. There is no state."""
         return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
 
-    def weights(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-    ) -> torch.Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
         """Return the weights of the values [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
         return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
@@ -114,7 +112,7 @@ def get_max_tokens(config: Any) -> int | None:
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
-def create_segment_means(rows: int, length: int) -> torch.Tensor:
+def create_segment_means(rows: int, length: int) -> Tensor:
     """Return the initial E [rows, length], whose rows compute the means of segments of similar size."""
     segment = torch.arange(length) * rows // length
     means = nn.functional.one_hot(segment, rows).T.float()
@@ -122,13 +120,8 @@ def create_segment_means(rows: int, length: int) -> torch.Tensor:
 
 
 def attend_to_projected(
-    length_proj: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    read: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
+    length_proj: Tensor, query: Tensor, key: Tensor, value: Tensor, read: Tensor | None, scaling: float
+) -> Tensor:
     """Attend to projected keys and values and return the outputs [b, n, h, d_v].
 
     Args:
@@ -149,8 +142,8 @@ def attend_to_projected(
 
 
 def compute_projected_weights(
-    length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+    length_proj: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+) -> Tensor:
     """Return the weights of the values, softmax(q (E K)^T) E, [b, h, n, m]. Their rows do not necessarily sum to one.
 
     Takes the same arguments and raises the same errors as `attend_to_projected`.
@@ -163,7 +156,7 @@ def compute_projected_weights(
     return weights if read is None else weights * read.mT
 
 
-def _select_columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _select_columns(length_proj: Tensor, key: Tensor) -> Tensor:
     if is_exporting():  # a slice would make the graph depend on the length
         return length_proj.index_select(1, torch.arange(key.shape[2], device=key.device)).to(key.dtype)
     if key.shape[2] > length_proj.shape[1]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor, draw_vectors
@@ -39,7 +39,7 @@ class Rfa(TokenwiseKernel):
             "kernel_vectors": KernelTensor(vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)),
         }
 
-    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
         scale = scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
@@ -50,6 +50,6 @@ class Rfa(TokenwiseKernel):
         """Return F, which is 2 D."""
         return 2 * self.features
 
-    def divisor(self, sums: torch.Tensor) -> torch.Tensor:
+    def divisor(self, sums: Tensor) -> Tensor:
         """Return the sums, limited from below by a positive minimum."""
         return sums.clamp_min(LEAST_SUM)

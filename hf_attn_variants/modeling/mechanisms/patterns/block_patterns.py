@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, look_up_relative_bias
@@ -31,7 +32,6 @@ __all__ = [
     "Fixed",
     "LocalBlocks",
     "RandomBlocks",
-    "ScatteredPattern",
     "Strided",
     "attend_in_blocks",
     "should_gather_keys",
@@ -50,8 +50,8 @@ class BlockPattern(NamedTuple):
     heads: int = 0  # number of heads to divide the two parts among, or 0 if each head has both parts
     global_tokens: int = 0
     is_causal: bool = False
-    first: torch.Tensor | None = None  # the position of the first token in each row, [b]; None means 0
-    blocks: torch.Tensor | None = None  # the number of blocks in each row, [b]; None means all
+    first: Tensor | None = None  # the position of the first token in each row, [b]; None means 0
+    blocks: Tensor | None = None  # the number of blocks in each row, [b]; None means all
 
     @property
     def before(self) -> int:
@@ -68,7 +68,7 @@ class BlockPattern(NamedTuple):
         """True if the pattern depends on token positions, and not only on distances."""
         return self.kind.depends_on_positions or self.global_tokens > 0
 
-    def adapt_to_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
+    def adapt_to_padded_rows(self, mask: Tensor) -> "BlockPattern":
         """Return the pattern for a call whose rows may contain padding.
 
         Args:
@@ -92,7 +92,7 @@ class BlockPattern(NamedTuple):
         """Return True if queries at the last `length` positions attend to all keys (if causal, all earlier keys)."""
         return self.kind.covers_all_keys(self, key_length) and not self.heads
 
-    def get_allowed_mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def get_allowed_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask of the keys 0 .. m - 1 that queries at positions [n] attend to, [n, m] or [h, n, m].
 
         If rows contain padding (see `adapt_to_padded_rows`), the shape is [b, 1 or h, n, m], and values at padding are
@@ -141,8 +141,8 @@ class ScatteredPattern(AttentionPattern):
     @staticmethod
     @abstractmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return boolean masks [.., n, m] of the near keys and of the far keys, or None if there are no far keys.
 
         Args:
@@ -172,8 +172,8 @@ class LocalBlocks(ScatteredPattern):
 
     @staticmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block. See `ScatteredPattern.find_near_and_far_keys` for the arguments."""
         return queries // pattern.block == keys // pattern.block, None
 
@@ -198,8 +198,8 @@ class DilatedBlocks(ScatteredPattern):
 
     @staticmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block whose distance from the query is a multiple of r."""
         (step,) = pattern.sizes
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
@@ -233,8 +233,8 @@ class Fixed(ScatteredPattern):
 
     @staticmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block, and the summary tokens of all blocks."""
         (summary,) = pattern.sizes
         is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
@@ -260,8 +260,8 @@ class Strided(ScatteredPattern):
 
     @staticmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the keys within one stride of the query, and those whose distance is a multiple of the stride."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
@@ -294,8 +294,8 @@ class RandomBlocks(ScatteredPattern):
 
     @staticmethod
     def find_near_and_far_keys(
-        pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block and its neighbors, and the keys in the random blocks.
 
         See `ScatteredPattern.find_near_and_far_keys` for the arguments.
@@ -335,7 +335,7 @@ def _hash_number(number: Any) -> Any:
 GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 
 
-def should_gather_keys(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def should_gather_keys(pattern: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Return True if a call has a scattered pattern and should be computed in blocks.
 
     This requires a mask that is boolean and the same for all queries, or no mask.
@@ -351,17 +351,17 @@ def should_gather_keys(pattern: Any, query: torch.Tensor, key: torch.Tensor, mas
 
 
 def attend_in_blocks(
-    attend: Callable[..., torch.Tensor],
+    attend: Callable[..., Tensor],
     pattern: Any,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    table: torch.Tensor | None,
-) -> torch.Tensor:
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
     """Attend to the keys that a pattern selects, and return the outputs [b, n, h_v, d_v].
 
     Args:
-        attend: an attention function that takes query, key, value, mask and position bias. It may also return the
-            weights.
+        attend: an attention function that takes query, key, value, mask and the keyword argument `position_bias`. It
+            may also return the weights.
         pattern: the pattern that selects the keys (`BlockPattern`).
         states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
@@ -375,14 +375,14 @@ def attend_in_blocks(
         max(1, GATHERED_ROWS // pattern.block) * pattern.block if pattern.block <= 4 * GATHERED_ROWS else GATHERED_ROWS
     )
 
-    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: Any, begin: int) -> torch.Tensor:
+    def block(query: Tensor, key: Tensor, value: Tensor, table: Any, begin: int) -> Tensor:
         queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
         allowed = pattern.get_allowed_mask(queries, keys)
         read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]
         bias = None if table is None else look_up_relative_bias(table, queries, read)
-        output = attend(query, key[:, :, read], value[:, :, read], allowed, bias)
+        output = attend(query, key[:, :, read], value[:, :, read], allowed, position_bias=bias)
         return output[0] if isinstance(output, tuple) else output
 
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))

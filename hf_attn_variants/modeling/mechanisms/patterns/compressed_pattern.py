@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.padded_rows import is_boolean_key_mask
 from ...transformers_internals import guarded_imports
@@ -61,7 +61,7 @@ class MemoryCompression(nn.Module):
     """
 
     def __init__(
-        self, key_heads: int, value_heads: int, head_dim: int, value_dim: int, stride: int, like: torch.Tensor
+        self, key_heads: int, value_heads: int, head_dim: int, value_dim: int, stride: int, like: Tensor
     ) -> None:
         super().__init__()
         self.stride = stride
@@ -84,9 +84,7 @@ class MemoryCompression(nn.Module):
         """Return the number of floating-point operations per key token and per query token."""
         return 2 * (self.key_conv.numel() + self.value_conv.numel()) // self.stride, 0
 
-    def forward(
-        self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def forward(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the compressed keys [b, k, m / s, d], the compressed values and their mask.
 
         If m is not a multiple of s, the last key covers fewer tokens.
@@ -133,10 +131,10 @@ def compress_keys_and_values(attend: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(attend)
     def forward(
         module: Any,  # a `VariantAttention`, whose import would be circular
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

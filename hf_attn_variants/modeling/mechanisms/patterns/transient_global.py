@@ -15,25 +15,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, TransientGlobal, look_up_relative_bias
 from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ...ops.variant_attention import is_exporting, should_return_weights
 from ...transformers_internals import check_known_arguments, check_method, guarded_imports
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
-__all__ = [
-    "SummarizingAttention",
-    "TransientPattern",
-    "add_summary_parameters",
-    "assign_tokens_to_blocks",
-    "attend_with_summaries",
-    "compute_summary_bias",
-]
+__all__ = ["TransientPattern", "add_summary_parameters", "attend_with_summaries", "compute_summary_bias"]
 
 
 class TransientPattern(AttentionPattern):
@@ -68,30 +61,16 @@ class TransientPattern(AttentionPattern):
 SUMMARY_ROWS = 128  # number of queries per block
 
 
-class SummarizingAttention(VariantAttention):
-    """The attributes of a T5 encoder's attention module that this file uses. Only type checkers need this class."""
-
-    k: nn.Linear
-    v: nn.Linear
-    has_relative_attention_bias: bool
-    relative_attention_bias: nn.Embedding
-    relative_attention_max_distance: int
-    relative_attention_num_buckets: int
-    _relative_position_bucket: Any
-    global_input_layer_norm: nn.Module
-    global_relative_attention_bias: nn.Embedding
-
-
 class _Summaries(NamedTuple):
     """The summaries in one call."""
 
-    key: torch.Tensor  # [b, k, G, d]
-    value: torch.Tensor
-    read: torch.Tensor  # [b, 1, 1, G]: True if the block has any tokens
-    blocks: torch.Tensor  # [b, n]: the block of each token
+    key: Tensor  # [b, k, G, d]
+    value: Tensor
+    read: Tensor  # [b, 1, 1, G]: True if the block has any tokens
+    blocks: Tensor  # [b, n]: the block of each token
 
 
-def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
+def add_summary_parameters(module: Any, config: Any, heads: int) -> None:
     """Add the layer norm for summaries to an attention module in the T5 encoder.
 
     If the module computes the position bias, the bias for summaries is added as well. The parameters have the same
@@ -115,7 +94,7 @@ def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int
     module._is_hf_initialized = False
 
 
-def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
+def assign_tokens_to_blocks(real: Tensor, block: int) -> Tensor:
     """Return the index of each token's block, [b, n], or -1 for tokens without a block.
 
     A token has no block if it is padding (`real` [b, n] is False) or if the text is shorter than a block.
@@ -126,7 +105,7 @@ def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> torch.Tensor:
+def compute_summary_bias(module: Any, length: int, device: torch.device) -> Tensor:
     """Return the bias table for summaries [1, h, 1, 2 G - 1], for distances of -(G - 1) to G - 1 blocks.
 
     Args:
@@ -143,14 +122,14 @@ def compute_summary_bias(module: SummarizingAttention, length: int, device: torc
 
 
 def attend_with_summaries(
-    module: SummarizingAttention,
-    states: torch.Tensor,
-    operands: tuple[torch.Tensor, ...],
-    mask: torch.Tensor | None,
-    tables: torch.Tensor | None,
+    module: Any,
+    states: Tensor,
+    operands: tuple[Tensor, ...],
+    mask: Tensor | None,
+    tables: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend to nearby tokens and to summaries.
 
     Args:
@@ -200,7 +179,7 @@ def attend_with_summaries(
     return moved.unroll(output, 1), None if weights is None else moved.unroll_weights(weights)
 
 
-def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
+def _attend(module: Any, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
@@ -210,7 +189,7 @@ def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) ->
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _compute_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _compute_summaries(module: Any, states: Tensor, real: Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(real, block)
@@ -227,10 +206,10 @@ def _attend_in_block(
     attend: Callable[..., Any],
     radius: int,
     rows: slice,
-    operands: tuple[torch.Tensor, ...],
+    operands: tuple[Tensor, ...],
     summaries: _Summaries,
-    real: torch.Tensor,
-    tables: torch.Tensor | None,
+    real: Tensor,
+    tables: Tensor | None,
 ) -> Any:
     query, key, value = operands
     length, device = query.shape[2], query.device

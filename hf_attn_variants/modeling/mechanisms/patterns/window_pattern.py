@@ -13,18 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...ops.key_ranges import KeyRange
 from ...ops.variant_attention import VariantAttention
 from .attention_pattern import AttentionPattern
 
-__all__ = [
-    "MASK",
-    "SlidingWindow",
-    "attend_with_global_tokens_first",
-    "check_global_mask",
-    "get_global_tokens",
-]
+__all__ = ["MASK", "SlidingWindow", "attend_with_global_tokens_first", "check_global_mask", "get_global_tokens"]
 
 
 class SlidingWindow(AttentionPattern):
@@ -48,7 +43,7 @@ class SlidingWindow(AttentionPattern):
 MASK = "global_attention_mask"
 
 
-def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def check_global_mask(module: VariantAttention, states: Tensor, kwargs: dict[str, Any]) -> None:
     """Check the `global_attention_mask` of a call, if it has one.
 
     Args:
@@ -74,7 +69,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         )
 
 
-def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> Tensor | None:
     """Return a boolean mask [b, n] of the global tokens, or None if there is no `global_attention_mask`."""
     mask = kwargs.get(MASK)
     if mask is None or key_range is None or key_range.is_causal:
@@ -83,12 +78,12 @@ def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> tor
 
 
 def attend_with_global_tokens_first(
-    attend: Callable[..., torch.Tensor],
+    attend: Callable[..., Tensor],
     key_range: KeyRange,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    is_global: torch.Tensor,
-) -> torch.Tensor:
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    is_global: Tensor,
+) -> Tensor:
     """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
 
     Args:
@@ -101,7 +96,7 @@ def attend_with_global_tokens_first(
     most = int(is_global.sum(1).max())
     order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the order of the text
 
-    def in_front(tensor: torch.Tensor) -> torch.Tensor:
+    def in_front(tensor: Tensor) -> Tensor:
         index = order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
         return torch.cat([tensor.gather(2, index), tensor], 2)
 
