@@ -160,7 +160,7 @@ def get_suffix(path: Path) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file without their line endings, with the same errors as `iterate_lines_with_endings`."""
+    """Yield the lines of a file without their endings. Raises the errors of `iterate_lines_with_endings`."""
     for line in iterate_lines_with_endings(path):
         yield line.rstrip("\r\n")
 

@@ -145,7 +145,7 @@ def _create_tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[Tensor, Tensor]:
-    """Return the last hidden states [1, n, D] of a text, computed in one pass and token by token with a cache.
+    """Compute the last hidden states [1, n, D] of a text twice: in one pass, and token by token with a cache.
 
     For an encoder, the second output is computed from a text with padding instead. The encoder outputs that a decoder
     attends to also contain padding.

@@ -85,7 +85,7 @@ def get_cross_attention_layout(cls: type) -> CrossAttentionLayout | None:
 
 
 def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path of each cross-attention module in a model and the module, even if its class is not supported."""
+    """Yield the path and the module for each cross-attention module, even if its class is not supported."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in CROSS_ATTENTIONS:
             yield path, module

@@ -82,7 +82,7 @@ def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
 def kernel_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute linear attention for an attention call, with its cache and, if requested, its weights.
+    """Compute linear attention for an attention call with its cache, and return the weights if requested.
 
     Args:
         module, query, key, value, mask: see `attend_with_kernel`.

@@ -386,7 +386,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return self.hidden_size // self.query_heads(kv_heads_field)
 
     def get_attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d_v, the size of a value head, for the key/value heads in a field."""
+        """Return d_v, the size of a value head, for the attention modules that a key/value head field applies to."""
         return self.get_attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property

@@ -309,7 +309,7 @@ def describe_flex_disagreement(kind: FlexCallKind) -> str | None:
 
 
 def _create_random_window_call(kind: FlexCallKind, batch: int, length: int) -> dict[str, Tensor]:
-    """Return the tensors for a small call, in which each row has a third of a text more padding than the last row."""
+    """Return the tensors for a small call. From row to row, the padding grows by a third of the text length."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 

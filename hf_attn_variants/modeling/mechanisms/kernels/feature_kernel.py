@@ -94,7 +94,7 @@ class FeatureKernel(AttentionKernel):
         """Return F, the number of features for a head of size d."""
 
     def divisor(self, sums: Tensor) -> Tensor:
-        """Return the divisors of the outputs, given the sums of their weights."""
+        """Return the values by which outputs are divided, given the sums of their weights."""
         return sums.masked_fill(sums == 0, 1)  # the outputs are zero for queries without keys
 
     def attend(
