@@ -262,7 +262,7 @@ def _describe_layers(values: list[LayerValue]) -> str:
 
 
 def _list_rank_fields(config: Any, field: str) -> list[str]:
-    """Return the rank fields of the encoder or decoder that a key/value head field belongs to, cross-attention first."""
+    """Return the rank fields of the encoder or decoder that a head field belongs to, with cross-attention first."""
     names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
     return sorted(names, key=lambda name: not name.startswith("cross_"))
 
