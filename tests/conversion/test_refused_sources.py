@@ -24,8 +24,8 @@ def test_softmax_heads_of_t5_cannot_change(tmp_path):
 
 IMPOSSIBLE = [
     ({"num_key_value_heads": 5}, "`num_attention_heads`"),
-    ({"num_key_value_heads": 0}, "at least 1, got 0"),
-    ({"num_key_value_heads": 24}, "got 24 for 12"),
+    ({"num_key_value_heads": 0}, "from 1 to 12, got 0"),
+    ({"num_key_value_heads": 24}, "from 1 to 12, got 24"),
     ({"num_key_value_heads": 4, "method": "median"}, "`method`"),
     ({"num_key_value_heads": 4, "encoder_num_key_value_heads": 2}, "`encoder_num_key_value_heads`"),
     ({"calibration_file": "x.txt"}, "`calibration_file`"),

@@ -37,8 +37,7 @@ def test_configuration_has_the_fields_of_its_architecture(row):
     for name, item in own.items():
         prefix, entry = get_field_row(name)
         assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
-        assert {*item.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
-        assert ("inherits" in item.metadata) == (bool(prefix) and entry.inherits)
+        assert {*item.metadata} - {"variant", "query_heads"} <= {*entry.facts}
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 

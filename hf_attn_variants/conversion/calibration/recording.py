@@ -178,7 +178,8 @@ class _Recorder:
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
         attend = get_attention_function(SDPA)
-        return attend(module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs)
+        options = kwargs | {"scaling": scaling, "position_bias": position_bias}
+        return attend(module, query, key, value, attention_mask, **options)
 
 
 def _compute_mask_and_bias(
