@@ -127,7 +127,7 @@ def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], lis
         saved, is_unchanged = table.savings(row), row.current if upstream is None else row is upstream
         cells = [f"{row.name}{' *' if is_unchanged else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
         if details:
-            cells.append(f"{row.count_attention_parameters:,}")
+            cells.append(f"{row.attention_parameters:,}")
         if details or not has_cache:
             cells.append(_format_saving(saved["weight_bytes"]))
         cells += [f"{row.flops_per_token[part] / 1e6:,.2f}" for part in parts]

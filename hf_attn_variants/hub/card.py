@@ -331,7 +331,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "kernels": kernels,
         "head_counts": {name: _get_value(variant, name) for name in variant.head_count_fields(fields)},
         "parameters": current.parameters,
-        "count_attention_parameters": current.count_attention_parameters,
+        "attention_parameters": current.attention_parameters,
         "caches": [(part, count, full_cache[part]) for part, count in (cache or {}).items()],
         "dtype": table.dtype,
         "decodes": "decoder" in current.flops_per_token,

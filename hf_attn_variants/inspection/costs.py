@@ -89,7 +89,7 @@ class VariantCost:
         current: Whether the variant is the unchanged checkpoint.
         convertible: Whether the checkpoint can be converted to the variant.
         parameters: The number of parameters. Tied parameters are counted once.
-        count_attention_parameters: The number of parameters in the attention modules.
+        attention_parameters: The number of parameters in the attention modules.
         flops_per_token: The result of `flops_per_token`, which for a decoder applies to the next generated token.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
         kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
@@ -102,7 +102,7 @@ class VariantCost:
     current: bool
     convertible: bool
     parameters: int
-    count_attention_parameters: int
+    attention_parameters: int
     flops_per_token: dict[str, int]
     kv_cache_bytes_per_token: dict[str, int] | None
     kv_cache_bytes: int | None
@@ -334,7 +334,7 @@ def _count_costs(
     parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
     return {
         "parameters": parameters,
-        "count_attention_parameters": count_attention_parameters(model),
+        "attention_parameters": count_attention_parameters(model),
         "flops_per_token": flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
         "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, itemsize),
         "kv_cache_bytes": None if cache is None else batch_size * cache,

@@ -176,9 +176,9 @@ class MethodArguments:
                     kwargs[name] = value
 
 
-def get_transformers_class(cls: type, ours: type) -> type:
-    """Return the Transformers class from which a class with the mixin `ours` inherits its `forward` method."""
-    bases = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
+def get_transformers_class(cls: type, mixin: type) -> type:
+    """Return the Transformers class from which a class with a mixin inherits its `forward` method."""
+    bases = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, mixin))
     return next(base for base in bases if "forward" in vars(base))
 
 

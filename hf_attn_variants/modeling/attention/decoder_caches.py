@@ -84,8 +84,8 @@ class KernelStateLayer(DynamicLayer):
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
-            build_change_error = (None if tensor is None else change(tensor) for tensor in self.state)
-            self.state = type(self.state)._make(build_change_error)
+            changed = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)._make(changed)
 
 
 def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: Tensor | None) -> None:

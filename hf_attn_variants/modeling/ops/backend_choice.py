@@ -126,10 +126,10 @@ def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
 QUERIES, MOST_KEYS = 16, 4096  # sizes in the trial; longer rows only require more blocks
 
-_trial_results: dict["_TritonCallKind", bool] = {}
+_trial_results: dict["_TritonKernelKey", bool] = {}
 
 
-class _TritonCallKind(NamedTuple):
+class _TritonKernelKey(NamedTuple):
     """The properties of a call that a compiled kernel depends on. A missing input has the dtype None."""
 
     device: torch.device
@@ -162,7 +162,7 @@ def choose_backend(operands: Operands, with_backward: bool) -> str:
         return "blocked"
     query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
     block = max(16, 1 << (key.shape[2] - 1).bit_length())  # the size of a block of keys in the kernels
-    kind = _TritonCallKind(
+    kind = _TritonKernelKey(
         device=query.device,
         dtype=query.dtype,
         heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
@@ -201,7 +201,7 @@ def _describe_layout(tensor: Tensor | None) -> str:
     return "".join(str(step) if step < 2 else "n" for step in steps)
 
 
-def _describe_triton_disagreement(kind: _TritonCallKind) -> str | None:
+def _describe_triton_disagreement(kind: _TritonKernelKey) -> str | None:
     """Run a trial with both backends, and return the reason if the kernels disagree, or None if they agree."""
 
     def errors() -> dict[str, float]:
@@ -211,7 +211,7 @@ def _describe_triton_disagreement(kind: _TritonCallKind) -> str | None:
     return describe_disagreement("the Triton kernels", errors, get_tolerance(kind.dtype))
 
 
-def _run_random_call(kind: _TritonCallKind, backend: str) -> dict[str, Tensor]:
+def _run_random_call(kind: _TritonKernelKey, backend: str) -> dict[str, Tensor]:
     """Return the output and the gradients of a random call. The blocked backend uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
     d_output, operands = _create_random_call(kind)
@@ -232,7 +232,7 @@ def _to_float32_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 
-def _create_random_call(kind: _TritonCallKind) -> tuple[Tensor, Operands]:
+def _create_random_call(kind: _TritonKernelKey) -> tuple[Tensor, Operands]:
     """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)

@@ -24,7 +24,7 @@ from .backend_choice import compute_largest_error, describe_disagreement, get_to
 from .key_ranges import KeyRange
 from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["FlexCallKind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
+__all__ = ["FlexCallKind", "attention_in_windows", "find_attended_blocks", "get_flex_mismatch_reason"]
 
 DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ def attention_in_windows(
             f"{kind.heads[0]} heads. The results are exact. Reason"
         )
         call = (query, key, value, mask, position_bias, key_range, options["scaling"])
-        trial, run = partial(describe_flex_disagreement, kind), partial(_attend_with_flex_attention, *call)
+        trial, run = partial(get_flex_mismatch_reason, kind), partial(_attend_with_flex_attention, *call)
         output = run_after_trial(_flex_trial_results, kind, trial, run, fallback_message)
         if output is not None:
             return output
@@ -291,7 +291,7 @@ def find_attended_blocks(
     return some, whole
 
 
-def describe_flex_disagreement(kind: FlexCallKind) -> str | None:
+def get_flex_mismatch_reason(kind: FlexCallKind) -> str | None:
     """Return the reason if FlexAttention and the blocked backend disagree in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:

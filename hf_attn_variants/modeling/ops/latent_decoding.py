@@ -188,7 +188,7 @@ class LaunchSettings(NamedTuple):
     programs: int
 
 
-class _LatentCallKind(NamedTuple):
+class _LatentKernelKey(NamedTuple):
     """The properties of a call for which a separate kernel is compiled."""
 
     device: torch.device
@@ -200,7 +200,7 @@ class _LatentCallKind(NamedTuple):
     in_parts: bool
 
 
-_latent_trial_results: dict[_LatentCallKind, bool] = {}
+_latent_trial_results: dict[_LatentKernelKey, bool] = {}
 
 
 def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
@@ -263,7 +263,7 @@ def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = No
 
 def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     launch = choose_launch_settings(query, latent)
-    kind = _LatentCallKind(
+    kind = _LatentKernelKey(
         device=query.device,
         dtype=query.dtype,
         width=query.shape[-1],
@@ -276,7 +276,7 @@ def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) 
         f"The slower kernels in torch compute attention to a latent of dimension {kind.width} on {kind.device} in "
         f"{kind.dtype} with {kind.rows} rows. Reason"
     )
-    trial = partial(_describe_latent_disagreement, kind, launch)
+    trial = partial(_get_latent_mismatch_reason, kind, launch)
     run = partial(run_latent_kernels, query, latent, mask, scaling, launch)
     # Triton launches kernels on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):
@@ -337,7 +337,7 @@ def run_latent_kernels(
     return output
 
 
-def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings) -> str | None:
+def _get_latent_mismatch_reason(kind: _LatentKernelKey, launch: LaunchSettings) -> str | None:
     """Return the reason if the kernels and the formula disagree in a small call of this kind, or None."""
     # The keys form one or two parts with several blocks each, and the last block is incomplete.
     length = 5 * launch.block - 3
@@ -359,7 +359,9 @@ def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings)
     return describe_disagreement("the Triton kernels", errors, LATENT_TOLERANCE)
 
 
-def _create_random_latent_call(kind: _LatentCallKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _create_random_latent_call(
+    kind: _LatentKernelKey, length: int, block: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the queries, the latent and the mask for a small call. The mask excludes the first block of keys."""
     # A separate generator leaves the caller's random state unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)

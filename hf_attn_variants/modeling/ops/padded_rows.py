@@ -141,12 +141,12 @@ def is_boolean_key_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 
 
-def find_text_spans(real: Tensor) -> tuple[Tensor, Tensor]:
+def find_text_spans(is_token: Tensor) -> tuple[Tensor, Tensor]:
     """Return the position of the first token in each row, and the number of positions up to the last token, both [b].
 
     Args:
-        real: a mask [b, m] that is True for tokens and False for padding. A row without any tokens is treated as a row
-            without padding.
+        is_token: a mask [b, m] that is True for tokens and False for padding. A row without tokens is treated
+            as a row without padding.
     """
-    first = real.int().argmax(1)
-    return first, real.shape[1] - real.flip(1).int().argmax(1) - first
+    first = is_token.int().argmax(1)
+    return first, is_token.shape[1] - is_token.flip(1).int().argmax(1) - first

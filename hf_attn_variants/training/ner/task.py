@@ -158,10 +158,10 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         source: Any = _read_folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
         if hasattr(source["validation"], "features"):
             names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None if tags are names
-        read_splits = {split: source[split] for split in splits if split != "test" or split in source}
+        selected = {split: source[split] for split in splits if split != "test" or split in source}
         loaded = {
             split: [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
-            for split, rows in read_splits.items()
+            for split, rows in selected.items()
         }
     except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(

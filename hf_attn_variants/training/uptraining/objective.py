@@ -498,13 +498,13 @@ class UptrainingObjective:
                     layers, getattr(teacher, kind)[side], variances, masks[side]
                 )
         if weights.logits:
-            terms |= self._compute_logits_term(student, teacher_model, teacher, batch)
+            terms |= self._compute_logits_loss(student, teacher_model, teacher, batch)
         if weights.embedding_distance or embeds:
             states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
             terms["embedding_distance"] = compute_embedding_distance(*states, masks[ENCODER])
         return terms
 
-    def _compute_logits_term(
+    def _compute_logits_loss(
         self, student: Activations, teacher_model: Teacher, teacher: Activations, batch: dict[str, Tensor]
     ) -> dict[str, Term]:
         """Compute the term that compares logits."""

@@ -21,7 +21,7 @@ class Elu(TokenwiseKernel):
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return nn.functional.elu(states) + 1
 
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, which is d."""
         return head_dim
 
@@ -44,7 +44,7 @@ class Relu(TokenwiseKernel):
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return states.relu()
 
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, which is d."""
         return head_dim
 

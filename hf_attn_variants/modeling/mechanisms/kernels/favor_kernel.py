@@ -46,7 +46,7 @@ class Favor(FeatureKernel):
         top = top.clamp_min(torch.finfo(top.dtype).min)  # without keys, -inf - -inf would be NaN
         return (logits - top).exp(), top
 
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, which is the number of random vectors."""
         return self.features
 

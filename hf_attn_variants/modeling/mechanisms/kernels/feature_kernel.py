@@ -90,7 +90,7 @@ class FeatureKernel(AttentionKernel):
         """
 
     @abstractmethod
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, the number of features for a head of size d."""
 
     def divisor(self, sums: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class FeatureKernel(AttentionKernel):
 
         They include computing the features and, for a key, updating the sums or, for a query, multiplying by the sums.
         """
-        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
+        count = 2 * self.num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
         return count, count
 
     def count_map_flops(self, head_dim: int) -> int:
@@ -175,7 +175,7 @@ class FeatureKernel(AttentionKernel):
 
     def num_state_values(self, heads: AttentionHeads) -> int:
         """Return the number of values in a state, which contains sums of values and weights per key/value head."""
-        return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
+        return heads.key * self.num_features(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)

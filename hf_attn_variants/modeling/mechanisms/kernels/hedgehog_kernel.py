@@ -52,6 +52,6 @@ class Hedgehog(TokenwiseKernel):
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)
 
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, which is 2 r."""
         return 2 * self.features

@@ -46,7 +46,7 @@ class Rfa(TokenwiseKernel):
         angles = nn.functional.normalize(states, dim=-1) * scale @ module.kernel_vectors.to(states.dtype).T
         return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
 
-    def width(self, head_dim: int) -> int:
+    def num_features(self, head_dim: int) -> int:
         """Return F, which is 2 D."""
         return 2 * self.features
 

@@ -94,15 +94,15 @@ def add_summary_parameters(module: Any, config: Any, heads: int) -> None:
     module._is_hf_initialized = False
 
 
-def assign_tokens_to_blocks(real: Tensor, block: int) -> Tensor:
+def assign_tokens_to_blocks(is_token: Tensor, block: int) -> Tensor:
     """Return the index of each token's block, [b, n], or -1 for tokens without a block.
 
-    A token has no block if it is padding (`real` [b, n] is False) or if the text is shorter than a block.
+    A token has no block if it is padding (`is_token` [b, n] is False) or if the text is shorter than a block.
     """
-    places = torch.arange(real.shape[1], device=real.device)
-    ends = real & (places % block == block - 1)
+    places = torch.arange(is_token.shape[1], device=is_token.device)
+    ends = is_token & (places % block == block - 1)
     last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last complete block
-    return torch.where(real, torch.minimum(places // block, last), -1)
+    return torch.where(is_token, torch.minimum(places // block, last), -1)
 
 
 def compute_summary_bias(module: Any, length: int, device: torch.device) -> Tensor:
@@ -158,9 +158,9 @@ def attend_with_summaries(
     if moved is not None and mask is not None:
         states, mask = moved.roll(states, 1), moved.roll(mask[..., :1, :], 3)
         operands = tuple(moved.roll(tensor, 2) for tensor in operands)
-    real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
-    real = real if mask is None else mask[:, 0, 0].expand(batch, length)
-    summaries = _compute_summaries(module, states, real)
+    is_token = torch.ones(batch, length, dtype=torch.bool, device=states.device)
+    is_token = is_token if mask is None else mask[:, 0, 0].expand(batch, length)
+    summaries = _compute_summaries(module, states, is_token)
     check_known_arguments(kwargs)
     with_weights = should_return_weights(module, kwargs)
     rows = length if with_weights or is_exporting() else SUMMARY_ROWS
@@ -171,7 +171,7 @@ def attend_with_summaries(
     for begin in range(0, length, rows):
         span = slice(begin, min(begin + rows, length))
         call = partial(_attend_in_block, attend, module.key_range.radius, span)
-        arguments = (operands, summaries, real, tables)
+        arguments = (operands, summaries, is_token, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
     output, weights = outputs[0] if with_weights else (torch.cat(outputs, 1), None)
     if moved is None:
@@ -189,10 +189,10 @@ def _attend(module: Any, dropout: float, with_weights: bool) -> Callable[..., An
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _compute_summaries(module: Any, states: Tensor, real: Tensor) -> _Summaries:
+def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
-    blocks = assign_tokens_to_blocks(real, block)
+    blocks = assign_tokens_to_blocks(is_token, block)
     places = torch.where(blocks < 0, count, blocks)  # a last block for tokens without a summary
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
@@ -208,7 +208,7 @@ def _attend_in_block(
     rows: slice,
     operands: tuple[Tensor, ...],
     summaries: _Summaries,
-    real: Tensor,
+    is_token: Tensor,
     tables: Tensor | None,
 ) -> Any:
     query, key, value = operands
@@ -222,7 +222,7 @@ def _attend_in_block(
         torch.cat([of_blocks, states[:, :, near]], 2)
         for of_blocks, states in ((summaries.key, key), (summaries.value, value))
     )
-    allowed = ((keys - queries[:, None]).abs() <= radius) & real[:, None, None, near]  # [b, 1, r, near]
+    allowed = ((keys - queries[:, None]).abs() <= radius) & is_token[:, None, None, near]  # [b, 1, r, near]
     mask = torch.cat([summaries.read.expand(-1, 1, allowed.shape[2], -1), allowed], -1)
     bias, count = None, summaries.key.shape[2]
     if tables is not None:
