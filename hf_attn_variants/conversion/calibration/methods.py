@@ -128,7 +128,7 @@ def _compute_mixture_coefficients(
     batch: AttentionInputs,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the coefficients [b, h, n, m] with which a and z of each query head are sums of the key/value inputs."""
+    """Return the coefficients [b, h, n, m] that express a and z of each query head as sums of the key/value inputs."""
     weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
     probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.key_value_states)  # e
     directions = torch.einsum("bno,hod->bhnd", probe, output.to(probe))

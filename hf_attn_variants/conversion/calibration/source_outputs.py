@@ -380,7 +380,7 @@ def _compute_embeddings(output: Any, batch: Batch) -> torch.Tensor:
 def _compute_differences(
     measure: str, source: torch.Tensor, others: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each example's numerator and denominator for losses [b, 2], scores [b, s] or embeddings [b, D]."""
+    """Return the numerator and denominator of each example's loss [b, 2], or its scores [b, s] or embedding [b, D]."""
     if measure == "loss":
         return others[:, 0] - source[:, 0], source[:, 1]
     if measure == "scores":

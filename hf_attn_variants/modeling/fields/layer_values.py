@@ -87,7 +87,7 @@ def merge_per_layer_config(
 
 
 def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without those that `fields` replaces, for the whole model or per layer."""
+    """Return the values of a configuration, model-wide or per layer, that `fields` does not replace."""
     by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []

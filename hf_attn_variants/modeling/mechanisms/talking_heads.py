@@ -209,7 +209,7 @@ def count_mixing_flops(heads: "AttentionHeads", query_dim: int, key_input_dim: i
 
 
 def get_query_heads(config: Any, prefix: str) -> int:
-    """Return h_k, the number of query heads at a place."""
+    """Return h_k, the number of query heads for one kind of attention."""
     return config.query_heads(get_kv_heads_field(prefix))
 
 
