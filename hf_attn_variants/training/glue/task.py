@@ -104,7 +104,7 @@ def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
 def _split_header(
     path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Separate the header from the rows. For files without a header, return the task's header for rows of this length."""
+    """Separate the header from the rows. Files without a header get the task's header for rows of this length."""
     first = rows[0][1]
     required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
     missing = [names for names in required if _find_column(first, names) is None]
