@@ -410,20 +410,20 @@ def test_glue_command_trains_a_model(tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["inspect", "./nosuchmodel"], "no folder './nosuchmodel', and it is not a Hub id"),
-        (["benchmark", "nosuchmodel/"], "no folder 'nosuchmodel/', and it is not a Hub id"),
+        (["inspect", "./nosuchmodel"], "'./nosuchmodel' is neither an existing folder nor a Hub id"),
+        (["benchmark", "nosuchmodel/"], "'nosuchmodel/' is neither an existing folder nor a Hub id"),
         (
             ["convert", "--model_name_or_path", "~/nosuchmodel", "--output_dir", "{out}"],
-            f"no folder '{os.path.expanduser('~/nosuchmodel')}'",
+            f"'{os.path.expanduser('~/nosuchmodel')}' is neither an existing folder",
         ),
         (["push", "--model_name_or_path", "./nosuchmodel"], "checkpoint folder './nosuchmodel'"),
         (
             ["visualize", "--model_name_or_path", "./nosuchmodel", "--text", "a", "--output_dir", "{out}"],
-            "no folder './nosuchmodel'",
+            "'./nosuchmodel' is neither",
         ),
         (
             "uptrain --model_name_or_path ./nosuchmodel --output_dir {out} --objective mlm --train_file x".split(),
-            "no folder './nosuchmodel'",
+            "'./nosuchmodel' is neither",
         ),
         (["inspect", "nowhere/at/all"], "nowhere/at/all"),
         (["inspect", "config.json-is-not-here", "--revision", "main"], "config.json-is-not-here"),

@@ -149,7 +149,6 @@ def test_failed_run_does_not_affect_other_runs(undisturbed, sweep_file, tmp_path
         ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size requires --calibration_file"),
         ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
         ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "Set `calibration` (--calibration_file)"),
-        ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` is only supported"),
         ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` is not a field of "),
     ],
     ids=lambda item: "-".join(item) if isinstance(item, dict) else "",

@@ -344,8 +344,8 @@ def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
         ("cola", ["--max_train_steps", 5, "--num_warmup_steps", 6], "at most 5"),
         ("cola", ["--train_file", "/nowhere/train.tsv"], r"/nowhere/train\.tsv"),
         ("cola", ["--data_dir", "/nowhere"], "/nowhere/train.*--data_dir"),
-        ("cola", ["--model_name_or_path", "/nowhere/model"], "no folder '/nowhere/model'"),
-        ("cola", ["--tokenizer_name", "./nosuch"], "no folder './nosuch'"),
+        ("cola", ["--model_name_or_path", "/nowhere/model"], "'/nowhere/model' is neither"),
+        ("cola", ["--tokenizer_name", "./nosuch"], "'./nosuch' is neither"),
     ],
 )
 def test_early_errors_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_output_folder_must_be_empty_and_writable(run, tmp_path):
     with pytest.raises(ValueError, match="is not empty"):
         run("cola", output_dir=tmp_path / "used")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OSError, match="no folder"):
+    with pytest.raises(OSError, match="neither an existing folder"):
         run("cola", model="./nosuch", output_dir=tmp_path / "empty")
     assert (tmp_path / "empty").is_dir()  # it was not ours to remove
     with pytest.raises(OSError, match="cannot be written to"):
