@@ -96,10 +96,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, formats in FORMAT_OPTIONS.items():
         if getattr(args, name) is not None and args.to not in formats:
             parser.error(f"--{name} is only supported with --to {' or '.join(formats)}. Remove --{name}.")
-    if args.to == "onnx" and args.quantization is None and (args.calibration_file or args.validation_file):
-        parser.error("--calibration_file and --validation_file require --quantization int8.")
-    if args.normalize and args.pooling is None:
-        parser.error("--normalize requires --pooling.")
     check_output_dir(args.output_dir)
     return args
 

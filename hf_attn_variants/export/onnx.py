@@ -13,11 +13,9 @@ share are stored for layer 0.
 
 import importlib.util
 import inspect
-import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,7 @@ from .onnx_int8 import (
     make_text_batches,
     quantize_dynamically,
     quantize_statically,
+    raise_log_level,
     read_comparison_texts,
 )
 from .plain import get_transformers_class_name, make_transformers_config, resolve_source_model, should_export_file
@@ -419,6 +418,16 @@ def export_onnx(
     Example:
         >>> print(export_onnx("bert-gqa4", "bert-onnx", quantization="int8").summary())
     """
+    if opset not in OPSETS:
+        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
+    if quantization not in (None, "int8"):
+        raise ValueError(f'`quantization` must be "int8" for ONNX graphs, got {quantization!r}.')
+    if quantization is None and (calibration_file or validation_file):
+        raise ValueError('`calibration_file` and `validation_file` require `quantization` to be "int8".')
+    if pooling not in (None, "mean", "cls"):
+        raise ValueError(f'`pooling` must be "mean" or "cls", got {pooling!r}.')
+    if normalize and pooling is None:
+        raise ValueError('`normalize` requires `pooling` to be "mean" or "cls".')
     required = REQUIRED_PACKAGES if calibration_file is None else (*REQUIRED_PACKAGES, "nncf", "openvino")
     if missing := [name for name in required if importlib.util.find_spec(name) is None]:
         raise ValueError(f"This export requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
@@ -426,10 +435,6 @@ def export_onnx(
         raise ValueError(
             f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
         )
-    if opset not in OPSETS:
-        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
-    if quantization not in (None, "int8"):
-        raise ValueError(f'`quantization` must be "int8" for ONNX graphs, got {quantization!r}.')
     texts = read_comparison_texts(calibration_file, validation_file)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
@@ -447,7 +452,14 @@ def export_onnx(
             f"`calibration_file` is only supported for encoders, got {get_transformers_class_name(model_class)}. "
             "Remove it to quantize the graphs dynamically."
         )
-    check_disk_space(output, (len(graphs) + 1) * sum(parameter.nbytes for parameter in model.parameters()))
+    if texts.validation and graphs[0].axes.get("input_ids", {}).keys() != {0, 1}:
+        raise ValueError(
+            "`calibration_file` and `validation_file` are only supported for models that read one text per example, "
+            f"got {get_transformers_class_name(model_class)}. Remove them to compare the graphs on random inputs."
+        )
+    # The merged graph is as large as a decoder graph, and an int8 graph is at most half as large as its float32 graph.
+    copies = (len(graphs) + (len(graphs) > 1)) * (1.5 if quantization else 1)
+    check_disk_space(output, int(copies * sum(parameter.nbytes for parameter in model.parameters())))
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, copied)
         make_transformers_config(model_config, model_class).save_pretrained(stage)
@@ -496,7 +508,7 @@ def _write_int8_graphs(model: PreTrainedModel, graphs: list[Graph], texts: Compa
         float32_modules = getattr(model, "_keep_in_fp32_modules", None) or ()
         for path, int8_path in progress_bar(files, desc="int8"):
             quantize_dynamically(path, int8_path, float32_modules, quantizes_embeddings=len(graphs) == 1)
-    if texts.validation and "input_ids" in names:
+    if texts.validation:
         batches = make_text_batches(texts.validation, stage, model.config, names)
         inputs = f"{len(texts.validation)} texts"
     else:
@@ -531,7 +543,9 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
     }
     shapes = {name: {index: dimensions[axis] for index, axis in axes.items()} for name, axes in graph.axes.items()}
     inputs = {name: graph.inputs(EXPORT_SIZES)[name] for name in graph.axes}
-    with _suppress_export_warnings():
+    # The exporter logs and warns about details that users cannot change.
+    with raise_log_level("torch.onnx"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         program: Any = torch.onnx.export(
             graph.module,
             (),
@@ -576,17 +590,3 @@ def _compute_largest_difference(graph: Graph, path: Path) -> float:
                 f"{float(difference):.1e}."
             )
     return max(float(difference) for difference, _ in differences)
-
-
-@contextmanager
-def _suppress_export_warnings() -> Iterator[None]:
-    """Suppress log messages and warnings of the torch exporter that do not help users."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -23,7 +23,7 @@ from ..text_files import is_table, read_lines
 
 Arrays = dict[str, np.ndarray]
 
-# The number of texts that nncf reads. More texts took longer and did not improve MiniLM.
+# The number of texts for the static scales, as in nncf.
 CALIBRATION_TEXTS = 300
 # The share of the calibration texts that are held out to compare the graphs.
 HELD_OUT_SHARE = 0.1
@@ -131,16 +131,20 @@ def quantize_dynamically(
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = onnx.load(path)
+    # ONNX Runtime transposes the weights of linear layers with a bias, so that their recorded shapes become wrong.
+    del model.graph.value_info[:]
     scopes = {
         node.name: {item.key: item.value for item in node.metadata_props}.get("pkg.torch.onnx.name_scopes", "")
-        for node in onnx.load(path, load_external_data=False).graph.node
+        for node in model.graph.node
     }
     excluded = [
         node for node, scope in scopes.items() if any(re.search(rf"\b{name}'", scope) for name in float32_modules)
     ]
-    with _suppress_root_warnings():
+    # The root logger advises simplifying the graph first, which does not change these graphs.
+    with raise_log_level(None):
         quantize_dynamic(
-            path,
+            model,
             int8_path,
             op_types_to_quantize=["MatMul", "Gemm", *(["Gather"] if quantizes_embeddings else [])],
             nodes_to_exclude=excluded,
@@ -149,18 +153,6 @@ def quantize_dynamically(
             weight_type=QuantType.QInt8,
             use_external_data_format=_is_large(path),
         )
-
-
-@contextmanager
-def _suppress_root_warnings() -> Iterator[None]:
-    """Suppress the advice of ONNX Runtime to simplify graphs first, which does not change these graphs."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
 
 
 def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -> None:
@@ -178,6 +170,18 @@ def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -
         onnx.load(path), nncf.Dataset(inputs), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(inputs)
     )
     onnx.save_model(quantized, int8_path, save_as_external_data=_is_large(path), location=f"{int8_path.name}_data")
+
+
+@contextmanager
+def raise_log_level(name: str | None) -> Iterator[None]:
+    """Suppress messages of a logger below the level of errors. The name None selects the root logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _is_large(path: Path) -> bool:

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from ..inspection.costs import check_sizes, kv_heads_field, list_kv_head_counts, variant_config
 from ..inspection.speed import describe_machine, get_round_order, resolve_timed_length
@@ -30,6 +28,9 @@ from .engines import (
     random_inputs,
 )
 from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The times or peak memory of two engines count as equal if they differ by less than this factor.
 EQUAL_FACTOR = 1.05
@@ -314,8 +315,11 @@ def _format_memory(row: ServingRow) -> str:
 TORCH_COLOR, CONVERTED_COLOR, CTRANSLATE2_COLOR = "#0072B2", "#009E73", "#D55E00"
 
 
-def plot_serving(table: ServingTable) -> Figure:
+def plot_serving(table: ServingTable) -> "Figure":
     """Plot one bar for each row, with the first row at the top. The bars of int8 engines are hatched."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rows = table.rows
     colors = [
         CTRANSLATE2_COLOR if row.engine.ctranslate2 else TORCH_COLOR if row.engine.fields is None else CONVERTED_COLOR

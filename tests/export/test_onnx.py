@@ -212,12 +212,20 @@ def test_unsupported_onnx_exports_name_the_reason(row, head, fields, message, tm
 def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="`opset`"):
         export_onnx(tmp_path, tmp_path / "onnx", opset=17)
-    with pytest.raises(ValueError, match="`quantization`"):
-        export_onnx(tmp_path, tmp_path / "onnx", quantization="float16")
+    for options, name in (
+        ({"quantization": "float16"}, "quantization"),
+        ({"calibration_file": "texts.txt"}, "quantization"),
+        ({"validation_file": "texts.txt"}, "quantization"),
+        ({"pooling": "max"}, "pooling"),
+        ({"normalize": True}, "pooling"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            export_onnx(tmp_path, tmp_path / "onnx", **options)
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
     for options, message in (
         (["--dtype", "float32"], "--dtype is only supported with --to transformers"),
         (["--to", "transformers", "--opset", "18"], "--opset is only supported with --to onnx"),
+        (["--to", "transformers", "--pooling", "mean"], "--pooling is only supported with --to onnx"),
     ):
         with pytest.raises(SystemExit):
             cli.main([*command, *options])
@@ -301,6 +309,20 @@ def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("head", ["BertForSequenceClassification", "WhisperForAudioClassification"])
+def test_classifiers_are_quantized(head, tmp_path):
+    row = next(row for row in ROWS.values() if head in row.heads)
+    row.model(head).save_pretrained(tmp_path / "model")
+    int8 = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8").int8
+    assert (int8.files, int8.measure, int8.inputs) == (
+        ["onnx/model_quantized.onnx"],
+        "equal predictions",
+        "random inputs",
+    )
+    assert int8.agreement >= 0.9
+
+
+@pytest.mark.thorough
 def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
     writer("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
@@ -352,21 +374,18 @@ def test_calibration_texts_are_split_and_limited(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, named",
+    "row, head, options",
     [
-        (["--to", "transformers", "--pooling", "mean"], "--pooling"),
-        (["--to", "onnx", "--normalize"], "--pooling"),
-        (["--to", "onnx", "--calibration_file", "texts.txt"], "--quantization int8"),
+        (BERT, "BertForMaskedLM", {"pooling": "mean"}),
+        (T5, "T5ForConditionalGeneration", {"pooling": "cls"}),
+        (BERT, "BertForMultipleChoice", {"quantization": "int8", "validation_file": "texts.txt"}),
+        (ROWS["whisper"], "WhisperForAudioClassification", {"quantization": "int8", "validation_file": "texts.txt"}),
     ],
 )
-def test_invalid_onnx_options_raise(flags, named, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["export", "model", "--output_dir", str(tmp_path / "out"), *flags])
-    assert named in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("head, option", [("BertForMaskedLM", "pooling"), ("T5ForConditionalGeneration", "pooling")])
-def test_pooling_of_a_model_with_a_head_raises(head, option, tmp_path):
-    (T5 if head.startswith("T5") else BERT).model(head).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"`{option}`.*{head}"):
-        export_onnx(tmp_path / "model", tmp_path / "out", pooling="mean")
+def test_options_for_other_models_raise(row, head, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text("a text\n")
+    row.model(head).save_pretrained("model")
+    with pytest.raises(ValueError, match=f"`{list(options)[-1]}`.*{head}"):
+        export_onnx("model", "out", **options)
+    assert not Path("out").exists()

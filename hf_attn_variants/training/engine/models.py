@@ -243,6 +243,9 @@ DROPOUT_FIELDS = (
     "dropout",
     "attention_dropout",
     "activation_dropout",
+    "qa_dropout",
+    "seq_classif_dropout",
+    "summary_last_dropout",
 )
 
 
