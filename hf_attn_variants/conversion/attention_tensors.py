@@ -235,7 +235,7 @@ class AttentionTensors:
         return replace(self, **moved)
 
     def join_weight_and_bias(self, role: str) -> torch.Tensor:
-        """Return a role's weight and bias as one matrix [W | b] [out, in + 1], or only W [out, in] without a bias."""
+        """Return a role's weight and bias as one matrix (W, b) [out, in + 1], or only W [out, in] without a bias."""
         weight, bias = self.weight_and_bias(role)
         return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
 
