@@ -418,23 +418,7 @@ def export_onnx(
     Example:
         >>> print(export_onnx("bert-gqa4", "bert-onnx", quantization="int8").summary())
     """
-    if opset not in OPSETS:
-        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
-    if quantization not in (None, "int8"):
-        raise ValueError(f'`quantization` must be "int8" for ONNX graphs, got {quantization!r}.')
-    if quantization is None and (calibration_file or validation_file):
-        raise ValueError('`calibration_file` and `validation_file` require `quantization` to be "int8".')
-    if pooling not in (None, "mean", "cls"):
-        raise ValueError(f'`pooling` must be "mean" or "cls", got {pooling!r}.')
-    if normalize and pooling is None:
-        raise ValueError('`normalize` requires `pooling` to be "mean" or "cls".')
-    required = REQUIRED_PACKAGES if calibration_file is None else (*REQUIRED_PACKAGES, "nncf", "openvino")
-    if missing := [name for name in required if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"This export requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
-    if torch.__version__ < MIN_TORCH_VERSION:
-        raise ValueError(
-            f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
-        )
+    _check_options(opset, pooling, normalize, quantization, calibration_file, validation_file)
     texts = read_comparison_texts(calibration_file, validation_file)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
@@ -468,6 +452,34 @@ def export_onnx(
         written = _write_graphs(graphs, opset, stage)
         int8 = None if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
     return OnnxExport(os.fspath(output_dir), get_transformers_class_name(model_class), opset, written, int8)
+
+
+def _check_options(
+    opset: int,
+    pooling: str | None,
+    normalize: bool,
+    quantization: str | None,
+    calibration_file: str | os.PathLike | None,
+    validation_file: str | os.PathLike | None,
+) -> None:
+    """Raise `ValueError` if an option of `export_onnx` is not valid, or if a package is missing or too old."""
+    if opset not in OPSETS:
+        raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
+    if quantization not in (None, "int8"):
+        raise ValueError(f'`quantization` must be "int8" for ONNX graphs, got {quantization!r}.')
+    if quantization is None and (calibration_file or validation_file):
+        raise ValueError('`calibration_file` and `validation_file` require `quantization` to be "int8".')
+    if pooling not in (None, "mean", "cls"):
+        raise ValueError(f'`pooling` must be "mean" or "cls", got {pooling!r}.')
+    if normalize and pooling is None:
+        raise ValueError('`normalize` requires `pooling` to be "mean" or "cls".')
+    required = REQUIRED_PACKAGES if calibration_file is None else (*REQUIRED_PACKAGES, "nncf", "openvino")
+    if missing := [name for name in required if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"This export requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
+    if torch.__version__ < MIN_TORCH_VERSION:
+        raise ValueError(
+            f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
+        )
 
 
 def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
