@@ -196,6 +196,15 @@ def _loops(report: dict[str, Any]) -> Iterator[Ratio]:
 
 
 # How a report's name begins -> its ratios.
+def _engines(report: dict[str, Any]) -> Iterator[Ratio]:
+    for row in report["sizes"]:
+        # Other engines have their own allocators, so that only the faults of the baseline matter.
+        few = row["usage"]["milliseconds"]["float32"]["few_faults"]
+        for engine, milliseconds in row["milliseconds"].items():
+            if engine != "float32":
+                yield Ratio(f"{row['size']}: {engine}", row["milliseconds"]["float32"] / milliseconds, few_faults=few)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "decode_": _decoding,
     "encode_": _encoding,
@@ -211,4 +220,6 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
     "onnx_latency": _onnx,
     "loop_overhead": _loops,
+    "int8_encoder": _engines,
+    "int8_decoder": _engines,
 }

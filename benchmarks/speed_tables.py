@@ -369,6 +369,64 @@ def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
     return [*times, ratio(ours, kept, found)]
 
 
+ENGINES = {
+    "quantize": "`quantize`",
+    "quantize_dynamic": "`quantize_dynamic`",
+    "ONNX Runtime": "ONNX Runtime",
+    "ONNX Runtime int8": "ONNX Runtime, int8",
+    "OpenVINO": "OpenVINO",
+    "OpenVINO int8 (static)": "OpenVINO, int8",
+}
+
+
+def _engines(report: dict[str, Any], engines: Iterable[str]) -> Iterator[list[str]]:
+    for row, kept in pairs(report, "sizes"):
+        cells = [row["size"]]
+        for engine in engines:
+
+            def found(one: dict, engine: str = engine) -> tuple[float, bool | None]:
+                times = one["milliseconds"]
+                return times["float32"] / times[engine], one["usage"]["milliseconds"]["float32"]["few_faults"]
+
+            cells.append(ratio(row, kept, found) if engine in row["milliseconds"] else "")
+        yield cells
+
+
+def _encoder_engines(report: dict[str, Any]) -> Rows:
+    yield from _engines(report, ENGINES)
+    if report["spearman"]:
+        yield ["Spearman", *(f"{report['spearman'][engine]:.4f}" for engine in ENGINES)]
+
+
+@table("int8_encoder", columns=["batch × tokens", *ENGINES.values()])
+def minilm_in_engines(report: dict[str, Any]) -> Rows:
+    yield from _encoder_engines(report)
+
+
+@table("int8_encoder_avx2", columns=["batch × tokens", *ENGINES.values()])
+def minilm_in_engines_with_avx2(report: dict[str, Any]) -> Rows:
+    yield from _encoder_engines(report)
+
+
+@table("int8_encoder_bert_base", columns=["batch × tokens", *ENGINES.values()])
+def bert_base_in_engines(report: dict[str, Any]) -> Rows:
+    yield from _encoder_engines(report)
+
+
+DECODER_ENGINES = {
+    "quantize": "`quantize`",
+    "share_memory and quantize": "`share_memory` and `quantize`",
+    "quantize_dynamic": "`quantize_dynamic`",
+    "ONNX Runtime": "ONNX Runtime",
+    "ONNX Runtime int8": "ONNX Runtime, int8",
+}
+
+
+@table("int8_decoder", columns=["model, batch, beams", *DECODER_ENGINES.values()])
+def generation_in_engines(report: dict[str, Any]) -> Rows:
+    yield from _engines(report, DECODER_ENGINES)
+
+
 @table("onnx_latency", columns=["batch, length", "opset", "MHA (12), ms", "GQA-4, ms", "MQA, ms", "speed of MQA"])
 def encoders_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 32], [1, 128], [8, 128], [1, 512]):

@@ -1,8 +1,9 @@
-"""Time the generation of real models in int8 on a CPU: `quantize` and torch's `quantize_dynamic`, against float32.
+"""Time the generation of real models in int8 on a CPU: `quantize`, `quantize_dynamic` and ONNX Runtime.
 
-A T5 translates sentences of Multi30k, and a Whisper transcribes recordings. All models of a row run in turn in one
-process, and a row has the ratio of their least times. `share_memory` followed by `quantize` is what the documentation
-of this package recommends.
+A T5 translates sentences of Multi30k, and a Whisper transcribes recordings. All engines of a row run in turn in one
+process, and each is compared with float32 by the ratio of the shortest times. The documentation recommends
+`share_memory` followed by `quantize`. The graphs of ONNX Runtime, which have 7-bit weights, run in the greedy loop of
+`examples/onnx_decoding.py`. OpenVINO runs these graphs too, but is not timed because they are slow in it.
 
 Example:
     python -m benchmarks.speed.int8_decoder --data_dir ../shared/data --threads 1
@@ -14,6 +15,7 @@ import copy
 import functools
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,16 @@ from transformers import AutoFeatureExtractor, AutoModelForSeq2SeqLM, AutoModelF
 
 from benchmarks.convert.conversion_subjects import read_lines
 from benchmarks.convert.int8_quality import T5, by_torch
-from benchmarks.kept_memory import NOT_RECORDED
+from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
-from benchmarks.speed.int8_encoder import LIMITS
+from benchmarks.page_faults import memory_now
+from benchmarks.speed.int8_encoder import LIMITS, time_engines
+from examples.onnx_decoding import greedy, load_graphs
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
+from hf_attn_variants.export.onnx import export_onnx
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan, time_calls_in_turn
+from hf_attn_variants.quantization.int8_weight import current_plan
 
 # (batch size, number of beams)
 SIZES = [(1, 1), (1, 4), (16, 1), (16, 4)]
@@ -45,6 +50,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5, help="timed calls of each model and size")
     parser.add_argument("--max_new_tokens", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "int8_decoder.json")
+    add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if args.whisper and not args.audio_dir:
         parser.error("--whisper needs --audio_dir")
@@ -86,23 +92,40 @@ def generate(model: Any, batch: dict[str, torch.Tensor], **options: Any) -> Any:
     return model.generate(**batch, do_sample=False, **options)
 
 
-def measure(name: str, model: Any, batches: dict[int, dict[str, torch.Tensor]], args: argparse.Namespace) -> list[Any]:
-    """Time the forms of a model at each size, print the ratios, and return the rows."""
+def measure(
+    name: str, folder_of_model: Path, model: Any, batches: dict[int, dict[str, torch.Tensor]], args: argparse.Namespace
+) -> list[Any]:
+    """Time all engines at each size, print the ratios, and return the rows."""
     models = {
         "float32": model,
         "quantize": quantize(copy.deepcopy(model)),
         "quantize_dynamic": by_torch(copy.deepcopy(model)),
         "share_memory and quantize": quantize(share_memory(copy.deepcopy(model))),
     }
+    with tempfile.TemporaryDirectory() as folder:
+        export_onnx(folder_of_model, Path(folder) / "onnx", quantization="int8")
+        graphs = {
+            f"ONNX Runtime{label}": load_graphs(Path(folder) / "onnx", suffix)
+            for label, suffix in (("", ""), (" int8", "_quantized"))
+        }
+    source_names = {item.name for item in graphs["ONNX Runtime"][0].get_inputs()}
+    start = model.generation_config.decoder_start_token_id
     rows = []
     for size, beams in SIZES:
         # All models write the same number of tokens.
         options = {"num_beams": beams, "min_new_tokens": args.max_new_tokens, "max_new_tokens": args.max_new_tokens}
-        calls = [functools.partial(generate, each, batches[size], **options) for each in models.values()]
-        seconds = dict(zip(models, time_calls_in_turn(*calls, times=args.turns), strict=True))
-        milliseconds = {engine: round(1e3 * value, 1) for engine, value in seconds.items()}
-        rows.append({"model": name, "batch": size, "beams": beams, "milliseconds": milliseconds})
-        ratios = ", ".join(f"{engine} {seconds['float32'] / value:.2f}" for engine, value in seconds.items())
+        calls: dict[str, Any] = {
+            engine: functools.partial(generate, each, batches[size], **options) for engine, each in models.items()
+        }
+        if beams == 1:
+            source = {name: tensor.numpy() for name, tensor in batches[size].items() if name in source_names}
+            for engine, graph in graphs.items():
+                calls[engine] = functools.partial(
+                    greedy, graph, source, start=start, end=-1, pad=0, new_tokens=args.max_new_tokens
+                )
+        times, usage = time_engines(calls, args.turns)
+        rows.append({"size": f"{name}, {size}, {beams}", "milliseconds": times, "usage": {"milliseconds": usage}})
+        ratios = ", ".join(f"{engine} {times['float32'] / time:.2f}" for engine, time in times.items())
         print(f"{name}, batch {size}, {beams} beams: {ratios}", flush=True)
     return rows
 
@@ -111,17 +134,17 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Time the models, and write and return the report."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    rows = measure("T5", *translation_batches(args), args)
+    rows = measure("T5", args.data_dir / T5, *translation_batches(args), args)
     if args.whisper:
-        rows += measure("Whisper", *speech_batches(args), args)
+        rows += measure("Whisper", args.whisper, *speech_batches(args), args)
     report = {
         "machine": machine("cpu"),
         "threads": args.threads,
         "new_tokens": args.max_new_tokens,
-        "memory": NOT_RECORDED,
+        "memory": memory_now(),
         "int8_path": str(current_plan()),
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
-        "rows": rows,
+        "sizes": rows,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(args.output, json.dumps(report, indent=1) + "\n")
@@ -129,4 +152,4 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args, output="--output")

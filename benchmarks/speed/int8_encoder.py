@@ -1,13 +1,16 @@
-"""Time int8 ways to run MiniLM on a CPU: `quantize`, torch's `quantize_dynamic`, ONNX Runtime and OpenVINO.
+"""Compare engines for BERT encoders on a CPU: Transformers, `quantize`, `quantize_dynamic`, ONNX Runtime and OpenVINO.
 
-All of them run in turn in one process, with the same token ids and number of threads, and each is compared with the
-float32 model of Transformers: the ratio of the least times, and the Spearman correlation on STS-B dev. OpenVINO's
-model is quantized statically, on sentences of STS-B's train set. An engine that is not installed is left out.
+The engines run in turn in one process, with the same token ids and number of threads. The graphs of ONNX Runtime and
+OpenVINO are those of `attn-variants export --to onnx`. Each engine is compared with the float32 model of Transformers:
+the ratio of the shortest times, and for a model with a tokenizer the Spearman correlation on the validation set of
+STS-B. The static scales of OpenVINO's int8 graph are computed from sentences of the training set. An engine that is
+not installed is left out.
 
-Needs `pip install -e .[onnx,demo]`, and `pip install openvino nncf` for OpenVINO.
+Install the packages with `pip install -e .[onnx,openvino,demo]`.
 
 Example:
     python -m benchmarks.speed.int8_encoder --data_dir ../shared/data --threads 1
+    python -m benchmarks.speed.int8_encoder --data_dir ../shared/data --shape bert-base --output bert_base.json
 """
 
 import argparse
@@ -26,16 +29,21 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-from benchmarks.kept_memory import NOT_RECORDED
+from benchmarks.kept_memory import add_memory_argument, run
 from benchmarks.machine import machine
+from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants import quantize
+from hf_attn_variants.export.onnx import OPENVINO_NAME, export_onnx
+from hf_attn_variants.export.onnx_int8 import load_graph
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan, time_calls_in_turn
+from hf_attn_variants.quantization.int8_weight import current_plan
 
 SIZES = [(1, 32), (8, 128), (32, 128), (8, 512)]
-CALIBRATION_SENTENCES = 300
+# BERT-base is the default of Transformers.
+SHAPES: dict[str, dict[str, int]] = {"bert-base": {}}
+CALIBRATION_SENTENCES = 334  # a tenth is held out
 # Variables that limit the instructions of a library: oneDNN's own do not limit FBGEMM.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS")
 # A call that takes ids and a mask, and returns the last hidden states [batch, tokens, width].
@@ -46,10 +54,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `arguments`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", help="a BERT; by default the MiniLM of the demo package")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a BERT with random weights, instead")
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with glue/STS-B")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=7, help="timed calls of each engine and size")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "int8_encoder.json")
+    add_memory_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -78,56 +88,36 @@ def torch_encoder(model: Any) -> Encoder:
     return encode
 
 
-def exported_encoders(model: Any, threads: int, calibration: list[dict[str, Any]]) -> dict[str, Encoder]:
-    """Return the int8 encoders of ONNX Runtime and OpenVINO, as far as they are installed."""
-    folder = Path(tempfile.mkdtemp())
-    ids = torch.ones(2, 8, dtype=torch.long)
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=512)}
-
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-            return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-
-    program: Any = torch.onnx.export(
-        Plain().eval(),
-        (ids, torch.ones_like(ids)),
-        dynamo=True,
-        dynamic_shapes=(sizes, sizes),
-        input_names=["input_ids", "attention_mask"],
-    )
-    program.save(str(folder / "model.onnx"))
+def exported_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
+    """Export the model to graphs below `folder`, and return the calls of those engines that are installed."""
     encoders: dict[str, Encoder] = {}
-    if importlib.util.find_spec("onnxruntime"):
-        import onnxruntime
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-
-        quantize_dynamic(folder / "model.onnx", folder / "int8.onnx", weight_type=QuantType.QInt8, per_channel=True)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(folder / "int8.onnx", options, providers=["CPUExecutionProvider"])
-        encoders["ONNX Runtime int8"] = lambda ids, mask: session.run(
-            None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-        )[0]
+    if importlib.util.find_spec("onnxruntime") is None:
+        return encoders
+    onnx_dir = folder / "onnxruntime"
+    print(export_onnx(name, onnx_dir, quantization="int8").summary())
+    for engine, file in (("ONNX Runtime", "model.onnx"), ("ONNX Runtime int8", "model_quantized.onnx")):
+        session = load_graph(onnx_dir / "onnx" / file, threads)
+        inputs = {item.name for item in session.get_inputs()}
+        encoders[engine] = functools.partial(_run_graph, lambda batch, s=session: s.run(None, batch)[0], inputs)
     if importlib.util.find_spec("openvino") and importlib.util.find_spec("nncf"):
-        import nncf
         import openvino
 
-        core = openvino.Core()
-        quantized = nncf.quantize(
-            core.read_model(folder / "model.onnx"),
-            nncf.Dataset(calibration),
-            model_type=nncf.ModelType.TRANSFORMER,
-            subset_size=len(calibration),
-        )
-        compiled = core.compile_model(
-            quantized, "CPU", {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-        )
-        encoders["OpenVINO int8 (static)"] = lambda ids, mask: compiled([ids.numpy(), mask.numpy()])[0]
+        static_dir = folder / "openvino"
+        print(export_onnx(name, static_dir, quantization="int8", calibration_file=calibration).summary())
+        options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        for engine, file in (("OpenVINO", "model.onnx"), ("OpenVINO int8 (static)", OPENVINO_NAME)):
+            compiled = openvino.Core().compile_model(static_dir / "onnx" / file, "CPU", options)
+            names = {item.any_name for item in compiled.inputs}
+            encoders[engine] = functools.partial(_run_graph, lambda batch, c=compiled: c(batch)[0], names)
     return encoders
+
+
+def _run_graph(
+    run: Callable[[dict[str, np.ndarray]], Any], names: set[str], ids: torch.Tensor, mask: torch.Tensor
+) -> Any:
+    """Run a graph with the inputs that it has."""
+    arrays = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
+    return run({name: array for name, array in arrays.items() if name in names})
 
 
 def spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]]) -> float:
@@ -145,47 +135,46 @@ def spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]
     return float(spearmanr(cosines, [score for _, _, score in pairs]).statistic)
 
 
+def save_random_bert(folder: Path, shape: str) -> str:
+    """Save a BERT with random weights, on which times do not depend, and the tokenizer of the demo package."""
+    model = BertModel(BertConfig(**SHAPES[shape]))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
+    return str(folder)
+
+
 def main(args: argparse.Namespace) -> None:
-    """Time all engines, and write a JSON."""
+    """Time all engines, and write a JSON report."""
     torch.set_num_threads(args.threads)
-    name = args.model_name_or_path or demo_model()
-    tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
+    torch.manual_seed(0)
     train = read_pairs(args.data_dir / "glue/STS-B/train.tsv")[:CALIBRATION_SENTENCES]
-    calibration = [
-        {
-            name: np.asarray(tokenizer(pair[0], max_length=128, truncation=True)[name])[None]
-            for name in ("input_ids", "attention_mask")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        calibration = folder / "sentences.txt"
+        calibration.write_text("".join(f"{pair[0]}\n" for pair in train), encoding="utf-8")
+        name = (
+            save_random_bert(folder / "random", args.shape) if args.shape else args.model_name_or_path or demo_model()
+        )
+        model = AutoModel.from_pretrained(name).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            dynamic = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear})
+        encoders = {
+            "float32": torch_encoder(model),
+            "quantize": torch_encoder(quantize(copy.deepcopy(model))),
+            "quantize_dynamic": torch_encoder(dynamic),
+            **exported_encoders(folder, name, calibration, args.threads),
         }
-        for pair in train
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        dynamic = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear})
-    encoders = {
-        "float32": torch_encoder(model),
-        "quantize": torch_encoder(quantize(copy.deepcopy(model))),
-        "quantize_dynamic": torch_encoder(dynamic),
-        **exported_encoders(model, args.threads, calibration),
-    }
-    rows = []
-    for batch, tokens in SIZES:
-        ids = torch.randint(1000, 20_000, (batch, tokens), generator=torch.Generator().manual_seed(0))
-        calls = [functools.partial(encode, ids, torch.ones_like(ids)) for encode in encoders.values()]
-        seconds = dict(
-            zip(encoders, time_calls_in_turn(*calls, times=args.turns * (8 if batch == 1 else 1)), strict=True)
-        )
-        ratios = {engine: seconds["float32"] / value for engine, value in seconds.items()}
-        rows.append({"batch": batch, "tokens": tokens, "milliseconds": {k: 1e3 * v for k, v in seconds.items()}})
-        print(
-            f"{batch} x {tokens}:", ", ".join(f"{engine} {ratio:.2f}" for engine, ratio in ratios.items()), flush=True
-        )
-    pairs = read_pairs(args.data_dir / "glue/STS-B/dev.tsv")
-    scores = {engine: spearman(encode, tokenizer, pairs) for engine, encode in encoders.items()}
-    print("Spearman:", ", ".join(f"{engine} {score:.4f}" for engine, score in scores.items()))
-    found: dict[str, Any] = {
+        rows = [time_encoders(encoders, batch, tokens, args.turns) for batch, tokens in SIZES]
+        scores = {}
+        if args.shape is None:
+            pairs, tokenizer = read_pairs(args.data_dir / "glue/STS-B/dev.tsv"), AutoTokenizer.from_pretrained(name)
+            scores = {engine: spearman(encode, tokenizer, pairs) for engine, encode in encoders.items()}
+            print("Spearman:", ", ".join(f"{engine} {score:.4f}" for engine, score in scores.items()))
+    report: dict[str, Any] = {
         "machine": machine("cpu"),
         "threads": args.threads,
-        "memory": NOT_RECORDED,
+        "memory": memory_now(),
         "int8_path": str(current_plan()),
         "input_bits": current_plan().bits,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
@@ -193,8 +182,32 @@ def main(args: argparse.Namespace) -> None:
         "spearman": scores,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(args.output, json.dumps(found, indent=2) + "\n")
+    atomic_write(args.output, json.dumps(report, indent=2) + "\n")
+
+
+def time_encoders(encoders: dict[str, Encoder], batch: int, tokens: int, turns: int) -> dict[str, Any]:
+    """Time all engines on random token ids, and return a row of the report."""
+    ids = torch.randint(1000, 20_000, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    calls = {engine: functools.partial(encode, ids, torch.ones_like(ids)) for engine, encode in encoders.items()}
+    times, usage = time_engines(calls, turns * (8 if batch == 1 else 1))
+    print(
+        f"{batch} x {tokens}:", ", ".join(f"{engine} {times['float32'] / time:.2f}" for engine, time in times.items())
+    )
+    return {"size": f"{batch} × {tokens}", "milliseconds": times, "usage": {"milliseconds": usage}}
+
+
+def time_engines(calls: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Call all engines in turn, and return the shortest time in milliseconds and the page faults of each."""
+    usages: dict[str, list[Usage]] = {engine: [] for engine in calls}
+    for turn in range(turns + 1):
+        for engine, call in calls.items():
+            with Watch() as watch:
+                call()
+            if turn:  # the first turn is a warm-up
+                usages[engine].append(watch.usage)
+    times = {engine: 1e3 * min(usage.seconds for usage in each) for engine, each in usages.items()}
+    return times, {engine: summary(each) for engine, each in usages.items()}
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run(main, parse_args, output="--output")

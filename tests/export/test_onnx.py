@@ -13,10 +13,10 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5
 from fixtures.golden_sources import make_tokenizer
-from fixtures.onnx_decoding import greedy, session
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
+from examples.onnx_decoding import greedy, load_graph, load_graphs
 from hf_attn_variants import cli
 from hf_attn_variants.export import onnx_decoder
 from hf_attn_variants.export.onnx import Sizes, build_model_graphs, export_onnx
@@ -123,7 +123,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
     for merged in (False, True):
-        result = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8, merged=merged)
+        result = greedy(load_graphs(tmp_path / "onnx", merged=merged), source, start, end=-1, pad=0, new_tokens=8)
         result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
         assert result.tolist() == expected.tolist()
     # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
@@ -148,7 +148,7 @@ def test_real_t5_gives_equal_translations_in_onnx_runtime(kv_heads, opset, tmp_p
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "gqa").eval()
     expected = model.generate(**batch, max_new_tokens=60, do_sample=False, num_beams=1)
     source = {name: batch[name].numpy() for name in ("input_ids", "attention_mask")}
-    result = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
+    result = greedy(load_graphs(tmp_path / "onnx"), source, start=0, end=1, pad=0, new_tokens=60)
     assert result.tolist() == expected.tolist()
 
 
@@ -182,7 +182,7 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     assert error < 1e-4 and given == names and written.architecture == head
     operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/onnx/model.onnx").graph.node)
     assert operators["Attention"] == (row.tiny["num_hidden_layers"] if opset == 23 else 0)
-    graph = session(tmp_path / "onnx/onnx/model.onnx")
+    graph = load_graph(tmp_path / "onnx/onnx/model.onnx")
     batch = {name: value for name, value in row.batch(head).items() if name in names}
     expected = model(**batch)
     # A graph has no input that is not given: token types are 0.
@@ -275,7 +275,7 @@ def test_graph_with_pooling_returns_normalized_mean_embeddings(sentence_encoder)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state
     means = torch.stack([states[0].mean(0), states[1, :2].mean(0)])
-    graph = session(sentence_encoder / "out/onnx/model.onnx")
+    graph = load_graph(sentence_encoder / "out/onnx/model.onnx")
     given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
     embeddings, result = graph.run(["sentence_embedding", "last_hidden_state"], given)
     expected = torch.nn.functional.normalize(means, dim=-1)
@@ -291,7 +291,7 @@ def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
     assert operators["MatMulInteger"] >= 12 and int8.stat().st_size < float32.stat().st_size
     ids = np.arange(5, 29).reshape(3, 8)
     given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-    one, other = (session(path).run(["sentence_embedding"], given)[0] for path in (float32, int8))
+    one, other = (load_graph(path).run(["sentence_embedding"], given)[0] for path in (float32, int8))
     assert 0.99 < (one * other).sum(-1).mean() < 0.999999
 
 
