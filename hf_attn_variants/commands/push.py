@@ -12,7 +12,8 @@ example (--dry_run only lists the files and prints the model card):
   %(prog)s bert-gqa4 --repo_id me/bert-gqa4 --private \\
       --base_model google-bert/bert-base-uncased --license apache-2.0 --dry_run
 
-All files are pushed in a single commit. If nothing has changed since the last push, no commit is created."""
+All files are pushed in a single commit. With --code_repo, the model card is pushed in a second commit, because it
+contains the first one. If nothing has changed since the last push, no commit is created."""
 
 MAX_TEXT_BYTES = 2**24  # the limit for model cards and their notes
 # The flags that correspond to fields of `CardOptions`.
@@ -30,6 +31,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_checkpoint_argument(parser, "checkpoint folder")
     parser.add_argument(
         "--repo_id", help="repository as user/name (default: the name of the folder, under your account)"
+    )
+    parser.add_argument(
+        "--code_repo",
+        metavar="OWNER/NAME",
+        help="repository for the code of several checkpoints, which is created or updated (default: the code is "
+        "pushed to the repository of the checkpoint)",
     )
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="create or require a private repository")
@@ -90,7 +97,7 @@ def main(args: argparse.Namespace) -> Any:
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:
         repo_id = resolve_repo_id(repo_id, api)
-    plan = plan_push(folder, repo_id, options, _read_text(args.card), args.allow_pickle)
+    plan = plan_push(folder, repo_id, options, _read_text(args.card), args.allow_pickle, args.code_repo)
     if args.save_card:
         atomic_write(Path(args.save_card).expanduser(), plan.card)
     print(plan.summary())
@@ -102,8 +109,10 @@ def main(args: argparse.Namespace) -> Any:
     for name in result.removed:
         print(f"Removed {name}, which was added by an earlier push")
     print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")
+    code_revision = "" if result.code_commit is None else f'code_revision="{result.code_commit}", '
     print(
-        f'Load the model with from_pretrained("{result.repo_id}", revision="{result.commit}", trust_remote_code=True)'
+        f'Load the model with from_pretrained("{result.repo_id}", revision="{result.commit}", {code_revision}'
+        "trust_remote_code=True)"
     )
     return result
 

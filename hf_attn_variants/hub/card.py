@@ -423,7 +423,9 @@ MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\
 CODE_PATTERN = re.compile(
     r"^The attention is not part of [tT]ransformers[:.] .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
 )
-REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
+REPO_ID_PATTERN = re.compile(r'\.from_pretrained\(\s*"([^"\n]+)"')
+# The lines of the example that pin commits if the code is in another repository.
+PINNED_LINE = re.compile(r'\n    (?:code_)?revision="[^"]*",')
 # Names of results that are not scores, but describe the run.
 NO_SCORE = re.compile(
     r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
@@ -485,7 +487,11 @@ class CardOptions:
 
 
 def model_card(
-    folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
+    folder: Path,
+    repo_id: str,
+    options: CardOptions | None = None,
+    history: ModelHistory | None = None,
+    code_repo: str | None = None,
 ) -> ModelCard:
     """Generate the model card for a checkpoint, including its metadata.
 
@@ -494,6 +500,7 @@ def model_card(
         repo_id: The repository that the example on the card loads.
         options: Values that are not contained in the files of the folder.
         history: The model's history, if it has already been read.
+        code_repo: The code repository as "owner/name", or None if the code is in the repository of the model.
 
     Raises:
         OSError: if there is no config.json.
@@ -526,6 +533,7 @@ def model_card(
             template_path=str(TEMPLATE),
             title=options.title,
             repo_id=repo_id,
+            code_repo=code_repo,
             notes=options.notes,
             architecture=architecture,
             variant=facts,
@@ -542,7 +550,7 @@ def model_card(
             is_sentence_model=is_sentence_model,
             **TEMPLATE_VALUES,
         )
-    return ModelCard(_add_digest_mark(card.content))
+    return ModelCard(add_digest_mark(card.content))
 
 
 def _make_eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
@@ -610,7 +618,7 @@ def _select_hub_ids(names: Any) -> list[str] | str | None:
     return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
 
 
-def _add_digest_mark(text: str) -> str:
+def add_digest_mark(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
@@ -629,10 +637,12 @@ def refresh_card(text: str) -> str | None:
     repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
+    if "`code_revision=`" in body:  # a refreshed model has its own code
+        body = PINNED_LINE.sub("", body)
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
     values = {"repo_id": repo_id[1], **TEMPLATE_VALUES}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
-    return text if refreshed == body else _add_digest_mark(refreshed)
+    return text if refreshed == text[: mark.start()] else add_digest_mark(refreshed)
 
 
 def build_eval_results(training: Step | None, task: str | None) -> list[EvalResult]:

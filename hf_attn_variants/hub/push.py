@@ -2,15 +2,15 @@
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -28,6 +28,7 @@ from ..files import (
     TRAINING_LEFTOVERS,
 )
 from ..model_folder import read_history
+from ..modeling.code_builder import get_file_names
 from .card import (
     CardOptions,
     contains_local_path,
@@ -36,6 +37,14 @@ from .card import (
     model_card,
     redact_json_file,
     starts_from_model,
+)
+from .code_repository import (
+    CODE_COMMIT,
+    build_complete_code,
+    find_pinned_commit,
+    insert_commits,
+    push_code,
+    rewrite_configs,
 )
 
 __all__ = [
@@ -80,6 +89,9 @@ class PushPlan:
         left_out: {file or folder that is not pushed: reason}.
         card: The text of README.md.
         warnings: Sentences about problems that do not prevent the push.
+        code_repo: The code repository as "owner/name", or None if the code is in the repository of the checkpoint.
+        code: {file to push to the code repository: text}.
+        contents: {file to push: content that replaces the content of the file in the folder}.
     """
 
     folder: Path
@@ -88,6 +100,9 @@ class PushPlan:
     left_out: dict[str, str]
     card: str
     warnings: list[str] = field(default_factory=list)
+    code_repo: str | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, bytes] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return a human-readable list of files and warnings."""
@@ -96,6 +111,10 @@ class PushPlan:
         lines += [f"  {size:>15,}  {name}" for name, size in self.files.items()]
         lines.append(f"  {len(self.card.encode()):>15,}  {CARD_NAME} (the model card)")
         lines += [f"  left out: {name} ({reason})" for name, reason in self.left_out.items()]
+        if self.code_repo is not None:
+            sizes = {name: len(text.encode()) for name, text in self.code.items()}
+            lines.append(f"code -> {self.code_repo}: {len(sizes)} files, {sum(sizes.values()):,} bytes")
+            lines += [f"  {size:>15,}  {name}" for name, size in sizes.items()]
         return "\n".join(lines + [f"  note: {warning}" for warning in self.warnings])
 
 
@@ -109,6 +128,8 @@ class PushResult:
         commit: The id of the commit, which can be used as `revision`.
         changed: Whether the push changed the repository.
         removed: Files from an earlier push that the commit removed.
+        code_commit: The commit of the code repository, which can be used as `code_revision`, or None if there is no
+            code repository.
     """
 
     repo_id: str
@@ -116,6 +137,7 @@ class PushResult:
     commit: str
     changed: bool
     removed: list[str]
+    code_commit: str | None = None
 
 
 def plan_push(
@@ -124,6 +146,7 @@ def plan_push(
     card_options: CardOptions | None = None,
     card: str | None = None,
     allow_pickle: bool = False,
+    code_repo: str | None = None,
 ) -> PushPlan:
     """Check a checkpoint folder and return the files to push, without pushing anything.
 
@@ -134,24 +157,34 @@ def plan_push(
         card_options: Values for the generated card that are not contained in the folder.
         card: The text of a card that replaces the generated card.
         allow_pickle: Whether to push pickle files, which can run code when they are loaded.
+        code_repo: "owner/name" of a repository for the code of several checkpoints. Defaults to the repository of the
+            checkpoint.
 
     Raises:
         OSError: if weights or code files are missing or incomplete.
-        ValueError: if the configuration or the name of the repository is invalid.
+        ValueError: if the configuration or the name of a repository is invalid.
 
     Example:
         >>> print(plan_push("bert-gqa4", "user/bert-gqa4").summary())
     """
     folder = Path(folder).expanduser()
     validate_repo_id(repo_id)
+    if code_repo is not None:
+        _check_code_repo(code_repo, repo_id)
     if not folder.is_dir():
         raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
     check_files(folder)
     check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
         pass  # opening the checkpoint checks the headers and sizes of all weight files
-    _check_code_files(folder, read_config(folder).get("auto_map"))
     files, left_out = list_folder_files(folder, allow_pickle)
+    code = {} if code_repo is None else build_complete_code()
+    if code_repo is None:
+        _check_code_files(folder, read_config(folder).get("auto_map"))
+    contents = rewrite_configs(folder, code_repo, code)
+    left_out |= {name: f"the code is in {code_repo}" for name in files if name in code}
+    files = {name: size for name, size in files.items() if name not in code}
+    files |= {name: len(content) for name, content in contents.items()}
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "replaced by the generated model card unless --card is set"
     warnings = [] if any(name in files for name in _TOKENIZER_FILES) else ["The folder contains no tokenizer."]
@@ -159,17 +192,37 @@ def plan_push(
     with_paths = (name for name, text in notes.items() if contains_local_path(text))
     warnings += [f"{name} contains local paths and is pushed unchanged." for name in with_paths]
     if card is None:
-        history = read_history(folder)
-        generated = model_card(folder, repo_id, card_options, history)
-        card, data = str(generated), generated.data.to_dict()
-        warnings += [f"{problem} The card does not contain it." for problem in history.problems]
-        if data.get("base_model") is None and any(starts_from_model(step) for step in history.steps):
-            warnings.append("The card has no base model. Set --base_model.")
-        if data.get("license") is None:
-            warnings.append("The card has no license. Set --license.")
-        if "/" not in repo_id:
-            warnings.append(f"The example on the card loads {repo_id!r} without a user name. Pass user/{repo_id}.")
-    return PushPlan(folder, repo_id, files, left_out, card, warnings)
+        card, card_warnings = _generate_card(folder, repo_id, card_options, code_repo)
+        warnings += card_warnings
+    if code_repo is not None:
+        warnings.append(f"Without `code_revision`, `from_pretrained` runs the newest commit of {code_repo}.")
+    return PushPlan(folder, repo_id, files, left_out, card, warnings, code_repo, code, contents)
+
+
+def _check_code_repo(code_repo: str, repo_id: str) -> None:
+    validate_repo_id(code_repo)
+    if "/" not in code_repo or code_repo == repo_id:
+        raise ValueError(
+            f"`code_repo` must be owner/name of another repository than the checkpoint's, got {code_repo!r}. By "
+            "default, the code is in the repository of the checkpoint."
+        )
+
+
+def _generate_card(
+    folder: Path, repo_id: str, options: CardOptions | None, code_repo: str | None
+) -> tuple[str, list[str]]:
+    """Return the text of the generated model card, and warnings about missing information."""
+    history = read_history(folder)
+    card = model_card(folder, repo_id, options, history, code_repo)
+    data = card.data.to_dict()
+    warnings = [f"{problem} The card does not contain it." for problem in history.problems]
+    if data.get("base_model") is None and any(starts_from_model(step) for step in history.steps):
+        warnings.append("The card has no base model. Set --base_model.")
+    if data.get("license") is None:
+        warnings.append("The card has no license. Set --license.")
+    if "/" not in repo_id:
+        warnings.append(f"The example on the card loads {repo_id!r} without a user name. Pass user/{repo_id}.")
+    return str(card), warnings
 
 
 def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
@@ -232,6 +285,9 @@ def push_checkpoint(
     The commit also removes weight files and reports from an earlier push that are not in the plan. Otherwise, the
     repository could contain two models, or an old report would be read as an additional step.
 
+    With a code repository, the code is pushed first, and the commit also removes code files. A second commit contains
+    the model card, which names the commit of the code and the commit of the other files.
+
     Args:
         plan: The result of `plan_push`.
         private: Whether a new repository is private. Unless this is None, an existing repository must match.
@@ -244,8 +300,8 @@ def push_checkpoint(
         A description of the push, with the repository and the commit.
 
     Raises:
-        OSError: if the push fails. In this case, no file in the repository has changed, and the message explains what
-            to do.
+        OSError: if the push fails. The message explains what to do. Without a code repository, nothing has changed on
+            the Hub in this case.
         ValueError: if the visibility of the repository does not match `private`, or if its README.md was edited by
             hand.
 
@@ -261,17 +317,48 @@ def push_checkpoint(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
         existing = [sibling.rfilename for sibling in info.siblings or []]
-        if CARD_NAME in existing and not overwrite_card:
-            _check_remote_card(api, repo_id, str(info.sha), plan.card)
-        weights_and_reports = (name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS)
-        stale = sorted(name for name in weights_and_reports if name not in plan.files)
+        remote_card = _read_remote_card(api, repo_id, str(info.sha)) if CARD_NAME in existing else None
+        if remote_card is not None and not overwrite_card:
+            _check_remote_card(repo_id, remote_card, plan.card)
+        code_commit = None if plan.code_repo is None else _push_code(api, plan.code_repo, plan.code, private)
+        stale = [name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS]
+        stale += [name for name in existing if plan.code_repo is not None and name in get_file_names()]
+        stale = sorted(name for name in stale if name not in plan.files)
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
-        operations += [CommitOperationAdd(name, _get_payload(plan.folder, name)) for name in plan.files]
-        operations.append(CommitOperationAdd(CARD_NAME, plan.card.encode()))
-        commit = api.create_commit(
-            repo_id, operations, commit_message=commit_message, revision=revision, parent_commit=info.sha
-        )
-    return PushResult(repo_id, f"{api.endpoint}/{repo_id}", commit.oid, commit.oid != info.sha, stale)
+        operations += [CommitOperationAdd(name, _get_planned_payload(plan, name, code_commit)) for name in plan.files]
+        card = CommitOperationAdd(CARD_NAME, plan.card.encode())
+        operations += [card] if code_commit is None else []
+        options: dict[str, Any] = {"commit_message": commit_message, "revision": revision}
+        head = pinned = api.create_commit(repo_id, operations, parent_commit=info.sha, **options).oid
+        if code_commit is not None:
+            pinned = _find_same_commit(api, repo_id, head, find_pinned_commit(remote_card or ""))
+            card = CommitOperationAdd(CARD_NAME, insert_commits(plan.card, pinned, code_commit).encode())
+            head = api.create_commit(repo_id, [card], parent_commit=head, **options).oid
+    return PushResult(repo_id, f"{api.endpoint}/{repo_id}", pinned, head != info.sha, stale, code_commit)
+
+
+def _push_code(api: HfApi, code_repo: str, code: Mapping[str, str], private: bool | None) -> str:
+    """Push the code to its repository, which is created if it does not exist, and return the commit."""
+    # A private checkpoint may use public code, but a public checkpoint needs public code.
+    if not check_visibility(api, code_repo, None if private else private):
+        api.create_repo(code_repo, private=private)
+    return push_code(api, code_repo, code)
+
+
+def _find_same_commit(api: HfApi, repo_id: str, head: str, commit: str | None) -> str:
+    """Return an earlier commit if its files are the same as those of `head` except for the card, or `head`."""
+    if commit is None:
+        return head
+    try:
+        return commit if _list_blobs(api, repo_id, commit) == _list_blobs(api, repo_id, head) else head
+    except RevisionNotFoundError:
+        return head
+
+
+def _list_blobs(api: HfApi, repo_id: str, commit: str) -> dict[str, str]:
+    """Return the id of the content of each file in a commit, without the card."""
+    files = api.list_repo_tree(repo_id, recursive=True, revision=commit)
+    return {file.path: file.blob_id for file in files if isinstance(file, RepoFile) and file.path != CARD_NAME}
 
 
 def _check_code_files(folder: Path, auto_map: Any) -> None:
@@ -314,16 +401,26 @@ def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
     return True
 
 
-def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None:
-    """Check that the README.md in a repository was not edited by hand, unless it is the same as the card."""
+def _read_remote_card(api: HfApi, repo_id: str, commit: str) -> str:
     with tempfile.TemporaryDirectory() as folder:  # the cache may be read-only
         path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
+
+
+def _check_remote_card(repo_id: str, text: str, card: str) -> None:
+    """Check that the README.md in a repository was not edited by hand, unless it is the same as the card."""
     if text != card and not is_unedited_card(text):
         raise ValueError(
             f"{repo_id} has a README.md that was edited by hand. Pass a copy of it as --card to keep it, or "
             "--overwrite_card to replace it."
         )
+
+
+def _get_planned_payload(plan: PushPlan, name: str, code_commit: str | None) -> str | bytes:
+    """Return the path of a file in a plan, or its content if it differs from the file in the folder."""
+    if name in plan.contents:
+        return plan.contents[name].replace(CODE_COMMIT.encode(), f'"{code_commit}"'.encode())
+    return _get_payload(plan.folder, name)
 
 
 def _get_payload(folder: Path, name: str) -> str | bytes:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from hf_attn_variants import cli, convert
 from hf_attn_variants.files import GENERATED_CARD
 from hf_attn_variants.hub import CardOptions, model_card
-from hf_attn_variants.hub.card import _add_digest_mark, is_unedited_card, refresh_card
+from hf_attn_variants.hub.card import add_digest_mark, is_unedited_card, refresh_card
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
 
 BART, MARIAN = (next(row for row in RELATIVES if row.name == name) for name in ("bart", "marian"))
@@ -312,7 +312,7 @@ def test_card_states_the_tested_versions_and_the_code_update(folder):
     assert refresh_card(text) == text and refresh_card(text.replace("me/x", "me/y")) is None
     unpaired = text.replace(f"to {NEWEST_TESTED}.", "to 5.1.")
     body = unpaired[: unpaired.rindex("\n<!-- generated")]
-    older = _add_digest_mark(body).replace(f"{GENERATED_CARD}{ATTN_VARIANTS_VERSION}", f"{GENERATED_CARD}0.0.1")
+    older = add_digest_mark(body).replace(f"{GENERATED_CARD}{ATTN_VARIANTS_VERSION}", f"{GENERATED_CARD}0.0.1")
     assert is_unedited_card(older) and refresh_card(older) == text
 
 
