@@ -13,6 +13,7 @@ share are stored for layer 0.
 
 import importlib.util
 import inspect
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import open_checkpoint
-from ..files import check_disk_space, check_output_dir, staged_folder
+from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
@@ -37,7 +38,8 @@ from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cach
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
 from ..registration import max_input_length
-from .onnx_decoder import BRANCH_INPUT, merge_decoders
+from . import onnx_decoder
+from .onnx_decoder import BRANCH_INPUT, get_data_path, merge_decoders
 from .onnx_int8 import (
     ComparisonTexts,
     Int8Export,
@@ -451,6 +453,7 @@ def export_onnx(
             model.generation_config.save_pretrained(stage)
         written = _write_graphs(graphs, opset, stage)
         int8 = None if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
+        _list_data_files(stage)
     return OnnxExport(os.fspath(output_dir), get_transformers_class_name(model_class), opset, written, int8)
 
 
@@ -480,6 +483,15 @@ def _check_options(
         raise ValueError(
             f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
         )
+
+
+def _list_data_files(folder: Path) -> None:
+    """List the graphs with a second file in config.json, where transformers.js looks for them."""
+    large = [path.name for path in sorted((folder / FOLDER).glob("*.onnx")) if get_data_path(path).exists()]
+    if large:
+        config = load_json(folder / CONFIG_NAME)
+        config["transformers.js_config"] = {"use_external_data_format": dict.fromkeys(large, True)}
+        (folder / CONFIG_NAME).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
 
 
 def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
@@ -550,6 +562,8 @@ def _generate_tokens(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
 
 def _write_graph(graph: Graph, opset: int, path: Path) -> None:
     """Export a graph to a file."""
+    from onnxscript import ir
+
     dimensions = {
         name: Dim(name, max=graph.longest.get(name)) for axes in graph.axes.values() for name in axes.values()
     }
@@ -571,7 +585,9 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
         )
         for node in program.model.graph:
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # contains local paths
-        program.save(path)
+        size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+        is_large = size > onnx_decoder.MAX_GRAPH_BYTES
+        ir.save(program.model, path, external_data=get_data_path(path).name if is_large else None)
 
 
 def _compute_largest_difference(graph: Graph, path: Path) -> float:

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 import onnx
-from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 BRANCH_INPUT = "use_cache_branch"
 # Larger graphs store their weights in a second file, because a protobuf message must be smaller than 2 GB.
@@ -50,12 +50,19 @@ def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None
         initializer=list(weights.values()),
     )
     opsets = {opset.domain: opset for model in (first, step) for opset in model.opset_import}
-    onnx.save_model(
-        helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=first.ir_version),
-        merged_path,
-        save_as_external_data=sum(len(weight.raw_data) for weight in weights.values()) > MAX_GRAPH_BYTES,
-        location=f"{merged_path.name}_data",
-    )
+    merged = helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=first.ir_version)
+    save_graph(merged, merged_path)
+
+
+def save_graph(model: ModelProto, path: Path) -> None:
+    """Save a graph, with the weights in a second file if it is large."""
+    size = sum(len(weight.raw_data) for weight in model.graph.initializer)
+    onnx.save_model(model, path, save_as_external_data=size > MAX_GRAPH_BYTES, location=get_data_path(path).name)
+
+
+def get_data_path(path: Path) -> Path:
+    """Return the file with the weights of a large graph. transformers.js and Optimum require this name."""
+    return path.with_name(f"{path.name}_data")
 
 
 def _make_branch(graph: GraphProto, prefix: str, outputs: list[ValueInfoProto], weights: Weights) -> GraphProto:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from ..registration import max_input_length
 from ..text_files import is_table, read_lines
+from .onnx_decoder import get_data_path, save_graph
 
 Arrays = dict[str, np.ndarray]
 
@@ -141,6 +142,7 @@ def quantize_dynamically(
     excluded = [
         node for node, scope in scopes.items() if any(re.search(rf"\b{name}'", scope) for name in float32_modules)
     ]
+    is_large = get_data_path(path).exists()
     # The root logger advises simplifying the graph first, which does not change these graphs.
     with raise_log_level(None):
         quantize_dynamic(
@@ -151,8 +153,12 @@ def quantize_dynamically(
             per_channel=True,
             reduce_range=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=_is_large(path),
+            use_external_data_format=is_large,
         )
+    if is_large:  # ONNX Runtime gives the second file another name
+        quantized = onnx.load(int8_path)
+        int8_path.with_name(f"{int8_path.name}.data").unlink()
+        save_graph(quantized, int8_path)
 
 
 def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -> None:
@@ -169,7 +175,7 @@ def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -
     quantized = nncf.quantize(
         onnx.load(path), nncf.Dataset(inputs), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(inputs)
     )
-    onnx.save_model(quantized, int8_path, save_as_external_data=_is_large(path), location=f"{int8_path.name}_data")
+    save_graph(quantized, int8_path)
 
 
 @contextmanager
@@ -182,11 +188,6 @@ def raise_log_level(name: str | None) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _is_large(path: Path) -> bool:
-    """Return whether a graph stores its weights in a second file."""
-    return path.with_name(f"{path.name}.data").exists()
 
 
 def load_graph(path: str | os.PathLike, threads: int) -> Any:

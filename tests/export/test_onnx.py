@@ -323,12 +323,10 @@ def test_classifiers_are_quantized(head, tmp_path):
 
 
 @pytest.mark.thorough
-def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
+def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path):
     writer("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
     files = [f"onnx/{name}_quantized.onnx" for name in DECODER_FILES]
-    assert (tmp_path / "out/onnx/decoder_model_merged.onnx_data").is_file()  # large graphs have a second file
     assert written.int8.files == files and written.int8.measure == "equal tokens" and written.int8.agreement > 0.5
     float32, int8 = (
         onnx.load(tmp_path / f"out/onnx/decoder_model{suffix}.onnx").graph.node for suffix in ("", "_quantized")
@@ -337,6 +335,30 @@ def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path,
     assert sensitive and sensitive <= {node.name for node in int8 if node.op_type == "MatMul"}
     assert sum(node.op_type == "MatMulInteger" for node in int8) > 8
     assert not any(node.op_type == "Gather" and "quantized" in node.input[0] for node in int8)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_large_graphs_have_data_files_for_transformers_js(kind, tmp_path, monkeypatch):
+    """Check the names, because ONNX Runtime itself would also load files with other names."""
+    monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
+    model = BERT.model("BertModel", "gqa") if kind == "bert" else writer("t5", "gqa", num_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    export = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
+    graphs = {path.name for path in (tmp_path / "out/onnx").glob("*.onnx")}
+    assert len(graphs) == (2 if kind == "bert" else 8) and export.int8.agreement > 0.5
+    files = {path.name for path in (tmp_path / "out/onnx").iterdir()}
+    assert files == graphs | {f"{name}_data" for name in graphs}
+    for name in graphs:
+        locations = {
+            item.value
+            for tensor in onnx.load(tmp_path / "out/onnx" / name, load_external_data=False).graph.initializer
+            for item in tensor.external_data
+            if item.key == "location"
+        }
+        assert locations == {f"{name}_data"}
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["transformers.js_config"] == {"use_external_data_format": dict.fromkeys(sorted(graphs), True)}
 
 
 @pytest.mark.thorough
