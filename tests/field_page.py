@@ -24,9 +24,15 @@ MORE = {
     "talking": "[talking heads](talking_heads.md)",
     "pattern": "[windows and patterns](sparse.md)",
     "kernel": "[linear attention](linear.md)",
+    "extension": "[formulas](reference.md)",
 }
 PAIRS = "| In one attention module | Not with |\n| --- | --- |\n"
-KINDS = {int: "integer", bool: "`True`, `False`", dict: "`{field: [one value per layer]}`"}
+KINDS = {
+    int: "integer",
+    bool: "`True`, `False`",
+    dict: "`{field: [one value per layer]}`",
+    tuple: "`[number, number]`",
+}
 # The words of descriptions for an attention in any place.
 ANY = {"attention": "an attention module", "layer": "a layer"}
 

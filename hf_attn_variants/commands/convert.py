@@ -197,6 +197,8 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
                 options |= {"action": "store_true", "default": None}
             elif row.kind is list:
                 options["nargs"] = "*" if prefix and row.inherits else "+"
+            elif row.kind is tuple:
+                options |= {"nargs": 2, "type": float, "metavar": "NUMBER"}
             else:
                 options["type"] = parse_json_flag if row.kind is dict else row.kind
             group.add_argument(f"--{prefix}{row.name}", **options)

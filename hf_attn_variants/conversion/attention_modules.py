@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite, get_kernel
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.composition import get_requested_extensions
+from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
 from ..modeling.mechanisms.kernels.attention_kernel import get_kernel_tensors
 from ..modeling.mechanisms.latents import get_projection_rank
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms
@@ -34,6 +36,8 @@ class AttentionModule:
         shapes: Maps each field of `new_tensors` to its shape.
         projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
         kernel: The kernels that replace the softmax (before, after). None if a softmax is used.
+        extensions: The attention extensions to add, {prefix of the tensor names in the checkpoint: module on the meta
+            device}.
     """
 
     name: str
@@ -44,6 +48,16 @@ class AttentionModule:
     shapes: dict[str, tuple[int, ...]]
     projections: dict[str, tuple[int, ...]]
     kernel: tuple[Any, Any] = (None, None)
+    extensions: dict[str, AttentionExtension] = field(default_factory=dict)
+
+    @property
+    def extension_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of the attention extensions to add, {name in the checkpoint: shape}."""
+        return {
+            prefix + name: tuple(parameter.shape)
+            for prefix, extension in self.extensions.items()
+            for name, parameter in extension.named_parameters()
+        }
 
     @property
     def adds_kernel(self) -> bool:
@@ -115,7 +129,7 @@ def _build_attention_module(
         target, source_config, entries: See `build_attention_modules`.
     """
     heads = _resolve_head_counts(site, path, source_config, target.config)
-    prefix = _find_stored_prefix(target, f"{path}.{site.query}.weight", entries)
+    prefix = find_stored_prefix(target, f"{path}.{site.query}.weight", entries)
     width = target.config.hidden_size
     tensors, shapes = _resolve_linear_tensors(site, f"{prefix}{path}", module, heads, width, entries)
     new_tensors = dict(tensors)
@@ -149,7 +163,9 @@ def _build_attention_module(
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
         projections = {}
-    return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel)
+    present = {extension.field for extension in get_requested_extensions(source_config, site.place_prefix)}
+    extensions = {f"{core}{name}.": item for name, item in get_extensions(core_module).items() if name not in present}
+    return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel, extensions)
 
 
 def _resolve_linear_tensors(
@@ -191,11 +207,11 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
     heads = HeadCounts(
         after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
-    for field, check in ((site.kv_heads_field, "kv_head_change"), (site.rank_field, "latent_change")):
+    for name, check in ((site.kv_heads_field, "kv_head_change"), (site.rank_field, "latent_change")):
         try:
             getattr(heads, check)
         except ValueError as error:
-            raise ValueError(f"`{field}`: {error}") from None
+            raise ValueError(f"`{name}`: {error}") from None
     dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.place_prefix)}
     terms = sorted(name for name in dynamic if name.startswith("m"))
     if site.shares_latent and heads.latent_change != "same" and terms:
@@ -233,7 +249,7 @@ def _linear_layer_patterns(site: AttentionSite) -> Iterable[str]:
         yield re.escape(site.latent)
 
 
-def _find_stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
+def find_stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
     """Return the prefix of base-model tensor names in the checkpoint, such as "bert." or an empty string."""
     for prefix in (f"{target.base_model_prefix}.", ""):
         if f"{prefix}{name}" in entries:
@@ -305,7 +321,11 @@ def check_no_missing_tensors(
     """
     prefix = f"{target.base_model_prefix}."
     # Transformers renames these tensors when it loads old BERT checkpoints.
-    new = {name for module in modules for name in (*module.new_tensors.values(), *module.projections)}
+    new = {
+        name
+        for module in modules
+        for name in (*module.new_tensors.values(), *module.projections, *module.extension_shapes)
+    }
     names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in {*entries, *new}}
     names = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names}
     names |= {prefix + name for name in names} | {name.removeprefix(prefix) for name in names}

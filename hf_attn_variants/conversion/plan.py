@@ -11,6 +11,7 @@
 `ConversionPlan.convert` then computes the tensors of each module: first new heads, then a latent, then a kernel.
 """
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
@@ -23,12 +24,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_checks import find_closest_match
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.saving_and_loading import drop_default_value_head_dim
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
-from ..modeling.mechanisms.mechanism import NONE
+from ..modeling.mechanisms.mechanism import NONE, PREFIXES
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class, get_pattern_prefixes
 from ..modeling.mechanisms.talking_heads import (
     KIND,
@@ -175,8 +177,8 @@ class ConversionPlan:
         generator = make_seeded_generator(self.seed, module.name)
         return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
 
-    def initialize_talking_heads(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Initialize the talking-heads parameters that a module gets, {name in the checkpoint: tensor}."""
+    def initialize_new_parameters(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Initialize the talking-heads parameters and extensions of a module, {name in the checkpoint: tensor}."""
         generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
         tensors = {}
@@ -184,6 +186,10 @@ class ConversionPlan:
             std = get_projection_std(name.rsplit(".", 1)[-1], shape, init)
             new = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
             tensors[name] = new.to(dtype)
+        for prefix, extension in module.extensions.items():
+            new_extension = copy.deepcopy(extension).to_empty(device="cpu")
+            new_extension.init_projections()
+            tensors |= {prefix + name: tensor.detach().to(dtype) for name, tensor in new_extension.named_parameters()}
         return tensors
 
 
@@ -256,6 +262,8 @@ def explain_why_not_fittable(config: Any) -> str | None:
         )
     if has_kernel(config):
         return "it requires softmax attention, but the original model uses a kernel"
+    if fields := [field for prefix in PREFIXES for field, _ in get_requested_extensions(config, prefix).values()]:
+        return f"it does not support `{fields[0]}`, which the original model uses"
     patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in get_pattern_prefixes(config))
     if learned := [pattern for pattern in patterns if pattern is not None and get_pattern_class(pattern).learned]:
         return (
@@ -359,6 +367,7 @@ def _make_new_config(
         changes = {**changes, "per_layer_values": {**lists, **new_lists}}
     new_config = config_class.from_upstream(raw, **(kv_heads | dict(changes)))
     check_talking_heads_unchanged(source_config, new_config, changes)
+    _check_extensions_unchanged(source_config, new_config)
     for name in config_class.kernel_fields():
         old, new = _get_values_by_layer(source_config, name), _get_values_by_layer(new_config, name)
         if old != new and has_kernel(source_config):
@@ -366,6 +375,20 @@ def _make_new_config(
                 f"`{name}` must stay {old!r} because the original model already has a kernel, got {new!r}. Remove it."
             )
     return new_config
+
+
+def _check_extensions_unchanged(source: Any, new: Any) -> None:
+    """Check that existing attention extensions stay unchanged, because their parameters are copied.
+
+    Raises:
+        ValueError: if an extension would be changed or removed.
+    """
+    for prefix in PREFIXES:
+        extensions = get_requested_extensions(new, prefix)
+        for extension, (field, old) in get_requested_extensions(source, prefix).items():
+            value = extensions.get(extension, (field, None))[1]
+            if value != old:
+                raise ValueError(f"`{field}` must stay {old!r} as in the original model, got {value!r}. Remove it.")
 
 
 def _check_all_fields_used(

@@ -77,7 +77,7 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
         # New tensors are stored in the same file and with the same dtype as the queries.
         query_entry = entries[module.tensors["query_weight"]]
         added = {name: shapes[name] for name in module.new_tensors.values() if name not in entries}
-        added |= module.projections
+        added |= module.projections | module.extension_shapes
         entries |= {name: TensorEntry(query_entry.file, query_entry.dtype, shape) for name, shape in added.items()}
     return entries
 
@@ -142,7 +142,7 @@ def _convert_modules(
         for part, name in module.new_tensors.items():
             stored = query if (old := getattr(before, part, None)) is None else old
             tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
-        added = plan.initialize_talking_heads(module, plan.dtype or query.dtype)
+        added = plan.initialize_new_parameters(module, plan.dtype or query.dtype)
         yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
 
 

@@ -25,6 +25,7 @@ from ..glue_tasks import TASKS
 from ..inspection.costs import (
     CostTable,
     compute_cost_table,
+    describe_extensions,
     describe_scores,
     get_values_by_layer,
     list_used_fields,
@@ -32,6 +33,7 @@ from ..inspection.costs import (
 )
 from ..inspection.tables import describe_talking_projections, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
+from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
 from ..modeling.mechanisms.head_sharing import (
     GroupedQuery,
@@ -42,6 +44,7 @@ from ..modeling.mechanisms.head_sharing import (
 )
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from ..modeling.mechanisms.latents import Latent
+from ..modeling.mechanisms.mechanism import PREFIXES
 from ..modeling.mechanisms.patterns.pattern_table import get_pattern_class
 from ..modeling.mechanisms.talking_heads import (
     BOTH,
@@ -318,6 +321,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
     pattern_names = [getattr(variant, f"{prefix}attention_pattern") for prefix in prefixes]
     papers += [get_pattern_class(name).paper for name in pattern_names if name is not None]
     papers += [get_kernel_class(kernel["name"]).paper for kernel in kernels]
+    papers += [item.paper for prefix in PREFIXES for item in get_requested_extensions(variant, prefix)]
     current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
     cache = current.kv_cache_bytes_per_token
     all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
@@ -325,7 +329,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
         "latents": latents,
-        "scores": describe_scores(variant, kv_fields),
+        "scores": describe_scores(variant, kv_fields) + describe_extensions(variant, kv_fields),
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,

@@ -25,11 +25,13 @@ from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_table import PLACES, get_field_row
+from ..modeling.fields.composition import EXTENSIONS
+from ..modeling.fields.field_table import FIELD_TEXTS, PLACES, get_field_row
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.additive_score import AdditiveScore
+from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, get_head_sharing
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ..modeling.mechanisms.latents import get_projection_rank
@@ -221,7 +223,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
             parts.append(text + _describe_layers(ranks))
     if config.value_head_dim is not None:
         parts.append(f"values of {config.value_head_dim}")
-    parts += describe_scores(config, (field,))
+    parts += describe_scores(config, (field,)) + describe_extensions(config, (field,))
     parts += [
         "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
         for kind, where in describe_talking_projections(config, (field,))
@@ -254,6 +256,22 @@ def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
     return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
+
+
+def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
+    """Return descriptions of the attention extensions, such as "output gates in cross-attention".
+
+    The place is omitted if an extension is used in all places of the encoder or decoder.
+
+    Args:
+        config: A variant configuration.
+        fields: The key/value head fields of the encoder or decoder to describe.
+    """
+    prefixes, texts = select_place_prefixes(config, fields), list[Any]()
+    for extension in EXTENSIONS:
+        text, places = FIELD_TEXTS[extension.field].card, [p for p in prefixes if extension.requested_in(config, p)]
+        texts += [text] if len(places) == len(prefixes) else [f"{text} in {PLACES[place].here}" for place in places]
+    return texts
 
 
 def _describe_layers(values: list[LayerValue]) -> str:
@@ -635,7 +653,8 @@ def flops_per_token(
             parts.append(count_latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
         else:
             parts.append(_count_attention_flops(core, key_value, attended))
-        parts += [extra.count_flops() for extra in (core.compression, core.score) if extra is not None]
+        extras = [core.compression, core.score, *get_extensions(core).values()]
+        parts += [extra.count_flops() for extra in extras if extra is not None]
         for per_key, per_query in parts:
             flops[key_stack] += runs * per_key
             flops[stack] += runs * per_query
@@ -687,14 +706,18 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
 def count_attention_parameters(model: AttnVariantModelMixin) -> int:
     """Return the number of parameters in all attention modules.
 
-    The count includes linear layers, latent projections and talking-heads projections. Shared parameters are counted
-    once.
+    The count includes linear layers, latent projections, talking-heads projections and extensions. Shared parameters
+    are counted once.
     """
     sizes: dict[int, int] = {}
     for site, path, module in model.named_attention_modules():
         linears = _list_linear_layers(model, site, path, module)
         parameters = [parameter for linear in linears for parameter in linear.parameters()]
-        parameters += module.get_submodule(site.core).parameters(recurse=False)
+        core = _get_core_module(module, site)
+        parameters += core.parameters(recurse=False)
+        parameters += [
+            parameter for extension in get_extensions(core).values() for parameter in extension.parameters()
+        ]
         sizes |= {id(parameter): parameter.numel() for parameter in parameters}
     return sum(sizes.values())
 

@@ -66,10 +66,14 @@ _NAMES_BY_MECHANISMS = {
         "get_projection_shapes get_projection_std"
     ),
     ("unequal_layers",): "merge_per_layer_config validate_layer_values",
-    ("additive_score", "linear_attention", "patterns", "talking_heads"): "attend_with_mechanisms set_padding_rule",
+    ("extensions",): "get_normalization install_extensions",
+    ("extensions", "latents", "unequal_values"): "attend_with_projections",
+    ("additive_score", "extensions", "linear_attention", "patterns", "talking_heads"): (
+        "attend_with_mechanisms set_padding_rule"
+    ),
     (
-        *("additive_score", "latents", "linear_attention", "patterns", "sinusoidal_positions", "talking_heads"),
-        "unequal_layers",
+        *("additive_score", "extensions", "latents", "linear_attention", "patterns", "sinusoidal_positions"),
+        *("talking_heads", "unequal_layers", "unequal_values"),
     ): "_check_no_mechanism_is_ignored check_combinations",
 }
 ENTRY_POINTS = {name: needed_by for needed_by, names in _NAMES_BY_MECHANISMS.items() for name in names.split()}
@@ -187,10 +191,24 @@ def get_file_names() -> set[str]:
 
 def _list_stubs(mechanisms: frozenset[str] | None) -> dict[str, tuple[str, ...]]:
     """Return the names that are replaced by stubs, with the mechanisms that need them."""
+    if mechanisms is None:
+        return {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not needed_by}
+    extensions = _find_extensions()
+    used = mechanisms if mechanisms.isdisjoint(extensions.values()) else {*mechanisms, "extensions"}
+    needed = ENTRY_POINTS | {name: (field,) for name, field in extensions.items()}
+    return {name: needed_by for name, needed_by in needed.items() if used.isdisjoint(needed_by)}
+
+
+def _find_extensions() -> dict[str, str]:
+    """Return the class name of each attention extension, with its field, which is the name of its mechanism."""
+    texts = [module.body for module in _read_modules().values()]
+    classes = [item.node for body in texts for item in body if isinstance(item.node, ast.ClassDef)]
     return {
-        name: needed_by
-        for name, needed_by in ENTRY_POINTS.items()
-        if not needed_by or (mechanisms is not None and mechanisms.isdisjoint(needed_by))
+        kind.name: ast.literal_eval(statement.value)
+        for kind in classes
+        if "AttentionExtension" in map(ast.unparse, kind.bases)
+        for statement in kind.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "field"
     }
 
 

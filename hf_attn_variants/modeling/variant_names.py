@@ -65,7 +65,7 @@ class MissingDefinition:
     """
 
     mechanisms: tuple[str, ...] = ()
-    name = ""  # no configuration field has this value
+    name = stage = ""  # no configuration field has this value
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Raise an error that names the missing definition."""

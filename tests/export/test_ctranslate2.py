@@ -369,7 +369,7 @@ def test_fields_except_heads_and_latents_raise_an_error(name, row):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     check_ctranslate2_support(model_class, config)
-    other = {int: 7, str: "another", bool: True, list: ["x2l"]}[row.kind]
+    other = {int: 7, str: "another", bool: True, list: ["x2l"], tuple: [-1.0, 1.0]}[row.kind]
     setattr(config, name, other)
     with pytest.raises(ValueError, match=f"`{name}`"):
         check_ctranslate2_support(model_class, config)

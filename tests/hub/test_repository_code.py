@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import hf_attn_variants
 from benchmarks.versions.code_size import count_remote_code
+from hf_attn_variants.modeling import code_builder
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, MODELING_FOLDER, build_code
-from hf_attn_variants.modeling.fields.composition import MECHANISMS, get_used_mechanisms
+from hf_attn_variants.modeling.fields.composition import EXTENSIONS, MECHANISMS, get_used_mechanisms
 
 # A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
 REPOSITORIES = {
@@ -78,7 +79,10 @@ def test_entry_points_and_fields_exist():
     defined = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []
     mechanisms = {mechanism for needed_by in ENTRY_POINTS.values() for mechanism in needed_by}
-    assert mechanisms == {*MECHANISMS.values()}
+    # The classes of extensions are found in their files.
+    extensions = {extension.__name__: extension.field for extension in EXTENSIONS}
+    assert code_builder._find_extensions() == extensions
+    assert mechanisms - {"extensions"} | {*extensions.values()} == {*MECHANISMS.values()}
 
 
 @pytest.mark.parametrize("name", REPOSITORIES)

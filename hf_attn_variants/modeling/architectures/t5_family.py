@@ -10,6 +10,7 @@ from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
 from ..attention.latent_attention import attend_to_latent, get_keys_and_values, get_latent
 from ..attention.shared_rows import share_sentence_rows
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
 from ..mechanisms.patterns.transient_global import (
     TransientPattern,
     add_summary_parameters,
@@ -140,6 +141,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _get_past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        query = extend(self, HEAD_STAGE, query, "query")
         if self.heads.rank is None:
             key, value = get_keys_and_values(self, (self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
@@ -173,7 +175,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             output, weights = attend(self, query, key, value, mask, **options)
         else:
             output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
-        return self.o(output.flatten(2)), position_bias, weights
+        return self.o(extend(self, OUTPUT_STAGE, output, states).flatten(2)), position_bias, weights
 
 
 def _get_past_length(cache: Any, layer: int) -> int | Tensor:

@@ -92,6 +92,7 @@ class AttentionVariantMixin(_Attention):
         self.num_key_value_groups = heads.query // heads.key
         # Transformers assumes that value heads are as wide as key heads.
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
+        self.extensions: dict[str, tuple[str, ...]] = {}
         like = next(self.parameters())
         shapes = get_projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
 from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
@@ -134,8 +135,8 @@ def attend_with_projections(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
 
-    This function replaces the original `forward` if `owns_projections` is True, which means that there is a latent or
-    that value heads and key heads have different sizes.
+    This function replaces the original `forward` if `owns_projections` is True, which means that there is a latent,
+    that value heads and key heads have different sizes, or that an extension changes the heads or their outputs.
 
     Args:
         module: the attention module (see `AttentionVariantMixin`).
@@ -145,6 +146,7 @@ def attend_with_projections(
     """
     query_linear, *linears = (getattr(module, name) for name in module.linears)
     query = query_linear(states).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+    query = extend(module, HEAD_STAGE, query, "query")
     dropout = getattr(module, module.dropout_name)  # a probability or a module
     options |= {"dropout": getattr(dropout, "p", dropout) if module.training else 0.0, "scaling": module.scaling}
     if module.heads.rank is None:
@@ -153,7 +155,7 @@ def attend_with_projections(
     else:
         latent, layer = get_latent(module, states, encoder_outputs, cache)
         output, weights = attend_to_latent(module, query, latent, mask, linears, layer, **options)
-    return output.flatten(2), weights
+    return extend(module, OUTPUT_STAGE, output, states).flatten(2), weights
 
 
 def get_keys_and_values(
@@ -179,7 +181,7 @@ def get_keys_and_values(
         # The encoder outputs do not change between decoding steps.
         return cache.layers[index].keys, cache.layers[index].values
     inputs = states if encoder_outputs is None else encoder_outputs
-    key, value = compute_keys_and_values(inputs, linears, module.heads.head_dim, module.heads.value_dim)
+    key, value = compute_keys_and_values(inputs, linears, module.heads.head_dim, module.heads.value_dim, module)
     if cache is not None:
         key, value = cache.update(key, value, index)
         seen[index] = True
@@ -254,7 +256,8 @@ def attend_to_latent(
     elif module.is_own and should_absorb_projections(module, query, latent, linears, options):
         return _attend_in_absorbed_form(module, query, latent, mask, linears, **options)
     else:
-        key, value = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
+        sizes = (module.heads.head_dim, module.heads.value_dim)
+        key, value = compute_keys_and_values(latent[:, 0], linears, *sizes, module)
     return attend(module, query, key, value, mask, **options)
 
 
@@ -307,15 +310,17 @@ def has_cached_latent(cache: Any) -> bool:
 
 
 def compute_keys_and_values(
-    inputs: Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None
+    inputs: Tensor, linears: Sequence[nn.Module], head_dim: int, value_dim: int | None = None, module: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs [b, m, r].
 
-    The default of d_v is d.
+    The default of d_v is d. If an attention module is given, its extensions are applied.
     """
     pairs = zip(linears, (head_dim, value_dim or head_dim), strict=True)
     key, value = (linear(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for linear, size in pairs)
-    return key, value
+    if module is None:
+        return key, value
+    return extend(module, HEAD_STAGE, key, "key"), extend(module, HEAD_STAGE, value, "value")
 
 
 def _get_expanded_latent(
@@ -325,7 +330,8 @@ def _get_expanded_latent(
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
-        made = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
+        sizes = (module.heads.head_dim, module.heads.value_dim)
+        made = compute_keys_and_values(latent[:, 0], linears, *sizes, module)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
@@ -337,7 +343,8 @@ def should_absorb_projections(
 
     See `attend_to_latent` for the arguments.
     """
-    if module.score is not None:  # additive scores are defined for keys, not for latents
+    # Additive scores are defined for keys, not for latents. With changed weights, the bias of the keys has an effect.
+    if module.score is not None or not module.extensions.keys() <= {OUTPUT_STAGE}:
         return False
     # With m2l, the bias of the keys affects the outputs. A projection that was changed by quantization, LoRA or
     # offloading cannot be replaced by its weight.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mechanisms.attention_extension import get_normalization
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
 from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
@@ -142,6 +143,7 @@ def eager_attention_with_mechanisms(
         mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, bias, is_global)
     options = get_call_options(module, query, mask, kwargs) | {"position_bias": bias, "score": module.score}
     options |= _get_head_projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
+    options["normalize"] = get_normalization(module) if module.extensions else None
     return attention_with_weights(query, key, value, mask, **options)
 
 
@@ -151,13 +153,14 @@ def sdpa_attention_with_mechanisms(
     """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
     For talking heads and windows, memory grows linearly with n and m, unless `attention_with_weights` is used. This is
-    the case if weights are requested, scores are additive, projections are input-dependent, the mask requires a
-    gradient, or there is only one query.
+    the case if weights are requested, scores are additive, an extension changes the weights, projections are
+    input-dependent, the mask requires a gradient, or there is only one query.
     """
     if module.kernel is not None:
         return kernel_attention_forward(module, query, key, value, mask, kwargs)
     returns_weights = should_return_weights(module, kwargs)
-    with_weights = returns_weights or module.score is not None
+    normalize = get_normalization(module) if module.extensions else None
+    with_weights = returns_weights or module.score is not None or normalize is not None
     talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
     in_blocks = key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, mask)
     is_global, bias = get_global_tokens(key_range, kwargs), kwargs.get("position_bias")
@@ -165,7 +168,8 @@ def sdpa_attention_with_mechanisms(
         options = get_call_options(module, query, None, kwargs | {"is_causal": False})
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
-            attend = partial(attention_with_weights, **options, **_get_head_projections(module), score=module.score)
+            options |= {"score": module.score, "normalize": normalize}
+            attend = partial(attention_with_weights, **options, **_get_head_projections(module))
         return attend_in_blocks(attend, key_range, (query, key, value), mask, bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_explicit_weights(module, query, mask)):
         output, weights = eager_attention_with_mechanisms(module, query, key, value, mask, **kwargs)

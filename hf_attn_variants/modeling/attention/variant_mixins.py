@@ -10,11 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..fields.composition import check_implementation, get_used_mechanisms
+from ..fields.composition import EXTENSION_FIELDS, check_implementation, get_used_mechanisms, install_extensions
 from ..fields.mechanism_fields import has_kernel
 from ..fields.saving_and_loading import find_added_talking_heads, warn_about_replaced_positions
 from ..fields.variant_config import supports_decoder_cache
 from ..mechanisms.additive_score import create_additive_score
+from ..mechanisms.attention_extension import WEIGHT_STAGE
 from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import get_random_buffer_names
 from ..mechanisms.latents import add_latent_projection
@@ -327,8 +328,10 @@ def _install_variant(
         install_kernel(core, get_kernel(site, model.config, path, is_causal))
     if not used.isdisjoint(("linear_attention", "patterns")):
         core.key_range = get_key_range(site, model.config, path, is_causal)
+    if not used.isdisjoint(EXTENSION_FIELDS):
+        install_extensions(core, model.config, site.place_prefix, query_linear.in_features)
     others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
-    core.is_plain = all(mechanism is None for mechanism in others)
+    core.is_plain = all(mechanism is None for mechanism in others) and WEIGHT_STAGE not in core.extensions
     if not core.is_plain:
         set_padding_rule(core)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..mechanisms.additive_score import AdditiveScore
+from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, install_extension
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
@@ -17,10 +18,23 @@ from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
 from ..mechanisms.patterns.transient_global import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
 from ..mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
+from ..ops.variant_attention import VariantAttention
 from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
+from .field_table import FIELDS
 
-__all__ = ["UNSUPPORTED_PAIRS", "check_combinations", "check_implementation", "check_included", "get_used_mechanisms"]
+__all__ = [
+    "EXTENSIONS",
+    "EXTENSION_FIELDS",
+    "UNSUPPORTED_PAIRS",
+    "check_combinations",
+    "check_implementation",
+    "check_included",
+    "get_requested_extensions",
+    "get_used_mechanisms",
+    "install_extensions",
+]
 
+EXTENSION_FIELDS = tuple(row.name for row in FIELDS if "extension" in row.facts)
 # The field that selects each mechanism, without the prefix of a place.
 MECHANISMS = {
     "attention_kernel": "linear_attention",
@@ -30,9 +44,15 @@ MECHANISMS = {
     "position_embedding_type": "sinusoidal_positions",
     "score_function": "additive_score",
     "talking_heads": "talking_heads",
+    "value_head_dim": "unequal_values",
+    **{name: name for name in EXTENSION_FIELDS},
 }
 # Values that select no mechanism. "absolute" selects the default positions of the architecture.
-IDLE = (None, NONE, "absolute")
+IDLE = (None, NONE, False, "absolute")
+
+# The attention extensions in the order in which they are applied.
+EXTENSIONS: tuple[type[AttentionExtension], ...] = ()
+_WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 
 def get_used_mechanisms(config: Any) -> frozenset[str]:
@@ -114,6 +134,7 @@ UNSUPPORTED_PAIRS = (
         "A relative position bias is not a product of features. "
         'Use `position_embedding_type="sinusoidal"`, or only `cross_attention_kernel`.',
     ),
+    *(UnsupportedPair(kind, AttentionKernel, "A kernel does not compute a softmax.") for kind in _WEIGHT_EXTENSIONS),
 )
 # Mechanisms that attention functions from other packages would ignore, in the order of the checks.
 IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
@@ -121,6 +142,7 @@ IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
     AdditiveScore,
     AttentionKernel,
     AttentionPattern,
+    *_WEIGHT_EXTENSIONS,
 )
 
 
@@ -128,14 +150,36 @@ def check_combinations(config: Any) -> None:
     """Check that no attention module combines two mechanisms that are listed in `UNSUPPORTED_PAIRS`.
 
     Raises:
-        ValueError: if an attention module uses both mechanisms of a pair. The message contains the pair's reason.
+        ValueError: if an attention module uses both mechanisms of a pair. The message contains the pair's reason. The
+            error is also raised if the value of an extension is invalid.
     """
     for prefix in PREFIXES:
+        for extension in EXTENSIONS:
+            extension.requested_in(config, prefix)
         for row in UNSUPPORTED_PAIRS:
             one = row.one.requested_in(config, prefix)
             other = None if one is None else row.other.requested_in(config, prefix)
             if one is not None and other is not None:
                 raise ValueError(row.message(one, other))
+
+
+def get_requested_extensions(config: Any, prefix: str) -> dict[type[AttentionExtension], tuple[str, Any]]:
+    """Return the extensions of the attention modules at a place, with the field and the value that request each."""
+    requested = {extension: extension.requested_in(config, prefix) for extension in EXTENSIONS}
+    return {extension: request for extension, request in requested.items() if request is not None}
+
+
+def install_extensions(module: VariantAttention, config: Any, prefix: str, query_dim: int) -> None:
+    """Add the extensions that a configuration requests at a place to one of its attention modules.
+
+    Args:
+        module: the attention module, whose head counts must already be set.
+        config: a variant configuration.
+        prefix: the prefix of the place.
+        query_dim: the input size of the query projection.
+    """
+    for extension, (_, value) in get_requested_extensions(config, prefix).items():
+        install_extension(module, extension(value, module.heads, query_dim, next(module.parameters())))
 
 
 def check_implementation(config: Any, implementation: Any) -> None:

@@ -5,6 +5,7 @@ descriptions are used in help texts, model cards and messages, but are not inclu
 not import torch, because the commands create their flags from this table.
 """
 
+from collections.abc import Callable
 from dataclasses import field as dataclass_field
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "describe_value_on_card",
     "get_field_row",
     "variant_field",
+    "with_table_fields",
 ]
 
 
@@ -32,14 +34,15 @@ class Field(NamedTuple):
 
     Args:
         name: the name of the field without a prefix.
-        kind: the type of the value (int, str, bool, list or dict).
+        kind: the type of the value (int, str, bool, list, dict, or tuple for a pair of numbers).
         default: the value of the field if it is not set.
         prefixes: the prefixes of the field and of its per-place fields.
         choices: the allowed values.
         default_names: additional values that select the Transformers default.
         facts: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
-            (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention),
-            "from_scratch" (is not supported by conversion) and "not_in_transformers" (changes the computation).
+            (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention), "extension"
+            (selects an `AttentionExtension`), "from_scratch" (is not supported by conversion) and
+            "not_in_transformers" (changes the computation).
         query_heads: for key/value heads, the name of the field with the number of query heads.
         one_for_all: the prefixes whose fields have the same value in all layers, even if `facts` contains "by_layer".
         inherits: True if a per-place field that is None uses the value of the field without a prefix.
@@ -77,6 +80,7 @@ class Field(NamedTuple):
 
 STACKS, ALL = ("", "encoder_"), ("", "encoder_", "cross_")
 TALKING, FROM_SCRATCH = ("talking", "by_layer"), ("from_scratch", "not_in_transformers")
+EXTENSION = ("extension", "not_in_transformers")
 FIELDS = (
     Field("num_key_value_heads", int, prefixes=STACKS, facts=("by_layer",), query_heads="num_attention_heads"),
     Field("value_head_dim", int, facts=FROM_SCRATCH),
@@ -107,7 +111,7 @@ _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.pr
 # Fields that are only saved if they are set.
 OPTIONAL_FIELDS = (
     "value_head_dim",
-    *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits),
+    *(name for row in FIELDS if row.inherits for name in row.names["extension" not in row.facts :]),
 )
 
 
@@ -138,6 +142,25 @@ def variant_field(name: str) -> Any:
     facts = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     heads = {} if row.query_heads is None else {"query_heads": row.query_heads}
     return dataclass_field(default=row.get_default(prefix), metadata={"variant": True, **facts, **heads})
+
+
+def with_table_fields(*prefixes: str, inherits: bool = False) -> Callable[[type], type]:
+    """Return a class decorator that adds the fields in the table to a dataclass, except those that it already has.
+
+    Args:
+        prefixes: the prefixes of the fields.
+        inherits: True to add only the fields that inherit their value.
+    """
+
+    def add_fields(cls: type) -> type:
+        rows = [row for row in FIELDS if row.inherits or not inherits]
+        for name in (prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes):
+            if not hasattr(cls, name):
+                cls.__annotations__[name] = Any
+                setattr(cls, name, variant_field(name))
+        return cls
+
+    return add_fields
 
 
 class Place(NamedTuple):

@@ -40,7 +40,7 @@ from .field_checks import (
     explain_type_errors,
     validate_kv_heads,
 )
-from .field_table import OPTIONAL_FIELDS, check_choice, variant_field
+from .field_table import OPTIONAL_FIELDS, check_choice, variant_field, with_table_fields
 from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
 from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
 from .saving_and_loading import (
@@ -83,6 +83,7 @@ check_configurations()
 
 # A generated __repr__ would override the one in Transformers and omit its fields.
 @dataclass(kw_only=True, repr=False)
+@with_table_fields("", inherits=True)
 class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     """A mixin with the fields of the attention variants, which must precede the Transformers class in the bases.
 
@@ -456,6 +457,7 @@ def supports_decoder_cache(config: Any) -> bool:
 
 
 @dataclass(kw_only=True, repr=False)
+@with_table_fields("cross_", inherits=True)
 class CrossAttentionConfigMixin(AttnVariantConfigMixin):
     """The fields of `AttnVariantConfigMixin` and additional fields for cross-attention.
 
@@ -468,15 +470,9 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
             "none" means dot products.
     """
 
-    cross_talking_heads: str | None = variant_field("cross_talking_heads")
-    cross_num_softmax_heads: int | None = variant_field("cross_num_softmax_heads")
-    cross_num_value_heads: int | None = variant_field("cross_num_value_heads")
-    cross_talking_heads_init: str | None = variant_field("cross_talking_heads_init")
-    cross_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("cross_talking_heads_dynamic")
-    cross_score_function: str | None = variant_field("cross_score_function")
-
 
 @dataclass(kw_only=True, repr=False)
+@with_table_fields("encoder_", "cross_")
 class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     """The fields of `CrossAttentionConfigMixin` for the decoder, and additional fields for the encoder.
 
@@ -502,27 +498,6 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
 
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
     encoder_decoder_heads: ClassVar[tuple[str, str]] = ("num_attention_heads", "num_attention_heads")
-
-    encoder_num_key_value_heads: int | None = variant_field("encoder_num_key_value_heads")
-    encoder_kv_lora_rank: int | None = variant_field("encoder_kv_lora_rank")
-    cross_kv_lora_rank: int | None = variant_field("cross_kv_lora_rank")
-    encoder_talking_heads: str | None = variant_field("encoder_talking_heads")
-    encoder_num_softmax_heads: int | None = variant_field("encoder_num_softmax_heads")
-    encoder_num_value_heads: int | None = variant_field("encoder_num_value_heads")
-    encoder_talking_heads_init: str | None = variant_field("encoder_talking_heads_init")
-    encoder_talking_heads_dynamic: list[str] | tuple[str, ...] | None = variant_field("encoder_talking_heads_dynamic")
-    encoder_score_function: str | None = variant_field("encoder_score_function")
-    encoder_attention_pattern: str | None = variant_field("encoder_attention_pattern")
-    encoder_attention_window: int | None = variant_field("encoder_attention_window")
-    encoder_attention_dilation: int = variant_field("encoder_attention_dilation")
-    encoder_num_global_tokens: int = variant_field("encoder_num_global_tokens")
-    encoder_attention_block_size: int | None = variant_field("encoder_attention_block_size")
-    encoder_num_random_blocks: int = variant_field("encoder_num_random_blocks")
-    encoder_attention_seed: int = variant_field("encoder_attention_seed")
-    encoder_num_summary_tokens: int = variant_field("encoder_num_summary_tokens")
-    encoder_split_attention_heads: bool = variant_field("encoder_split_attention_heads")
-    encoder_attention_kernel: str | None = variant_field("encoder_attention_kernel")
-    cross_attention_kernel: str | None = variant_field("cross_attention_kernel")
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the name of the query heads field that corresponds to a key/value heads field."""

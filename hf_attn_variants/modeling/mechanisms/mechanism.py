@@ -39,6 +39,6 @@ class Mechanism:
         if cls.inherits and getattr(config, field) is None:
             field = cls.field
         value = getattr(config, field)
-        if value is None or value == NONE or value != getattr(cls, "name", value):
+        if value in (None, NONE, False) or value != getattr(cls, "name", value):
             return None
         return field, value

@@ -30,7 +30,7 @@ from .beams import QueryFold, count_beams, repeat_for_beams
 from .latent_decoding import attend_to_one_latent, should_use_latent_kernels
 from .variant_attention import check_mask, is_exporting
 
-__all__ = ["attention_with_weights", "fused_attention"]
+__all__ = ["attention_with_weights", "fused_attention", "masked_softmax"]
 
 # From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. On
 # random heads, they are mostly 1.0 to 1.3 times as fast, and 1.5 to 4 times as fast if there are few keys. Below this
@@ -57,6 +57,7 @@ def attention_with_weights(
     x2w: Tensor | None = None,
     m2w: Tensor | None = None,
     score: Callable[[Tensor, Tensor], Tensor] | None = None,
+    normalize: Callable[[Tensor, Tensor | None], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute multi-head, multi-query, grouped-query or talking-heads attention, and also return the weights.
 
@@ -76,6 +77,7 @@ def attention_with_weights(
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5).
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v].
         score: a function that computes the logits from queries and keys instead of the dot product (`AdditiveScore`).
+        normalize: a function that computes the weights from the logits and the mask instead of `masked_softmax`.
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
@@ -85,7 +87,7 @@ def attention_with_weights(
     """
     check_mask(mask)
     if count_beams(query, key) > 1:
-        if logits_proj is None and weights_proj is None and score is None:
+        if logits_proj is None and weights_proj is None and score is None and normalize is None:
             return _attend_with_folded_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
         if mask is not None and mask.dim() == 4 and mask.shape[0] not in (1, query.shape[0]):
@@ -96,7 +98,7 @@ def attention_with_weights(
         logits = logits + position_bias
     if is_causal:
         mask = _add_causal_mask(mask, logits.shape[-2], logits.shape[-1], logits.device)
-    weights = _masked_softmax(logits, mask).to(value.dtype)
+    weights = (normalize or masked_softmax)(logits, mask).to(value.dtype)
     weights = _mix_heads(weights, weights_proj, x2w, m2w)  # [b, h_v, n, m]
     weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
     return _grouped_matmul(weights, value).transpose(1, 2), weights
@@ -122,7 +124,8 @@ def _attend_with_folded_beams(
     return fold.unfold(output.transpose(1, 2)), fold.unfold(weights).transpose(1, 2)
 
 
-def _masked_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+def masked_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the softmax of the logits [b, h, n, m] over the allowed keys (see `attention_with_weights`)."""
     # Small weights would be lost in half precision. As in the fused kernels, the softmax is therefore computed in at
     # least float32.
     dtype = torch.promote_types(logits.dtype, torch.float32)

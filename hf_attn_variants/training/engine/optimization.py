@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
+from ...modeling.mechanisms.attention_extension import AttentionExtension
 from ...modeling.mechanisms.kernels.kernel_table import get_learned_parameter_names
 from ...modeling.mechanisms.talking_heads import HEAD_PROJECTIONS
 from .dataloaders import IGNORED_LABEL
@@ -128,15 +129,15 @@ NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names()
 def find_no_decay_parameters(model: nn.Module) -> set[str]:
     """Find the names of the parameters without weight decay: biases, norms, and special attention parameters.
 
-    Norms are recognized by the class name (LayerNorm, T5LayerNorm, RMSNorm, ...). Biases, talking-heads projections
-    and learned kernel parameters are recognized by the parameter name. T5's `relative_attention_bias.weight` is an
-    embedding, so weight decay applies to it.
+    Norms are recognized by the class name (LayerNorm, T5LayerNorm, RMSNorm, ...), and attention extensions by their
+    base class. Biases, talking-heads projections and learned kernel parameters are recognized by the parameter name.
+    T5's `relative_attention_bias.weight` is an embedding, so weight decay applies to it.
     """
     names = set()
     for module_name, module in model.named_modules():
-        is_norm = "norm" in type(module).__name__.lower()
+        is_exempt = "norm" in type(module).__name__.lower() or isinstance(module, AttentionExtension)
         for name, _ in module.named_parameters(recurse=False):
-            if is_norm or name in NO_DECAY_PARAMETERS:
+            if is_exempt or name in NO_DECAY_PARAMETERS:
                 names.add(f"{module_name}.{name}" if module_name else name)
     return names
 

@@ -201,7 +201,7 @@ def check_metric(name: str | None, known: Sequence[str]) -> None:
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
 # The types of settings for variant fields that are lists or dictionaries. Settings that are not set are None.
-SETTING_TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
+SETTING_TYPES: Any = {list: tuple[str, ...] | None, tuple: tuple[float, ...] | None, dict: dict[str, Any] | None}
 SettingsClass = TypeVar("SettingsClass", bound=Settings)
 
 
@@ -237,7 +237,7 @@ def _make_variant_option(prefix: str, row: Field) -> Any:
 def collect_variant_fields(settings: Any) -> dict[str, Any]:
     """Collect the variant fields that are set in the settings, as a dictionary from names to values."""
     values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
 
 
 @_add_variant_fields(("",))

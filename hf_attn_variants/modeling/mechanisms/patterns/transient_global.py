@@ -23,6 +23,7 @@ from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import is_exporting, should_return_weights
 from ...transformers_internals import check_known_arguments, check_method, guarded_imports
+from ..attention_extension import HEAD_STAGE, extend, get_normalization
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
@@ -181,9 +182,11 @@ def attend_with_summaries(
 
 def _attend(module: Any, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
-    if not (with_weights or module.projection_names or module.score is not None):
+    normalize = get_normalization(module) if module.extensions else None
+    if not (with_weights or module.projection_names or module.score is not None or normalize is not None):
         return partial(fused_attention, **options)
     options |= {name: getattr(module, name, None) for name in (*HEAD_PROJECTIONS, "score")}
+    options["normalize"] = normalize
     if with_weights:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]
@@ -197,9 +200,10 @@ def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _Summar
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
     normed = module.global_input_layer_norm(sums[:, :count])
-    key = module.k(normed).unflatten(-1, (-1, module.heads.head_dim))
-    value = module.v(normed).unflatten(-1, (-1, module.heads.value_dim))
-    return _Summaries(key.transpose(1, 2), value.transpose(1, 2), read[:, None, None, :count], blocks)
+    key = module.k(normed).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)
+    value = module.v(normed).unflatten(-1, (-1, module.heads.value_dim)).transpose(1, 2)
+    key, value = (extend(module, HEAD_STAGE, states, role) for states, role in ((key, "key"), (value, "value")))
+    return _Summaries(key, value, read[:, None, None, :count], blocks)
 
 
 def _attend_in_block(

@@ -1,0 +1,124 @@
+"""The base class of attention extensions, which add parameters or a formula to softmax attention.
+
+An extension declares the stage of attention at which it is called. It returns a tensor of the same shape as its first
+argument:
+
+    HEAD_STAGE      (heads [b, h, n, d], role)    the queries, keys or values, before the cache
+    WEIGHT_STAGE    (weights, logits)             the weights [b, h, n, m] after the softmax, and the masked logits
+    OUTPUT_STAGE    (output, states)              the outputs of the heads [b, n, h_v, d_v], before the output
+                                                  projection, and the inputs of the query projection [b, n, D]
+
+Extensions have no effect when they are initialized, so that a model can continue from a trained checkpoint.
+`fields/composition.py` lists the extensions. The symbols are defined in `softmax_attention`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.softmax_attention import masked_softmax
+from ..ops.variant_attention import AttentionHeads, VariantAttention
+from .mechanism import Mechanism
+
+__all__ = [
+    "HEAD_STAGE",
+    "OUTPUT_STAGE",
+    "STAGES",
+    "WEIGHT_STAGE",
+    "AttentionExtension",
+    "extend",
+    "get_extensions",
+    "get_normalization",
+    "install_extension",
+]
+
+STAGES = HEAD_STAGE, WEIGHT_STAGE, OUTPUT_STAGE = "heads", "weights", "outputs"
+
+
+class AttentionExtension(Mechanism, nn.Module):
+    """An extension of one attention module.
+
+    Args:
+        value: the value of the configuration field.
+        heads: the head counts of the attention module.
+        query_dim: D, the input size of the query projection.
+        like: a tensor whose dtype and device are used for the parameters.
+
+    Class attributes:
+        stage: the stage of attention at which `forward` is called.
+        folds: True if a projection can express the extension (see `fold`).
+    """
+
+    inherits = True
+    stage: ClassVar[str]
+    folds: ClassVar[bool] = False
+
+    def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+        """Return the field that requests the extension at a place and its value, or None if no field requests it.
+
+        Raises:
+            ValueError: if the value is invalid.
+        """
+        requested = super().requested_in(config, prefix)
+        return None if requested is None else (requested[0], cls.validate(*requested))
+
+    @classmethod
+    def validate(cls, field: str, value: Any) -> Any:
+        """Check the value of a field and return it.
+
+        Raises:
+            ValueError: if the value is invalid.
+        """
+        return value
+
+    def init_projections(self) -> None:
+        """Initialize the parameters so that the outputs of the attention module do not change."""
+
+    def count_flops(self) -> tuple[int, int]:
+        """Return the number of floating-point operations per key token and per query token."""
+        return 0, 0
+
+    def fold(self, role: str, projection: Tensor) -> Tensor:
+        """Return an equivalent weight or bias [h d, ...] of the projection with this role ("query", "key", ...)."""
+        raise NotImplementedError
+
+
+def install_extension(module: VariantAttention, extension: AttentionExtension) -> None:
+    """Add an extension to an attention module, which then computes its own projections if necessary."""
+    module.add_module(extension.field, extension)
+    names = module.extensions.get(extension.stage, ())
+    module.extensions = module.extensions | {extension.stage: (*names, extension.field)}
+    module.owns_projections |= extension.stage != WEIGHT_STAGE
+
+
+def get_extensions(module: nn.Module) -> dict[str, AttentionExtension]:
+    """Return the extensions of an attention module by their fields."""
+    return {name: child for name, child in module.named_children() if isinstance(child, AttentionExtension)}
+
+
+def extend(module: VariantAttention, stage: str, states: Tensor, *context: Any) -> Tensor:
+    """Apply the extensions of an attention module that act at a stage to the arguments of this stage."""
+    for name in module.extensions.get(stage, ()):
+        states = getattr(module, name)(states, *context)
+    return states
+
+
+def get_normalization(module: VariantAttention) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """Return a function that computes the weights with extensions, or None if no extension changes the weights."""
+    return partial(_normalize, module) if WEIGHT_STAGE in module.extensions else None
+
+
+def _normalize(module: VariantAttention, logits: Tensor, mask: Tensor | None) -> Tensor:
+    weights = masked_softmax(logits, mask)
+    if mask is not None:
+        logits = (
+            logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype == torch.bool else logits + mask
+        )
+    return extend(module, WEIGHT_STAGE, weights, logits.to(weights.dtype))
