@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT
+from fixtures.extensions import ALL_FIELDS
 from safetensors.torch import save_file
 
 import hf_attn_variants
@@ -23,7 +24,7 @@ TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob(
 TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
 # The saved models of each architecture: a variant and a head.
 KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
-KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
+KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor", "extensions")]
 OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
 
 # This code runs in a new folder with a new Hugging Face home, and cannot import the package.
@@ -109,6 +110,8 @@ def save_one(architecture, variant, saved, folder):
         if hasattr(architecture.config_class, "encoder_talking_heads"):
             fields = {"cross_talking_heads": "both", "encoder_talking_heads": "logits"}
             fields["per_layer_values"] = {"talking_heads": [None, "weights"]}
+    if variant == "extensions":
+        variant, fields = "gqa", ALL_FIELDS
     if variant in ("favor", "hedgehog"):  # random vectors, learned maps
         has_cross = hasattr(architecture.config_class, "cross_attention_kernel")
         variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}

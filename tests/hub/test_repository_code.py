@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from architectures import BERT, T5
+from fixtures.extensions import ALL_FIELDS
 from hub.test_loading_elsewhere import run_elsewhere
 from safetensors.torch import save_file
 
@@ -30,6 +31,7 @@ REPOSITORIES = {
         {"score_function": "additive", "position_embedding_type": "sinusoidal"},
         {"additive_score", "sinusoidal_positions"},
     ),
+    "gated": (ALL_FIELDS, {*ALL_FIELDS}),
 }
 # Loads repositories in the order of the arguments, and imports the package before or after them or never.
 LOADING = textwrap.dedent(

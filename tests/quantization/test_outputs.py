@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from architectures import VARIANTS
+from fixtures.extensions import ALL_FIELDS, EXTENSION_ROWS, extension_parameters, random_model
 from fixtures.rounded_maps import rounded_model, rounded_weight, worst_error
 from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, make, tensors
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
@@ -29,6 +30,7 @@ MORE = {
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2}
     | {"attention_pattern": "sliding_window", "attention_window": 4},
     "additive": {"score_function": "additive"},
+    "extensions": ALL_FIELDS,
 }
 
 
@@ -85,6 +87,21 @@ def test_int8_variants_equal_the_rounded_reference(variant):
 def test_int8_mechanisms_equal_the_rounded_reference(name, way):
     head = "T5ForConditionalGeneration"
     assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
+
+
+@pytest.mark.parametrize("name", EXTENSION_ROWS)
+@torch.no_grad()
+def test_int8_models_with_extensions_keep_their_parameters(name):
+    sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 512}
+    model, batch = random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]).float(), BERT.batch("BertModel")
+    expected, before = model(**batch)[0], {key: item.clone() for key, item in extension_parameters(model).items()}
+    quantize(model)
+    assert paths_of(model, Int8Linear)
+    assert all(
+        item.equal(before[key]) and item.dtype == torch.float32 for key, item in extension_parameters(model).items()
+    )
+    real = batch["attention_mask"].bool()
+    assert torch.cosine_similarity(model(**batch)[0][real], expected[real], dim=-1).min() >= 0.99
 
 
 @pytest.mark.cross_product

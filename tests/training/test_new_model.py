@@ -44,6 +44,7 @@ GIVEN = {
     "attention_kernel_seed": (3, {"attention_kernel": "favor"}),
     "position_embedding_type": ("sinusoidal", {}),
     "score_function": ("additive", {}),
+    "output_gate": ("element", {}),
 }
 
 

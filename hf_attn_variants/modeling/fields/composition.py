@@ -13,6 +13,7 @@ from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, i
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
+from ..mechanisms.output_gate import OutputGate
 from ..mechanisms.patterns.attention_pattern import AttentionPattern
 from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
 from ..mechanisms.patterns.transient_global import TransientPattern
@@ -51,7 +52,7 @@ MECHANISMS = {
 IDLE = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
-EXTENSIONS: tuple[type[AttentionExtension], ...] = ()
+EXTENSIONS = (OutputGate,)
 _WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 

@@ -105,6 +105,7 @@ FIELDS = (
     Field("attention_kernel_seed", int, 0, facts=("kernel",)),
     Field("position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), facts=FROM_SCRATCH),
     Field("score_function", str, None, ALL, ("additive",), facts=FROM_SCRATCH, inherits=True),
+    Field("output_gate", str, None, ALL, ("head", "element"), facts=EXTENSION, inherits=True),
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
@@ -279,6 +280,11 @@ FIELD_TEXTS = {
         "score function, if it differs from the dot product",
         not_in_transformers="additive scores",
         unconvertible="scores other than dot products",
+    ),
+    "output_gate": FieldDescriptions(
+        "gates of the head outputs: one value per head, or one per element of a head",
+        card="output gates",
+        not_in_transformers="output gates",
     ),
 }
 

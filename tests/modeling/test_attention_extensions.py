@@ -1,0 +1,287 @@
+"""Check gates, sinks, clipped softmax and knocking heads: start, gradients, formulas, caches and combinations."""
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BERT, T5, token_ids
+from fixtures.decoding import at_once, decoder_batch, in_steps
+from fixtures.extensions import (
+    ALL_FIELDS,
+    EXTENSION_ROWS,
+    check_attention_modules,
+    extension_parameters,
+    random_model,
+)
+from modeling.test_composition import ALONE, SAMPLES, conflicts
+from relatives import ENCODER_DECODERS, RELATIVES
+from transformers import StaticCache
+
+import hf_attn_variants
+from hf_attn_variants import convert
+from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
+from hf_attn_variants.training.engine.optimization import find_no_decay_parameters
+
+pytestmark = pytest.mark.cross_product
+
+BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
+EACH_EXTENSION = pytest.mark.parametrize("name", EXTENSION_ROWS)
+FIELD_SETS = EXTENSION_ROWS | {"all": ALL_FIELDS}
+EACH_SET = pytest.mark.parametrize("name", FIELD_SETS)
+PLAIN_SOFTMAX = [0.0, 1.0]
+SIDES = ("right", "left", "none")
+
+
+def batch_of(row, head, side="right"):
+    """Return float64 inputs with padding on one side."""
+    batch = row.batch(head)
+    if side == "left":
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+    if side == "none":
+        batch.pop("attention_mask", None)
+    return {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
+
+
+def fields_at_start(fields):
+    return fields | ({"clipped_softmax": PLAIN_SOFTMAX} if "clipped_softmax" in fields else {})
+
+
+@pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
+@EACH_SET
+@torch.no_grad()
+def test_model_starts_with_the_outputs_of_transformers(row, name):
+    head = next(iter(row.heads))
+    theirs = row.make_upstream_model(head).double()
+    config = row.config(head=head, **fields_at_start(FIELD_SETS[name]))
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(config).double().eval()
+    result = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert not result.unexpected_keys and {*result.missing_keys} == {*extension_parameters(ours)}
+    for implementation in ("eager", "sdpa"):
+        theirs.set_attn_implementation("eager")
+        ours.set_attn_implementation(implementation)
+        batch = batch_of(row, head)
+        actual, expected = ours(**batch)[0], theirs(**batch)[0]
+        # With a fully masked key range, the functions of Transformers differ from each other, but only at padding.
+        real = (
+            batch["attention_mask"].bool() if batch.get("attention_mask", expected).shape == actual.shape[:2] else ...
+        )
+        torch.testing.assert_close(actual[real], expected[real], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("row", [BERT, T5, BART], ids=lambda row: row.name)
+@EACH_EXTENSION
+def test_new_parameters_have_gradients_and_change_the_logits(row, name):
+    head = list(row.heads)[1]
+    fields = fields_at_start(EXTENSION_ROWS[name])
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.config(head=head, **fields)).eval()
+    parameters, batch = extension_parameters(model), row.batch(head, labels=True)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2) if parameters else None
+    start = model(**batch)[1].detach()
+    for _ in range(2 if parameters else 0):
+        model(**batch).loss.backward()
+        for key, parameter in parameters.items():
+            assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, key
+        optimizer.step()
+        optimizer.zero_grad()
+    if not parameters:  # a clipped softmax has no parameters
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.config(head=head, **EXTENSION_ROWS[name])).eval()
+    assert (model(**batch)[1] - start).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("row", [BERT, T5, BART], ids=lambda row: row.name)
+@pytest.mark.parametrize("side", SIDES)
+@EACH_SET
+def test_attention_modules_equal_the_formulas(row, side, name):
+    head = next(iter(row.heads))
+    model, batch = random_model(row, head, "gqa", **FIELD_SETS[name]), batch_of(row, head, side)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert check_attention_modules(model, batch) == len(list(model.named_attention_modules()))
+
+
+@pytest.mark.parametrize("row", [BERT, T5, BART], ids=lambda row: row.name)
+@EACH_SET
+def test_extensions_with_value_heads_of_another_size_equal_the_formulas(row, name):
+    head = next(iter(row.heads))
+    assert check_attention_modules(random_model(row, head, "values", **FIELD_SETS[name]), batch_of(row, head))
+
+
+@EACH_SET
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_fully_masked_row_stays_finite(name, implementation):
+    model = random_model(BERT, "BertForMaskedLM", **FIELD_SETS[name])
+    model.set_attn_implementation(implementation)
+    batch = batch_of(BERT, "BertForMaskedLM")
+    batch["attention_mask"][1] = 0
+    model.train()(**batch).logits.square().sum().backward()
+    assert all(item.grad is None or item.grad.isfinite().all() for item in model.parameters())
+    assert model(**batch).logits.isfinite().all()
+
+
+def heads_of(row):
+    return {"decoder_attention_heads": 8, "encoder_attention_heads": 8} if row is BART else {"num_heads": 8}
+
+
+@pytest.mark.parametrize("row", [T5, BART], ids=lambda row: row.name)
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@EACH_SET
+@torch.no_grad()
+def test_cached_decoding_equals_uncached_decoding(row, kv_heads, name):
+    head = list(row.heads)[1]
+    fields = {**heads_of(row), "num_key_value_heads": kv_heads, **FIELD_SETS[name]}
+    model = random_model(row, head, **fields)
+    batch = decoder_batch(row, head)
+    expected = at_once(model, batch)
+    torch.testing.assert_close(in_steps(model, batch)[0], expected, atol=1e-9, rtol=0)
+    prompt = {key: item for key, item in row.batch(head).items() if key != "decoder_input_ids"}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for beams in (1, 4):
+        actual = model.generate(**prompt, **options, num_beams=beams, use_cache=True)
+        assert actual.equal(model.generate(**prompt, **options, num_beams=beams, use_cache=False))
+        assert actual.equal(model.generate(**prompt, **options, num_beams=beams, cache_implementation="static"))
+
+
+@EACH_SET
+@torch.no_grad()
+def test_decoder_of_bert_uses_a_static_cache(name):
+    model, ids = random_model(BERT, "BertLMHeadModel", "gqa", is_decoder=True, **FIELD_SETS[name]), token_ids(2, 6)
+    cache = StaticCache(model.config, max_cache_len=8)
+    positions = torch.arange(6)[None]
+    pieces = [
+        model(ids[:, i : i + 1], past_key_values=cache, position_ids=positions[:, i : i + 1]).logits for i in range(6)
+    ]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits, atol=1e-9, rtol=0)
+
+
+def other_mechanisms():
+    """Yield the fields and the classes of all mechanisms that are not extensions."""
+    for name in ALONE:
+        if SAMPLES[name][0].keys().isdisjoint(ALL_FIELDS):
+            yield pytest.param(*SAMPLES[name], id=name)
+
+
+@EACH_EXTENSION
+@pytest.mark.parametrize("others, classes", list(other_mechanisms()))
+@torch.no_grad()
+def test_extension_combines_with_each_mechanism(name, others, classes):
+    fields = EXTENSION_ROWS[name]
+    kinds = {SAMPLES[field][1][0] for field in fields}
+    if rows := conflicts(*classes, *kinds):
+        with pytest.raises(ValueError) as error:
+            BERT.config(**others, **fields)
+        assert all(f"`{field}`" in str(error.value) for field in (*fields, rows[0].other.field))
+        return
+    ids, mask = token_ids(2, 9), torch.ones(2, 9).long()
+    mask[1, 6:] = 0
+    plain = BERT.model("BertModel", **others).double()
+    model = hf_attn_variants.AttnVariantBertModel(BERT.config(**others, **fields_at_start(fields))).double().eval()
+    missing = model.load_state_dict(plain.state_dict(), strict=False)
+    assert not missing.unexpected_keys and {*missing.missing_keys} == {*extension_parameters(model)}
+    # Attention functions of some mechanisms sum in another order.
+    torch.testing.assert_close(model(ids, mask)[0], plain(ids, mask)[0], atol=1e-9, rtol=0)
+    model = random_model(BERT, "BertModel", **others, **fields)
+    outputs = {}
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        outputs[implementation] = model(ids, mask)[0]
+        alone = model(ids[1:, :6])[0] if "linformer" not in others.values() else outputs[implementation][1:, :6]
+        torch.testing.assert_close(outputs[implementation][1:, :6], alone, atol=1e-9, rtol=0)
+    torch.testing.assert_close(outputs["eager"], outputs["sdpa"], atol=1e-9, rtol=0)
+    if "dilated_blocks" not in others.values():  # here, a token attends only to itself
+        assert (outputs["eager"] - plain(ids, mask)[0]).abs().max() > 1e-6
+
+
+@EACH_SET
+@torch.no_grad()
+def test_extensions_combine_with_summaries_and_latents_of_t5(name):
+    summaries = {"attention_window": 4, "attention_block_size": 2, "attention_pattern": "transient_global"}
+    for others in ({f"encoder_{key}": value for key, value in summaries.items()}, {"cross_kv_lora_rank": 16}):
+        model, batch = random_model(T5, "T5Model", "gqa", **others, **FIELD_SETS[name]), batch_of(T5, "T5Model")
+        eager = copy.deepcopy(model)
+        eager.set_attn_implementation("eager")
+        torch.testing.assert_close(eager(**batch)[0], model(**batch)[0], atol=1e-9, rtol=0)
+        prompt = {key: item for key, item in batch.items() if key != "decoder_input_ids"}
+        model = random_model(T5, "T5ForConditionalGeneration", "gqa", **others, **FIELD_SETS[name])
+        options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3}
+        assert model.generate(**prompt, **options).equal(model.generate(**prompt, **options, use_cache=False))
+
+
+@torch.no_grad()
+def test_gates_use_the_absorbed_form_of_latents(monkeypatch):
+    from hf_attn_variants.modeling.attention import latent_attention
+
+    calls = []
+    absorbed = latent_attention._attend_in_absorbed_form
+    monkeypatch.setattr(
+        latent_attention,
+        "_attend_in_absorbed_form",
+        lambda *args, **options: calls.append(1) or absorbed(*args, **options),
+    )
+    for name, fields in EXTENSION_ROWS.items():
+        calls.clear()
+        model = random_model(BERT, "BertLMHeadModel", is_decoder=True, kv_lora_rank=8, **fields)
+        ids = token_ids(2, 24)
+        cached = model(ids[:, :23])
+        step = model(
+            ids[:, 23:], past_key_values=cached.past_key_values if "past_key_values" in cached else cached.cache
+        )
+        assert bool(calls) == ("gate" in name)
+        torch.testing.assert_close(step.logits[:, 0], model(ids).logits[:, -1], atol=1e-9, rtol=0)
+
+
+BAD_VALUES = (
+    {"output_gate": "sigmoi"},
+    {"output_gate": "none"},
+)
+
+
+@pytest.mark.parametrize("fields", BAD_VALUES, ids=str)
+def test_invalid_values_raise_an_error_that_names_the_field(fields):
+    [name] = fields
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        BERT.config(**fields)
+    with pytest.raises(ValueError, match=f"`cross_{name}`"):
+        T5.config(**{f"cross_{name}": "sigmoid" if fields[name] == "none" else fields[name]})
+
+
+@EACH_EXTENSION
+def test_other_attention_functions_raise_only_if_they_would_ignore_the_extension(name):
+    model = BERT.model("BertModel", **EXTENSION_ROWS[name])
+    [field] = EXTENSION_ROWS[name]
+    if any(WEIGHT_STAGE in module.self.extensions for _, _, module in model.named_attention_modules()):
+        with pytest.raises(ValueError, match=field):
+            model.set_attn_implementation("flex_attention")
+    else:
+        hf_attn_variants.AttnVariantBertModel._from_config(model.config, attn_implementation="flex_attention")
+
+
+@EACH_SET
+@torch.no_grad()
+def test_weights_are_returned(name):
+    model, batch = random_model(BERT, "BertModel", "gqa", **FIELD_SETS[name]), batch_of(BERT, "BertModel")
+    weights = model(**batch, output_attentions=True).attentions[0]
+    assert weights.shape == (3, 12, 9, 9) and (weights >= 0).all()
+    sums = weights.sum(-1)
+    assert (sums.max() < 1 - 1e-6) == ("attention_sink" in FIELD_SETS[name])
+
+
+@EACH_SET
+def test_conversion_adds_extensions_without_changing_outputs(name, tmp_path):
+    source = BERT.make_upstream_model("BertForMaskedLM").eval()
+    fields = fields_at_start(FIELD_SETS[name])
+    converted = convert(source, **fields).eval()
+    batch = BERT.batch("BertForMaskedLM")
+    with torch.no_grad():
+        torch.testing.assert_close(converted(**batch).logits, source(**batch).logits, atol=1e-5, rtol=0)
+        for parameter in extension_parameters(converted).values():
+            parameter.add_(torch.rand_like(parameter))
+    assert all(getattr(converted.config, key) == value for key, value in fields.items())
+    # Existing extensions are copied when heads are pooled.
+    pooled = convert(converted, num_key_value_heads=4)
+    for key, parameter in extension_parameters(converted).items():
+        assert pooled.get_parameter(key).equal(parameter)
+
+
+def test_extensions_have_no_weight_decay():
+    model = BERT.model("BertModel", **ALL_FIELDS)
+    assert {*extension_parameters(model)} <= find_no_decay_parameters(model)
