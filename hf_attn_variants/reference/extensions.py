@@ -1,6 +1,6 @@
-"""Output gates.
+"""Output gates and attention sinks.
 
-The paper is arXiv 2505.06708. S are the logits and A the attention weights
+The papers are arXiv 2505.06708 and 2508.10925. S are the logits and A the attention weights
 [b, h, n, m], and Y are the outputs of the heads [b, h, n, v].
 """
 
@@ -16,3 +16,14 @@ def gate_outputs(Y: Tensor, X: Tensor, W: Tensor) -> Tensor:
     equation = "bnd,hd->bhn" if W.dim() == 2 else "bnd,hvd->bhnv"
     gate = 2 * torch.sigmoid(einsum(equation, X, W))
     return Y * (gate.unsqueeze(-1) if W.dim() == 2 else gate)
+
+
+def softmax_with_sinks(S: Tensor, a: Tensor) -> Tensor:
+    """Return exp(S_j) / (a + sum_i exp(S_i)), a softmax with one more term in the denominator (2508.10925, 2.2).
+
+    S [b, h, n, m] with minus infinity for masked keys, a [h] -> [b, h, n, m]. The paper writes the term as exp(log a).
+    The weights of a query without keys are 0.
+    """
+    terms = torch.exp(S)
+    total = a[:, None, None] + terms.sum(-1, keepdim=True)
+    return torch.where(total == 0, 0.0, terms / total)

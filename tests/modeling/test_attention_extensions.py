@@ -88,6 +88,19 @@ def test_new_parameters_have_gradients_and_change_the_logits(row, name):
     assert (model(**batch)[1] - start).abs().max() > 1e-5
 
 
+def test_sink_at_zero_can_grow_after_it_became_negative():
+    model = BERT.model("BertForMaskedLM", attention_sink=True)
+    parameters = extension_parameters(model).values()
+    for parameter in parameters:
+        torch.nn.init.constant_(parameter, -0.1)
+    negative = model(**BERT.batch("BertForMaskedLM")).logits
+    model(**BERT.batch("BertForMaskedLM", labels=True)).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in parameters)
+    for parameter in parameters:
+        torch.nn.init.zeros_(parameter)
+    assert model(**BERT.batch("BertForMaskedLM")).logits.equal(negative)
+
+
 @pytest.mark.parametrize("row", [BERT, T5, BART], ids=lambda row: row.name)
 @pytest.mark.parametrize("side", SIDES)
 @EACH_SET
@@ -229,9 +242,26 @@ def test_gates_use_the_absorbed_form_of_latents(monkeypatch):
         torch.testing.assert_close(step.logits[:, 0], model(ids).logits[:, -1], atol=1e-9, rtol=0)
 
 
+def test_fields_of_a_place_apply_only_there():
+    places = {"": {"encoder_output_gate": "none", "output_gate": "head", "cross_output_gate": "none"}}
+    places |= {prefix: {f"{prefix}output_gate": "element"} for prefix in ("encoder_", "cross_")}
+    for place, fields in places.items():
+        model = T5.model("T5Model", **fields)
+        for site, _, module in model.named_attention_modules():
+            assert hasattr(module, "output_gate") == (site.place_prefix == place)
+    config = T5.config(attention_sink=True, cross_attention_sink=False)
+    model = hf_attn_variants.AttnVariantT5Model(config)
+    assert [hasattr(module, "attention_sink") for _, _, module in model.named_attention_modules()] == [True] * 4 + [
+        False
+    ] * 2 or len(extension_parameters(model)) == 4
+    assert T5.config().to_dict().keys().isdisjoint({*ALL_FIELDS, "cross_output_gate", "encoder_attention_sink"})
+
+
 BAD_VALUES = (
     {"output_gate": "sigmoi"},
     {"output_gate": "none"},
+    {"attention_sink": "yes"},
+    {"attention_sink": 2},
 )
 
 

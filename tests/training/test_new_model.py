@@ -45,6 +45,7 @@ GIVEN = {
     "position_embedding_type": ("sinusoidal", {}),
     "score_function": ("additive", {}),
     "output_gate": ("element", {}),
+    "attention_sink": (True, {}),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..mechanisms.additive_score import AdditiveScore
 from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, install_extension
+from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
@@ -52,7 +53,7 @@ MECHANISMS = {
 IDLE = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
-EXTENSIONS = (OutputGate,)
+EXTENSIONS = (AttentionSink, OutputGate)
 _WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 

@@ -106,6 +106,7 @@ FIELDS = (
     Field("position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), facts=FROM_SCRATCH),
     Field("score_function", str, None, ALL, ("additive",), facts=FROM_SCRATCH, inherits=True),
     Field("output_gate", str, None, ALL, ("head", "element"), facts=EXTENSION, inherits=True),
+    Field("attention_sink", bool, None, ALL, facts=EXTENSION, inherits=True),
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
@@ -285,6 +286,11 @@ FIELD_TEXTS = {
         "gates of the head outputs: one value per head, or one per element of a head",
         card="output gates",
         not_in_transformers="output gates",
+    ),
+    "attention_sink": FieldDescriptions(
+        "learned attention sinks, an additional term in the denominator of the softmax",
+        card="attention sinks",
+        not_in_transformers="attention sinks",
     ),
 }
 
