@@ -1,6 +1,6 @@
-"""Output gates and attention sinks.
+"""Output gates, attention sinks and clipped softmax.
 
-The papers are arXiv 2505.06708 and 2508.10925. S are the logits and A the attention weights
+The papers are arXiv 2505.06708, 2508.10925 and 2306.12929. S are the logits and A the attention weights
 [b, h, n, m], and Y are the outputs of the heads [b, h, n, v].
 """
 
@@ -27,3 +27,8 @@ def softmax_with_sinks(S: Tensor, a: Tensor) -> Tensor:
     terms = torch.exp(S)
     total = a[:, None, None] + terms.sum(-1, keepdim=True)
     return torch.where(total == 0, 0.0, terms / total)
+
+
+def clip_softmax(A: Tensor, gamma: float, zeta: float) -> Tensor:
+    """Return clip((zeta - gamma) A + gamma, 0, 1) for the weights A of a softmax (2306.12929, equation 4)."""
+    return torch.clip((zeta - gamma) * A + gamma, 0, 1)

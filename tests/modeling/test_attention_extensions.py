@@ -20,6 +20,8 @@ from transformers import StaticCache
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
+from hf_attn_variants.modeling.mechanisms.clipped_softmax import set_clipping_progress
+from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 from hf_attn_variants.training.engine.optimization import find_no_decay_parameters
 
 pytestmark = pytest.mark.cross_product
@@ -204,6 +206,20 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
         assert (outputs["eager"] - plain(ids, mask)[0]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
+@pytest.mark.parametrize("name", ["sink", "clipped"])
+@torch.no_grad()
+def test_weights_are_changed_in_blocks_of_patterns(pattern, name, monkeypatch):
+    size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
+    fields = {"attention_pattern": pattern, size: 4, **EXTENSION_ROWS[name]}
+    model, ids = random_model(BERT, "BertModel", "gqa", **fields), token_ids(2, 23)
+    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 4)
+    in_blocks = model(ids)[0]
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(in_blocks, model(ids)[0], atol=1e-9, rtol=0)
+
+
 @EACH_SET
 @torch.no_grad()
 def test_extensions_combine_with_summaries_and_latents_of_t5(name):
@@ -262,6 +278,12 @@ BAD_VALUES = (
     {"output_gate": "none"},
     {"attention_sink": "yes"},
     {"attention_sink": 2},
+    {"clipped_softmax": [0.1, 1]},
+    {"clipped_softmax": [-0.1, 0.9]},
+    {"clipped_softmax": [-0.1]},
+    {"clipped_softmax": -0.1},
+    {"clipped_softmax": ["a", "b"]},
+    {"clipped_softmax": [float("nan"), 1]},
 )
 
 
@@ -293,6 +315,21 @@ def test_weights_are_returned(name):
     assert weights.shape == (3, 12, 9, 9) and (weights >= 0).all()
     sums = weights.sum(-1)
     assert (sums.max() < 1 - 1e-6) == ("attention_sink" in FIELD_SETS[name])
+
+
+@torch.no_grad()
+def test_progress_of_clipping_starts_at_the_softmax():
+    plain = BERT.model("BertModel").double()
+    model = BERT.model("BertModel", clipped_softmax=[-0.2, 1.2]).double()
+    batch = batch_of(BERT, "BertModel")
+    distances = []
+    for progress in (0.0, 0.5, 1.0):
+        set_clipping_progress(model, progress)
+        distances.append((model(**batch)[0] - plain(**batch)[0]).abs().max().item())
+    assert distances[0] < 1e-12 < distances[1] < distances[2]
+    middle = BERT.model("BertModel", clipped_softmax=(-0.1, 1.1)).double()
+    set_clipping_progress(model, 0.5)
+    torch.testing.assert_close(model(**batch)[0], middle(**batch)[0], atol=1e-12, rtol=0)
 
 
 @EACH_SET

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_script
+from hf_attn_variants.modeling.mechanisms.clipped_softmax import ClippedSoftmax
+from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
@@ -400,6 +403,32 @@ def test_best_weights_are_restored_and_nan_metrics_are_ignored(tmp_path):
     state = loop.run()
     assert (state.best_step, state.best_metric, state.bad_evaluations) == (2, 0.5, 2)
     assert torch.equal(loop.model.weight, weights[1]) and not torch.equal(weights[1], weights[3])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_clipping_moves_to_the_configured_values(resumed, tmp_path):
+    """Check that values between those of the softmax and its own train a clipped softmax, and its own evaluate it."""
+    heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
+
+    def record(model, batch):
+        seen.append(clipped.progress)
+        return (model(batch["x"]) ** 2).sum()
+
+    def loop_with_clipping(**settings):
+        loop = make_loop(tmp_path, objective=replace(OBJECTIVE, loss_sum=record), total_steps=5, **settings)
+        loop.model.clipped = ClippedSoftmax([-0.1, 1.0], heads, 2, torch.empty(0))
+        return loop, loop.model.clipped
+
+    evaluated, seen = [], []
+    settings = {"clipping_ratio": 0.8, "checkpointing_steps": 2, "eval_steps": 1}
+    loop, clipped = loop_with_clipping(evaluate=lambda: evaluated.append(clipped.progress) or {}, **settings)
+    loop.run()
+    assert seen == [0.0, 0.25, 0.5, 0.75, 1.0] and clipped.progress == 1.0 and {*evaluated} == {1.0}
+    if resumed:
+        seen.clear()
+        loop, clipped = loop_with_clipping(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), **settings)
+        loop.run()
+        assert seen == [0.5, 0.75, 1.0]
 
 
 def test_total_steps_follow_from_epochs_and_batches():

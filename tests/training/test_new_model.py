@@ -46,6 +46,7 @@ GIVEN = {
     "score_function": ("additive", {}),
     "output_gate": ("element", {}),
     "attention_sink": (True, {}),
+    "clipped_softmax": ([-0.1, 1.0], {}),
 }
 
 

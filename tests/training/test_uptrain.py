@@ -95,6 +95,17 @@ def records(folder):
     return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
 
 
+def test_clipped_softmax_is_trained_from_the_softmax(run, bert, grouped_bert, tmp_path):
+    convert_checkpoint(bert, tmp_path / "clipped", None, clipped_softmax=[-0.1, 1.0], output_gate="head")
+    results = run("mlm", "--clipping_ratio", 0.5, model=tmp_path / "clipped", teacher=None)
+    assert math.isfinite(results["eval_loss"])
+    model = AutoModelForMaskedLM.from_pretrained(run.out)
+    assert model.config.clipped_softmax == [-0.1, 1.0]
+    assert all(layer.attention.self.output_gate.weight.any() for layer in model.bert.encoder.layer)
+    with pytest.raises(ValueError, match="--clipping_ratio requires a model with `clipped_softmax`"):
+        run("mlm", "--clipping_ratio", 0.5, model=grouped_bert, teacher=None, output_dir=tmp_path / "other")
+
+
 def test_distillation_recovers_the_embeddings_of_the_teacher(run, bert, grouped_bert, source):
     results = run(steps=60, objective="distill")
     assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..mechanisms.additive_score import AdditiveScore
 from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, install_extension
 from ..mechanisms.attention_sink import AttentionSink
+from ..mechanisms.clipped_softmax import ClippedSoftmax
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
@@ -53,7 +54,7 @@ MECHANISMS = {
 IDLE = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
-EXTENSIONS = (AttentionSink, OutputGate)
+EXTENSIONS = (AttentionSink, ClippedSoftmax, OutputGate)
 _WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 

@@ -107,6 +107,7 @@ FIELDS = (
     Field("score_function", str, None, ALL, ("additive",), facts=FROM_SCRATCH, inherits=True),
     Field("output_gate", str, None, ALL, ("head", "element"), facts=EXTENSION, inherits=True),
     Field("attention_sink", bool, None, ALL, facts=EXTENSION, inherits=True),
+    Field("clipped_softmax", tuple, None, ALL, facts=EXTENSION, inherits=True),
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
@@ -291,6 +292,11 @@ FIELD_TEXTS = {
         "learned attention sinks, an additional term in the denominator of the softmax",
         card="attention sinks",
         not_in_transformers="attention sinks",
+    ),
+    "clipped_softmax": FieldDescriptions(
+        "clipped softmax with the given gamma (at most 0) and zeta (at least 1)",
+        card="a clipped softmax",
+        not_in_transformers="a clipped softmax",
     ),
 }
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...errors import NonFiniteLossError
 from ...files import atomic_write
 from ...model_folder import ModelHistory
+from ...modeling.mechanisms.clipped_softmax import ClippedSoftmax
 from .dataloaders import (
     EvalBatches,
     Rows,
@@ -297,6 +298,8 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
     model: nn.Module = task.load_model()
+    if settings.clipping_ratio is not None and not any(isinstance(part, ClippedSoftmax) for part in model.modules()):
+        raise ValueError("--clipping_ratio requires a model with `clipped_softmax`. Remove it.")
     set_seed(settings.seed, device_specific=True)  # so that each process uses different dropout masks
     batches = task.training_batches()
     total_steps = task.total_steps(batches.count)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...errors import NonFiniteLossError, TerminatedError
 from ...files import BEST_MODEL_FILE
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.mechanisms.clipped_softmax import set_clipping_progress
 from ...registration import variant_model_class
 from .checkpoints import (
     STOP_SIGNALS,
@@ -311,6 +312,7 @@ class TrainingLoop:
                 self._raise_if_signaled()
         finally:
             bar.close()
+            set_clipping_progress(self.model, 1.0)
         if state.window_steps or self._pending is not None:
             self._log_progress()
         if settings.keep_best and state.best_step is not None:
@@ -346,6 +348,10 @@ class TrainingLoop:
         clock = time.perf_counter()
         for group, is_last in _group_batches(loader, settings.gradient_accumulation_steps):
             is_empty = False
+            if settings.clipping_ratio is not None:
+                set_clipping_progress(
+                    self.model, min(1.0, state.step / (settings.clipping_ratio * settings.total_steps))
+                )
             self._run_optimizer_step(group)
             state.batch_in_epoch += len(group)
             if is_last:
@@ -521,6 +527,7 @@ class TrainingLoop:
         if self.evaluate is None or not self._is_evaluation_due(epoch_ended):
             return
         self._record_last_loss()
+        set_clipping_progress(self.model, 1.0)  # a saved model also has the configured values
         self.model.eval()
         metrics = self.evaluate()
         self.model.train()

@@ -475,6 +475,9 @@ class OptimizationSettings(Settings):
         "Number of steps over which the learning rate increases from 0.", None, range=AT_LEAST_0
     )
     warmup_ratio: float = option("Share of all steps that is used for warm-up.", 0.0, range=FROM_0_BELOW_1)
+    clipping_ratio: float | None = option(
+        "Share of all steps over which a clipped softmax is introduced.", None, range=BETWEEN_0_AND_1, resume=ALWAYS
+    )
     seed: int = option(
         "Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
     )
@@ -669,6 +672,7 @@ class LoopSettings:
     max_train_minutes: float | None = None
     gradient_accumulation_steps: int = 1
     max_grad_norm: float = 1.0
+    clipping_ratio: float | None = None
     logging_steps: int = 10
     eval_steps: int | None = None
     checkpointing_steps: int | str | None = None
