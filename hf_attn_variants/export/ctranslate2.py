@@ -35,6 +35,7 @@ from .ctranslate2_check import (
     make_random_inputs,
     read_model_tokens,
 )
+from .folding import FOLDED_FIELDS, fold_extensions
 from .plain import get_transformers_class_name, resolve_source_model, should_export_file
 
 FLOAT32 = "float32"
@@ -119,15 +120,16 @@ def export_ctranslate2(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
-    check_ctranslate2_support(*resolve_source_model(config))
+    check_ctranslate2_support(*resolve_source_model({k: v for k, v in config.items() if k not in FOLDED_FIELDS}))
     tokenizer = load_checkpoint_tokenizer(folder, ", from which the CTranslate2 vocabulary is built.")
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
+        folded_reader, config = fold_extensions(reader, config)
+        plan = _plan_without_latents(config, folded_reader.entries, folder / CONFIG_NAME)
         generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = read_model_tokens(tokenizer, plan.config, generation)
         copied, _ = list_side_files(folder, reader.files)
         check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
-        tensors = compute_converted_tensors(plan, reader, {})
+        tensors = compute_converted_tensors(plan, folded_reader, {})
     model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)

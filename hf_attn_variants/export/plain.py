@@ -1,7 +1,8 @@
 """Exports variant checkpoints to plain Transformers checkpoints, which can be loaded without remote code.
 
-Grouped heads are repeated, and latent projections are multiplied into the key and value projections, so the outputs
-do not change. Variants that Transformers classes cannot compute, such as talking heads, are not supported.
+Grouped heads are repeated, and latent projections and knocking heads are multiplied into the key and value
+projections, so the outputs do not change. Variants that Transformers classes cannot compute, such as talking heads,
+are not supported.
 """
 
 import logging
@@ -28,6 +29,7 @@ from ..modeling.code_builder import get_file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
+from .folding import fold_extensions
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -161,9 +163,10 @@ def export_transformers(
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = _plan_plain_conversion(config, reader.entries, dtype, folder / CONFIG_NAME)
+        folded_reader, config = fold_extensions(reader, config)
+        plan = _plan_plain_conversion(config, folded_reader.entries, dtype, folder / CONFIG_NAME)
         output_folder = OutputFolder(
-            plan, reader, folder, config, output, allow_pickle, partial(should_export_file, folder)
+            plan, folded_reader, folder, config, output, allow_pickle, partial(should_export_file, folder)
         )
         with output_folder.write({}) as (stage, _):
             make_transformers_config(plan.config, plan.model_class).save_pretrained(stage)

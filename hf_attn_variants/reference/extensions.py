@@ -1,6 +1,6 @@
-"""Output gates, attention sinks and clipped softmax.
+"""Output gates, attention sinks, clipped softmax and knocking heads.
 
-The papers are arXiv 2505.06708, 2508.10925 and 2306.12929. S are the logits and A the attention weights
+The papers are arXiv 2505.06708, 2508.10925, 2306.12929 and 2510.23052. S are the logits and A the attention weights
 [b, h, n, m], and Y are the outputs of the heads [b, h, n, v].
 """
 
@@ -32,3 +32,11 @@ def softmax_with_sinks(S: Tensor, a: Tensor) -> Tensor:
 def clip_softmax(A: Tensor, gamma: float, zeta: float) -> Tensor:
     """Return clip((zeta - gamma) A + gamma, 0, 1) for the weights A of a softmax (2306.12929, equation 4)."""
     return torch.clip((zeta - gamma) * A + gamma, 0, 1)
+
+
+def knock_heads(H: Tensor, T: Tensor) -> Tensor:
+    """Multiply all query, key or value heads by one matrix (2510.23052, figure 1, linear form).
+
+    H [b, h, n, k], T [k, k] -> [b, h, n, k].
+    """
+    return einsum("bhnk,kl->bhnl", H, T)

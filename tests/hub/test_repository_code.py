@@ -32,6 +32,7 @@ REPOSITORIES = {
         {"additive_score", "sinusoidal_positions"},
     ),
     "gated": (ALL_FIELDS, {*ALL_FIELDS}),
+    "knocking": ({"knocking_heads": "all"}, {"knocking_heads"}),
 }
 # Loads repositories in the order of the arguments, and imports the package before or after them or never.
 LOADING = textwrap.dedent(

@@ -19,6 +19,13 @@ from transformers import StaticCache
 
 import hf_attn_variants
 from hf_attn_variants import convert
+from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.inspection.costs import (
+    compute_cost_table,
+    count_attention_parameters,
+    describe_extensions,
+    variant_name,
+)
 from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
 from hf_attn_variants.modeling.mechanisms.clipped_softmax import set_clipping_progress
 from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
@@ -284,6 +291,7 @@ BAD_VALUES = (
     {"clipped_softmax": -0.1},
     {"clipped_softmax": ["a", "b"]},
     {"clipped_softmax": [float("nan"), 1]},
+    {"knocking_heads": "values"},
 )
 
 
@@ -347,6 +355,47 @@ def test_conversion_adds_extensions_without_changing_outputs(name, tmp_path):
     pooled = convert(converted, num_key_value_heads=4)
     for key, parameter in extension_parameters(converted).items():
         assert pooled.get_parameter(key).equal(parameter)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_gate": "element"}, {"knocking_heads": "value"}, {"attention_sink": False}]
+)
+def test_conversion_cannot_change_extensions(fields):
+    model = BERT.model("BertModel", output_gate="head", knocking_heads="all", attention_sink=True)
+    with pytest.raises(ValueError, match=f"`{next(iter(fields))}` must stay"):
+        convert(model, **fields)
+
+
+def test_parameters_and_flops_of_extensions_are_counted():
+    plain, length = BERT.model("BertModel"), 16
+    for fields in EXTENSION_ROWS.values():
+        model = BERT.model("BertModel", **fields)
+        added = sum(parameter.numel() for parameter in extension_parameters(model).values())
+        assert count_attention_parameters(model) - count_attention_parameters(plain) == added
+    d, h = 4, 12
+    costs = {
+        name: compute_cost_table(BERT.config(**fields).to_dict(), length=length).current.flops_per_token["encoder"]
+        for name, fields in ({"plain": {}} | EXTENSION_ROWS).items()
+    }
+    layers = 2
+    assert costs["head gate"] - costs["plain"] == 2 * 48 * h * layers
+    assert costs["element gate"] - costs["plain"] == 2 * 48 * h * d * layers
+    assert costs["knocking values"] - costs["plain"] == 2 * d * d * h * layers
+    assert costs["knocking all"] - costs["plain"] == 3 * 2 * d * d * h * layers
+    assert costs["sink"] == costs["clipped"] == costs["plain"]
+
+
+def test_cards_and_names_describe_extensions(tmp_path):
+    config = BERT.config(**ALL_FIELDS, architectures=["BertModel"])
+    expected = ["knocking heads", "attention sinks", "a clipped softmax", "output gates"]
+    assert describe_extensions(config, ("num_key_value_heads",)) == expected
+    assert variant_name(config).endswith(" + ".join(expected))
+    config.save_pretrained(tmp_path)
+    card = str(model_card(tmp_path, "me/x"))
+    assert "a clipped softmax and output gates" in card and "2306.12929" in card
+    cross = T5.config(cross_output_gate="head")
+    both = ("num_key_value_heads", "encoder_num_key_value_heads")
+    assert describe_extensions(cross, both) == ["output gates in cross-attention"]
 
 
 def test_extensions_have_no_weight_decay():

@@ -47,6 +47,7 @@ GIVEN = {
     "output_gate": ("element", {}),
     "attention_sink": (True, {}),
     "clipped_softmax": ([-0.1, 1.0], {}),
+    "knocking_heads": ("all", {}),
 }
 
 

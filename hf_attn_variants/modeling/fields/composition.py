@@ -13,6 +13,7 @@ from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, i
 from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.clipped_softmax import ClippedSoftmax
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
+from ..mechanisms.knocking_heads import KnockingHeads
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
 from ..mechanisms.output_gate import OutputGate
@@ -54,7 +55,7 @@ MECHANISMS = {
 IDLE = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
-EXTENSIONS = (AttentionSink, ClippedSoftmax, OutputGate)
+EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate)
 _WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 

@@ -108,6 +108,7 @@ FIELDS = (
     Field("output_gate", str, None, ALL, ("head", "element"), facts=EXTENSION, inherits=True),
     Field("attention_sink", bool, None, ALL, facts=EXTENSION, inherits=True),
     Field("clipped_softmax", tuple, None, ALL, facts=EXTENSION, inherits=True),
+    Field("knocking_heads", str, None, ALL, ("value", "all"), facts=EXTENSION, inherits=True),
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
@@ -297,6 +298,10 @@ FIELD_TEXTS = {
         "clipped softmax with the given gamma (at most 0) and zeta (at least 1)",
         card="a clipped softmax",
         not_in_transformers="a clipped softmax",
+    ),
+    "knocking_heads": FieldDescriptions(
+        "knocking heads: one matrix for the values of all heads, or also for the queries and keys",
+        card="knocking heads",
     ),
 }
 

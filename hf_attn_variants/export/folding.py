@@ -1,0 +1,76 @@
+"""Multiplies attention extensions into the projections of a checkpoint, for formats that cannot express them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..conversion.attention_modules import find_stored_prefix
+from ..conversion.checkpoint.tensor_files import CheckpointReader
+from ..inspection.costs import variant_config
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.composition import EXTENSIONS
+from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
+from ..modeling.mechanisms.mechanism import PREFIXES
+from ..registration import variant_model_class
+
+# The fields of the extensions that a projection can express.
+FOLDED_FIELDS = frozenset(
+    prefix + extension.field for extension in EXTENSIONS if extension.folds for prefix in PREFIXES
+)
+
+
+class FoldedReader(CheckpointReader):
+    """Reads a checkpoint whose foldable extensions are multiplied into the projections.
+
+    Args:
+        reader: The reader of the checkpoint.
+        model: The model of the checkpoint, on the meta device.
+    """
+
+    def __init__(self, reader: CheckpointReader, model: AttnVariantModelMixin):
+        super().__init__(reader.folder, reader.files, reader.index_metadata)
+        self._reader, self.entries = reader, dict(reader.entries)
+        # The extension and the role for each weight and bias of a projection.
+        self._folds: dict[str, tuple[AttentionExtension, str]] = {}
+        for site, path, module in model.named_attention_modules():
+            core: Any = module.get_submodule(site.core)
+            prefix = find_stored_prefix(model, f"{path}.{site.query}.weight", reader.entries) + path
+            for name, extension in get_extensions(core).items():
+                if not extension.folds:
+                    continue
+                names = {
+                    part: ".".join(filter(None, (prefix, site.core, name, part))) for part in extension.state_dict()
+                }
+                extension.load_state_dict({part: self._reader.read(full) for part, full in names.items()}, assign=True)
+                self.entries = {full: entry for full, entry in self.entries.items() if full not in names.values()}
+                for role, linear in site.projections.items():
+                    self._folds |= {f"{prefix}.{linear}.{part}": (extension, role) for part in ("weight", "bias")}
+
+    @torch.no_grad()
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor into newly allocated memory."""
+        tensor = self._reader.read(name)
+        extension, role = self._folds.get(name, (None, ""))
+        return tensor if extension is None else extension.fold(role, tensor)
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of one tensor as short flat tensors."""
+        return iter([self.read(name).flatten()]) if name in self._folds else self._reader.chunks(name)
+
+
+def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tuple[CheckpointReader, dict[str, Any]]:
+    """Return a reader and a `config.json` without the extensions that a projection can express.
+
+    Args:
+        reader: The reader of the checkpoint.
+        config: Its `config.json`.
+    """
+    remaining = {name: value for name, value in config.items() if name not in FOLDED_FIELDS}
+    if all(config.get(name) is None for name in config.keys() - remaining.keys()):
+        return reader, remaining
+    model_config = variant_config(config)
+    architecture = next(iter(config.get("architectures") or ()), None)
+    with torch.device("meta"):
+        model = variant_model_class(architecture or model_config.auto_classes["AutoModel"])(model_config)
+    return FoldedReader(reader, model), remaining

@@ -1,0 +1,102 @@
+"""Check exports of attention extensions: knocking heads are folded into projections, and others raise an error."""
+
+import pytest
+import torch
+import transformers
+from architectures import BERT, T5
+from export.test_ctranslate2 import LINES, assert_same_tokens, heads_of, needs_engine
+from export.test_onnx import ROWS
+from fixtures.ctranslate2_models import save_writer, word_tokenizer
+from fixtures.extensions import EXTENSION_ROWS, extension_parameters, random_model
+from fixtures.onnx_decoding import session
+from relatives import ENCODER_DECODERS, ENCODERS
+from safetensors.torch import load_file, save_file
+
+import hf_attn_variants
+from hf_attn_variants.export.ctranslate2 import export_ctranslate2
+from hf_attn_variants.export.onnx import export_onnx
+from hf_attn_variants.export.plain import export_transformers
+
+pytestmark = pytest.mark.cross_product
+
+BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
+RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
+PLACES = {"encoder_knocking_heads": "none", "knocking_heads": "value", "cross_knocking_heads": "all"}
+
+
+@pytest.mark.parametrize("row", [BERT, T5, BART, *ENCODERS], ids=lambda row: row.name)
+@pytest.mark.parametrize("variant", ["mha", "mqa", "latent"])
+@pytest.mark.parametrize("fields", [{"knocking_heads": "value"}, {"knocking_heads": "all"}, PLACES], ids=str)
+@torch.no_grad()
+def test_knocking_heads_are_folded_into_a_plain_checkpoint(row, variant, fields, tmp_path):
+    head, is_pair = list(row.heads)[1], hasattr(row.config_class, "encoder_decoder_layers")
+    fields = {name: value for name, value in fields.items() if is_pair or name == "knocking_heads"}
+    fields |= RANKS if variant == "latent" and is_pair else {}
+    model = random_model(row, head, variant, **fields)
+    assert extension_parameters(model)
+    model.save_pretrained(tmp_path / "ours")
+    written = export_transformers(tmp_path / "ours", tmp_path / "plain")
+    assert written.architecture == head
+    plain, info = getattr(transformers, head).from_pretrained(
+        tmp_path / "plain", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    batch = row.batch(head)
+    torch.testing.assert_close(plain.eval()(**batch)[0], model(**batch)[0], atol=1e-9, rtol=0)
+
+
+@needs_engine
+@torch.no_grad()
+def test_knocking_heads_are_folded_for_ctranslate2(tmp_path):
+    folder = save_writer(tmp_path / "model", "t5", "gqa", knocking_heads="all")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if "knocking_heads" in name:
+            tensors[name] += 0.3 * torch.randn_like(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    export_ctranslate2(folder, tmp_path / "ct2")
+    assert {4, 12} == set(heads_of(tmp_path / "ct2").values())
+    tokenizer = word_tokenizer()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+
+
+@pytest.mark.parametrize("name", [name for name in EXTENSION_ROWS if "knocking" not in name])
+def test_other_extensions_raise_an_error_that_names_the_field(name, tmp_path):
+    [field] = EXTENSION_ROWS[name]
+    T5.model("T5ForConditionalGeneration", **EXTENSION_ROWS[name], knocking_heads="all").save_pretrained(
+        tmp_path / "t5"
+    )
+    with pytest.raises(ValueError, match=f"`{field}`"):
+        export_transformers(tmp_path / "t5", tmp_path / "plain")
+    word_tokenizer().save_pretrained(tmp_path / "t5")
+    if needs_engine.args[0]:
+        return
+    with pytest.raises(ValueError, match=f"`{field}`"):
+        export_ctranslate2(tmp_path / "t5", tmp_path / "ct2")
+    assert not (tmp_path / "plain").exists() and not (tmp_path / "ct2").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXTENSION_ROWS)
+@torch.no_grad()
+def test_onnx_graph_equals_the_model(name, tmp_path):
+    model = random_model(ROWS["bert"], "BertForMaskedLM", "gqa", **EXTENSION_ROWS[name]).float()
+    model.save_pretrained(tmp_path / "model")
+    export_onnx(tmp_path / "model", tmp_path / "onnx")
+    batch = ROWS["bert"].batch("BertForMaskedLM")
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    [logits] = session(tmp_path / "onnx/onnx/model.onnx").run(["logits"], {key: v.numpy() for key, v in batch.items()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(**batch).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_onnx_decoder_with_gates_equals_the_model(tmp_path):
+    """Check the graphs with a cache, which the export compares with the model."""
+    model = random_model(T5, "T5ForConditionalGeneration", "gqa", output_gate="element", num_layers=1).float()
+    model.save_pretrained(tmp_path / "model")
+    written = export_onnx(tmp_path / "model", tmp_path / "onnx")
+    assert max(error for error, _ in written.graphs.values()) < 1e-4
+    assert isinstance(model, hf_attn_variants.AttnVariantT5ForConditionalGeneration)
