@@ -24,7 +24,7 @@ MORE = {
     "talking": "[talking heads](talking_heads.md)",
     "pattern": "[windows and patterns](sparse.md)",
     "kernel": "[linear attention](linear.md)",
-    "extension": "[formulas](reference.md)",
+    "extension": "[gates and sinks](gates_and_sinks.md)",
 }
 PAIRS = "| In one attention module | Not with |\n| --- | --- |\n"
 KINDS = {
