@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, including Whisper, as rows of the table in architectures.py."""
+"""The relatives of BERT and BART, including ModernBERT and Whisper, as rows of the table in architectures.py."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from architectures import (
 
 import hf_attn_variants
 
-__all__ = ["ENCODERS", "ENCODER_DECODERS", "RELATIVES", "WHISPER"]
+__all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "RELATIVES", "WHISPER"]
 
 
 def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]) -> Architecture:
@@ -83,6 +83,14 @@ ENCODERS = (
         text_inputs,
         {"dim": 48, "n_layers": 2, "n_heads": 12, "hidden_dim": 37, "max_position_embeddings": 40},
     ),
+)
+# The second layer of two is local. Its window of two tokens on each side is shorter than the texts.
+MODERNBERT = _row(
+    "modernbert",
+    "ModernBertConfig",
+    _encoder_heads("ModernBert", {}),
+    text_inputs,
+    _BERT | {"local_attention": 4, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
 )
 
 # Stacks of unequal heads, of which talking heads know nothing.
@@ -176,4 +184,4 @@ WHISPER = _row(
         "classifier_proj_size": 16,
     },
 )
-RELATIVES = (*ENCODERS, *ENCODER_DECODERS, WHISPER)
+RELATIVES = (*ENCODERS, MODERNBERT, *ENCODER_DECODERS, WHISPER)

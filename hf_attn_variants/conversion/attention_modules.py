@@ -31,9 +31,10 @@ class AttentionModule:
         name: Path of the module inside the base model, e.g. "encoder.layer.0.attention".
         site: The type of attention.
         heads: Head counts and latent ranks before and after the conversion.
-        tensors: Maps each field of `AttentionTensors` that the module has to the tensor's name in the checkpoint.
+        tensors: Maps each field of `AttentionTensors` that the module has to the tensor's name in the checkpoint. The
+            queries, keys and values of a fused layer map to the same tensor, of which they are ranges of rows.
         new_tensors: The same mapping after the conversion. Modules that share a latent all map to the same tensor.
-        shapes: Maps each field of `new_tensors` to its shape.
+        shapes: The shape of each tensor after the conversion, {name in the checkpoint: shape}.
         projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
         kernel: The kernels that replace the softmax (before, after). None if a softmax is used.
         extensions: The attention extensions to add, {prefix of the tensor names in the checkpoint: module on the meta
@@ -85,9 +86,25 @@ class AttentionModule:
     def read_tensors(self, read: Callable[[str], torch.Tensor], converted: bool = False) -> AttentionTensors:
         """Return the original or converted projections. `read` returns the tensor with a given name."""
         names = self.new_tensors if converted else self.tensors
-        return AttentionTensors.from_tensors(
-            {part: read(name) for part, name in names.items()}, self.kernel[converted]
-        )
+        stored = {name: read(name) for name in dict.fromkeys(names.values())}
+        tensors = {part: stored[name] for part, name in names.items()}
+        for kind in ("weight", "bias") if self.site.is_fused else ():
+            if (name := names.get(f"query_{kind}")) is not None:
+                rows = stored[name].split(self._get_fused_rows(converted))
+                tensors |= zip((f"{role}_{kind}" for role in ("query", "key", "value")), rows, strict=True)
+        return AttentionTensors.from_tensors(tensors, self.kernel[converted])
+
+    def join_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors to store, {name in the checkpoint: tensor}. `tensors` has the fields of `new_tensors`."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for part, name in self.new_tensors.items():  # the queries, keys and values are in this order
+            parts.setdefault(name, []).append(tensors[part])
+        return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+
+    def _get_fused_rows(self, converted: bool) -> list[int]:
+        """Return the numbers of rows of a fused layer that compute the queries, keys and values."""
+        counts = (self.heads.query, self.heads.key[converted], self.heads.value[converted])
+        return [count * self.heads.head_dim for count in counts]
 
 
 def build_attention_modules(
@@ -139,7 +156,7 @@ def _build_attention_module(
     if heads.rank[0] is not None:
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if heads.rank[1] is not None:
-        shapes[LATENT] = (heads.rank[1], width)
+        shapes[new_tensors[LATENT]] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     kernel = (get_kernel(site, source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
@@ -150,10 +167,11 @@ def _build_attention_module(
             "learned projections for each key head. Convert the heads and the kernel together from the base model."
         )
     for part, tensor in new_kernel_tensors.items():
-        new_tensors[part], shapes[part] = f"{core}{part}", tuple(tensor.shape)
+        new_tensors[part] = name = f"{core}{part}"
+        shapes[name] = tuple(tensor.shape)
         if kernel[0] is not None:
-            tensors[part] = f"{core}{part}"
-            _check_tensor(tensors[part], entries, list(tensor.shape))
+            tensors[part] = name
+            _check_tensor(name, entries, list(tensor.shape))
     projections = {
         f"{core}{name}": tuple(parameter.shape)
         for name, parameter in core_module.named_parameters(recurse=False)
@@ -176,7 +194,7 @@ def _resolve_linear_tensors(
     width: int,
     entries: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Return the tensor names and new shapes of a module's linear layers, after checking the old shapes.
+    """Return the tensor names of a module's linear layers and their new shapes, after checking the old shapes.
 
     Args:
         site, module, heads, entries: See `_build_attention_module`.
@@ -188,11 +206,13 @@ def _resolve_linear_tensors(
         for part, parameter in module.get_submodule(linear_path).named_parameters():
             name, field_name = f"{path}.{linear_path}.{part}", f"{role}_{part}"
             expected = list(parameter.shape)
-            if role in ("key", "value"):
+            if site.is_fused and role != "output":
+                expected[0] = (heads.query + heads.key[0] + heads.value[0]) * heads.head_dim
+            elif role in ("key", "value"):
                 # The original input size may also differ because keys and values are computed from the latent.
                 expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
             _check_tensor(name, entries, expected)
-            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
+            tensors[field_name], shapes[name] = name, tuple(parameter.shape)
     return tensors, shapes
 
 

@@ -66,7 +66,7 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
     Each tensor stays in the file that replaces its original file.
     """
     new_dtype = None if plan.dtype is None else get_safetensors_dtype(plan.dtype)
-    shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
+    shapes = {name: shape for module in plan.modules for name, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
         if name in plan.converted_names and name not in shapes:
@@ -138,11 +138,12 @@ def _convert_modules(
     for module in plan.modules:
         before = module.read_tensors(reader.read)
         after = plan.convert(module, before, latents, calibrated.get(module.name))
-        query, tensors = before.query_weight, {}
+        query, parts = before.query_weight, {}
         for part, name in module.new_tensors.items():
             stored = query if (old := getattr(before, part, None)) is None else old
-            tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
+            parts[part] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
         added = plan.initialize_new_parameters(module, plan.dtype or query.dtype)
+        tensors = module.join_tensors(parts)
         yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
 
 

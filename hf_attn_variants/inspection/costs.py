@@ -636,7 +636,9 @@ def flops_per_token(
         runs, stack = model.count_module_runs(config, path), site.get_stack_name(config)
         heads = site.get_heads(config, path)
         key_stack = "encoder" if site.is_cross_attention else stack
-        projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
+        modules = {linear: linears.pop(f"{path}.{linear}") for linear in dict.fromkeys(site.projections.values())}
+        projections = {role: modules[linear] for role, linear in site.projections.items()}
+        # The keys and values of a fused layer belong to the same stack as its queries and are counted with them.
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
         latent = linears.pop(site.get_latent_path(path), None)  # a latent that layers share is counted once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
@@ -644,10 +646,12 @@ def flops_per_token(
         core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         attended = attended if core.compression is None else core.compression.num_attended_keys(attended)
+        if (window := getattr(core, "sliding_window", None)) is not None:  # a local layer of ModernBERT
+            attended = min(attended, 2 * window - 1)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
         parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]
-        key_value = (projections["key"], projections["value"])
+        key_value = () if site.is_fused else (projections["key"], projections["value"])
         if decodes and heads.rank is not None:
             is_step, is_cached = stack == "decoder", site.is_cross_attention
             parts.append(count_latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
@@ -667,13 +671,13 @@ def flops_per_token(
 
 
 def _count_attention_flops(
-    core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int
+    core: VariantAttention, key_value: tuple[nn.Linear, ...], attended: int
 ) -> tuple[int, int]:
     """Return the FLOPs per key token (key and value projections) and per query token (scores and weighted sums).
 
     Args:
         core: The attention module.
-        key_value: The key and value projections.
+        key_value: The key and value projections that are not counted elsewhere.
         attended: The number of keys that a query attends to.
     """
     heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)

@@ -42,8 +42,8 @@ _NAMES_BY_MECHANISMS = {
         "Latent add_latent_projection attend_to_latent attend_to_one_latent get_latent should_use_latent_kernels"
     ),
     ("linear_attention",): (
-        "AttentionKernel KernelStateLayer _prepare_state_layer check_kernels get_kernel "
-        "get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
+        "AttentionKernel Elu KernelStateLayer Linformer Relu _prepare_state_layer check_kernels "
+        "get_kernel get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
     ),
     ("linear_attention", "patterns"): (
         "BlockWindows DistanceBias KeyRange attend_with_global_tokens_first attention_in_windows check_global_mask "

@@ -54,6 +54,7 @@ ARGUMENT_ROLES: dict[str, tuple[str, ...]] = {
     "ids": ("input_ids",),
     "types": ("token_type_ids",),
     "positions": ("position_ids",),
+    "rotary": ("position_embeddings",),
     "embedded": ("inputs_embeds",),
     "cache_length": ("cache_length", "past_key_values_length"),
 }

@@ -94,7 +94,7 @@ def save_one(architecture, variant, saved, folder):
     """Save a model and its outputs for a batch; return what the other process must load."""
     base = next(iter(architecture.heads))
     auto_classes = architecture.config_class.auto_classes
-    kinds = ("AutoModelForPreTraining", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+    kinds = ("AutoModelForPreTraining", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForMaskedLM")
     language_model = next(auto_classes[kind] for kind in kinds if kind in auto_classes)
     heads = {"base": base, "language_model": language_model}
     head = heads[saved].removeprefix("AttnVariant")

@@ -19,6 +19,7 @@ with guarded_imports():
         M2M100Config,
         MarianConfig,
         MBartConfig,
+        ModernBertConfig,
         PegasusConfig,
         RobertaConfig,
         T5Config,
@@ -36,6 +37,7 @@ __all__ = [
     "AttnVariantM2M100Config",
     "AttnVariantMBartConfig",
     "AttnVariantMarianConfig",
+    "AttnVariantModernBertConfig",
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
@@ -195,6 +197,33 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
                 "The former is a table of parameters that is initialized with sinusoids, and the latter has "
                 "no parameters."
             )
+
+
+class AttnVariantModernBertConfig(AttnVariantConfigMixin, ModernBertConfig):
+    """Configuration for ModernBERT with the fields of `AttnVariantConfigMixin`. The default is multi-head attention.
+
+    Patterns and kernels apply to the global layers ("full_attention" in `layer_types`). The local layers keep the
+    window of `local_attention` tokens.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantModernBertConfig
+    >>> config = AttnVariantModernBertConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
+
+    model_type = "attn_variant_modernbert"
+    transformers_model_types = ("modernbert",)
+    modeling_file = "modeling_attn_variant_modernbert"
+    auto_classes = _get_variant_auto_classes("modernbert", "ModernBert", ENCODER_HEADS)
+
+    @classmethod
+    def rank_fields(cls) -> tuple[str, ...]:
+        """Return no fields, because latents do not support rotary positions (see `check_combinations`)."""
+        return ()
 
 
 def _register_with_sentence_transformers(config_class: Any) -> None:
@@ -486,4 +515,5 @@ CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantRobertaConfig,
     AttnVariantDistilBertConfig,
     AttnVariantElectraConfig,
+    AttnVariantModernBertConfig,
 )

@@ -42,7 +42,8 @@ class AttentionSite:
         name: the name of this kind of attention in reports: "self", "cross", "encoder" or "decoder".
         module: a regular expression that matches the path of the attention module inside the base model. Its groups
             capture the layer numbers.
-        query, key, value, output: the paths of the linear layers, relative to the attention module.
+        query, key, value, output: the paths of the linear layers, relative to the attention module. If the first three
+            are the same, one fused layer computes the queries, keys and values, in this order of its rows.
         core: the relative path of the submodule that calls the attention function and contains the talking-heads
             projections ("" for the attention module itself).
         stack: "encoder" or "decoder" in an encoder-decoder, or None if the model has only one of them. Such a model is
@@ -54,6 +55,8 @@ class AttentionSite:
         latent: the path of the linear layer that computes the latent, relative to the attention module. If
             `shares_latent` is True, it is relative to the base model instead.
         shares_latent: True if the attention modules in all layers share one latent.
+        rotary: the dimensions of a head that rotary positions rotate together: "half" (i and i + d / 2) or
+            "interleaved" (2 i and 2 i + 1). None if the queries and keys are not rotated.
     """
 
     name: str
@@ -69,6 +72,12 @@ class AttentionSite:
     rank_field: str | None = None
     latent: str = ""
     shares_latent: bool = False
+    rotary: str | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """True if one linear layer computes the queries, keys and values."""
+        return self.query == self.key == self.value
 
     @property
     def projections(self) -> dict[str, str]:
@@ -151,8 +160,17 @@ def named_attention_modules(
                 yield site, path, module
 
 
+def is_local_layer(config: Any, layer: int) -> bool:
+    """Return True if Transformers gives a layer its own window (`layer_types`), as in the local layers of ModernBERT.
+
+    Patterns and kernels only apply to the other layers.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is not None and layer_types[layer] == "sliding_attention"
+
+
 def get_key_range(site: AttentionSite, config: Any, path: str, is_causal: bool) -> Any:
-    """Return the key range of an attention module, or None if it attends to all keys.
+    """Return the key range of an attention module, or None if it attends to all keys that its mask allows.
 
     Args:
         site: the declaration of the attention module.
@@ -160,9 +178,9 @@ def get_key_range(site: AttentionSite, config: Any, path: str, is_causal: bool) 
         path: the path of the attention module inside the base model.
         is_causal: True if queries do not attend to later keys.
     """
-    if site.is_cross_attention:
-        return None
     prefix, layer = site.stack_prefix, site.get_layer_index(config, path)
+    if site.is_cross_attention or is_local_layer(config, layer):
+        return None
     if is_causal and getattr(config, f"{prefix}attention_kernel") is not None:
         # In a decoder with kernels, masks only cover padding, so softmax layers must exclude later keys themselves.
         has_kernel = get_kernel(site, config, path, is_causal) is not None
@@ -179,7 +197,7 @@ def get_kernel(site: AttentionSite, config: Any, path: str, is_causal: bool) -> 
     See `get_key_range` for the arguments.
     """
     prefix, layer = site.place_prefix, site.get_layer_index(config, path)
-    if getattr(config, field := f"{prefix}attention_kernel", None) is None:
+    if getattr(config, field := f"{prefix}attention_kernel", None) is None or is_local_layer(config, layer):
         return None
     if (name := config.get_layer_value(field, layer)) is None:
         return None

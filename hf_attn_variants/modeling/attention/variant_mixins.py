@@ -303,11 +303,12 @@ def _install_variant(
     query_linear: Any = module.get_submodule(site.query)
     heads, width = site.get_heads(model.config, path), key_linear.in_features
     rank = width if heads.rank is None else heads.rank
-    resized = [
-        _resize_linear_layer(module, site.key, rank, heads.key * heads.head_dim),
-        _resize_linear_layer(module, site.value, rank, heads.value * heads.value_dim),
-        _resize_linear_layer(module, site.output, in_features=heads.output * heads.value_dim),
-    ]
+    resized = [_resize_linear_layer(module, site.output, in_features=heads.output * heads.value_dim)]
+    if site.is_fused:
+        resized.append(_resize_linear_layer(module, site.query, out_features=sum(heads.fused_rows)))
+    else:
+        resized.append(_resize_linear_layer(module, site.key, rank, heads.key * heads.head_dim))
+        resized.append(_resize_linear_layer(module, site.value, rank, heads.value * heads.value_dim))
     if any(resized):
         # In T5, the projections are initialized by the attention module that contains them.
         vars(module)["_is_hf_initialized"] = False

@@ -13,6 +13,8 @@ from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, i
 from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.clipped_softmax import ClippedSoftmax
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
+from ..mechanisms.kernels.elementwise_kernels import Elu, Relu
+from ..mechanisms.kernels.linformer_kernel import Linformer
 from ..mechanisms.knocking_heads import KnockingHeads
 from ..mechanisms.latents import Latent
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
@@ -140,6 +142,16 @@ UNSUPPORTED_PAIRS = (
     ),
     *(UnsupportedPair(kind, AttentionKernel, "A kernel does not compute a softmax.") for kind in _WEIGHT_EXTENSIONS),
 )
+# Mechanisms that do not support rotary positions (RoFormer, arXiv 2104.09864), with the reasons.
+_NOT_A_DISTANCE = "The scores of rotated queries and keys would not depend only on the distance of two tokens."
+UNSUPPORTED_WITH_ROTARY: tuple[tuple[type[Mechanism], str], ...] = (
+    (Latent, "Latents require a rotary part of their own, as in DeepSeek's MLA (arXiv 2405.04434, section 2.1.3)."),
+    (AdditiveScore, _NOT_A_DISTANCE),
+    (Elu, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
+    (Relu, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
+    (Linformer, "It adds up keys that are rotated by different angles."),
+    (MemoryCompressed, "It adds up keys that are rotated by different angles."),
+)
 # Mechanisms that attention functions from other packages would ignore, in the order of the checks.
 IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
     TalkingHeadsSettings,
@@ -154,12 +166,19 @@ def check_combinations(config: Any) -> None:
     """Check that no attention module combines two mechanisms that are listed in `UNSUPPORTED_PAIRS`.
 
     Raises:
-        ValueError: if an attention module uses both mechanisms of a pair. The message contains the pair's reason. The
-            error is also raised if the value of an extension is invalid.
+        ValueError: if an attention module uses both mechanisms of a pair, or a mechanism that does not support the
+            rotary positions of the architecture. The message contains the reason. The error is also raised if the
+            value of an extension is invalid.
     """
+    has_rotary_positions = getattr(config, "rope_parameters", None) is not None
     for prefix in PREFIXES:
         for extension in EXTENSIONS:
             extension.requested_in(config, prefix)
+        for mechanism, reason in UNSUPPORTED_WITH_ROTARY if has_rotary_positions else ():
+            if (requested := mechanism.requested_in(config, prefix)) is not None:
+                raise ValueError(
+                    f"`{requested[0]}` must not be {requested[1]!r} in a model with rotary positions. {reason}"
+                )
         for row in UNSUPPORTED_PAIRS:
             one = row.one.requested_in(config, prefix)
             other = None if one is None else row.other.requested_in(config, prefix)

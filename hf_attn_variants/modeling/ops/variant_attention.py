@@ -34,6 +34,11 @@ class AttentionHeads(NamedTuple):
     talking_init: str = "identity"  # the initialization of these projections
     dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to these projections
 
+    @property
+    def fused_rows(self) -> tuple[int, int, int]:
+        """The numbers of rows that compute the queries, keys and values in a fused projection."""
+        return self.query * self.head_dim, self.key * self.head_dim, self.value * self.value_dim
+
 
 if TYPE_CHECKING:
 
