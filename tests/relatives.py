@@ -22,7 +22,7 @@ from architectures import (
 
 import hf_attn_variants
 
-__all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "RELATIVES", "WHISPER"]
+__all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "RELATIVES", "ROTARY", "WHISPER"]
 
 
 def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]) -> Architecture:
@@ -184,4 +184,6 @@ WHISPER = _row(
         "classifier_proj_size": 16,
     },
 )
-RELATIVES = (*ENCODERS, MODERNBERT, *ENCODER_DECODERS, WHISPER)
+# Rotary positions do not support latents, additive scores and some kernels.
+ROTARY = (MODERNBERT,)
+RELATIVES = (*ENCODERS, *ROTARY, *ENCODER_DECODERS, WHISPER)

@@ -47,6 +47,8 @@ def save(folder: Path) -> dict[str, Any]:
         heads = [head for head in row.heads if head.endswith((*WRITERS, "ForMaskedLM"))]
         for head in heads:
             for variant in VARIANTS:
+                if variant == "latent" and not row.config_class.rank_fields():
+                    continue
                 model = row.model(head, **_fields(row, variant))
                 _make_coarse(model)
                 repository = folder / f"{head}-{variant}"

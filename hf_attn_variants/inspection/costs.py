@@ -670,9 +670,7 @@ def flops_per_token(
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _count_attention_flops(
-    core: VariantAttention, key_value: tuple[nn.Linear, ...], attended: int
-) -> tuple[int, int]:
+def _count_attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, ...], attended: int) -> tuple[int, int]:
     """Return the FLOPs per key token (key and value projections) and per query token (scores and weighted sums).
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
-from relatives import RELATIVES
+from relatives import RELATIVES, ROTARY
 from safetensors import safe_open
 
 import hf_attn_variants
@@ -27,7 +27,8 @@ HEADS = [
     for head in row.heads
     for variant in ("mqa", "latent")
     # The base model of each architecture with grouped heads, and each head also with latents.
-    if variant == "latent" or head == next(iter(row.heads))
+    if head == next(iter(row.heads)) or (variant == "latent") != (row in ROTARY)
+    if variant != "latent" or row not in ROTARY
 ]
 
 
@@ -57,8 +58,9 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     assert config["model_type"] in row.config_class.transformers_model_types and config["architectures"] == [head]
     assert not {*row.config_class.variant_fields(), "auto_map"} & config.keys()
     assert written.architecture == head and written.heads
-    # Under sdpa, UMT5's decoder looks ahead in transformers 5.15 and 5.17.
-    options = {"output_loading_info": True, "attn_implementation": "eager"}
+    # Under sdpa, UMT5's decoder looks ahead in transformers 5.15 and 5.17. In float64, eager attention returns NaN for
+    # padding in the local layers of ModernBERT.
+    options = {"output_loading_info": True, "attn_implementation": "sdpa" if row in ROTARY else "eager"}
     plain, info = getattr(transformers, head).from_pretrained(tmp_path / "plain", **options)
     assert type(plain).__module__.startswith("transformers.models.")
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]

@@ -6,7 +6,7 @@ from dataclasses import fields
 import field_page
 import pytest
 from architectures import ARCHITECTURES
-from relatives import RELATIVES
+from relatives import RELATIVES, ROTARY
 
 from hf_attn_variants import AttnVariantBertConfig
 from hf_attn_variants.commands import convert
@@ -38,7 +38,8 @@ def test_configuration_has_the_fields_of_its_architecture(row):
         prefix, entry = get_field_row(name)
         assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
         assert {*item.metadata} - {"variant", "query_heads"} <= {*entry.facts}
-    assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
+    ranks = () if row in ROTARY else tuple(name for name in own if name.endswith("kv_lora_rank"))
+    assert row.config_class.rank_fields() == ranks
 
 
 def test_every_conversion_field_has_a_flag(capsys):

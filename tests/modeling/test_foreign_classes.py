@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from relatives import RELATIVES
+from relatives import RELATIVES, ROTARY
 
 import hf_attn_variants
 from hf_attn_variants.modeling.fields.saving_and_loading import get_effective_fields
@@ -24,7 +24,8 @@ def fields_of(architecture):
     prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
     for prefix in prefixes:
         yield {f"{prefix}attention_pattern": "sliding_window", f"{prefix}attention_window": 4}
-        yield {f"{prefix}score_function": "additive"}
+        if architecture not in ROTARY:
+            yield {f"{prefix}score_function": "additive"}
         if prefix == prefixes[-1]:  # the stacks of a BART here have unequal heads
             yield {f"{prefix}talking_heads": "both", f"{prefix}talking_heads_init": "random"}
         yield {f"{prefix}num_key_value_heads": 2}
