@@ -69,7 +69,8 @@ def register_with_peft(config_class: Any) -> None:
                 None,
             )
             # PEFT has no row for ALBERT, whose query and value layers have the same names as in BERT.
-            if modules is None and table.get("bert") == ["query", "value"]:
+            is_albert = "albert" in config_class.transformers_model_types
+            if modules is None and is_albert and table.get("bert") == ["query", "value"]:
                 modules = table["bert"]
             if modules is not None:
                 table[config_class.model_type] = modules
