@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ARCHITECTURES = "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra".split()
+ARCHITECTURES = (
+    "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra modernbert".split()
+)
 
 
 def folder() -> Path:
@@ -49,7 +51,7 @@ def role(tree: ast.Module, name: str) -> list[str]:
     result = classes(tree)
     bases = {item: {ast.unparse(base) for base in node.bases} for item, node in result.items()}
     if name == "attention":
-        return [item for item, node in result.items() if "Attention" in item and _linears(node) >= 3]
+        return [item for item, node in result.items() if "Attention" in item and _linears(node) >= 2]
     if name == "embeddings":
         return [item for item, node in result.items() if item.endswith("Embeddings") and method(node, "forward")]
     if name == "stack":

@@ -61,6 +61,13 @@ _WHISPER = {name: value for name, value in _BART.items() if name not in ("max_po
     "suppress_tokens": None,
 }
 _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 20, "max_position_embeddings": 24}
+_MODERNBERT = _BERT | {
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "cls_token_id": 0,
+    "sep_token_id": 2,
+    "local_attention": 4,
+}
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _LATENT, _CROSS = {"kv_lora_rank": WIDTH}, {"encoder_kv_lora_rank": WIDTH, "cross_kv_lora_rank": WIDTH}
 _SINES = {"position_embedding_type": "sinusoidal"}
@@ -109,6 +116,8 @@ MODELS: dict[str, tuple[Model, ...]] = {
     "roberta": (_encoder("RobertaForMaskedLM", _BERT), _decoder("RobertaForCausalLM")),
     "distilbert": (_encoder("DistilBertForMaskedLM", _DISTILBERT),),
     "electra": (_encoder("ElectraForMaskedLM", _BERT), _decoder("ElectraForCausalLM")),
+    # Rotary positions do not support latents.
+    "modernbert": (Model("ModernBertForMaskedLM", _MODERNBERT, "encoder", own={"windows": _WINDOW}),),
 }
 
 

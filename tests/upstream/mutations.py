@@ -35,7 +35,7 @@ ATTRIBUTES = {
         "v_lin": False, "out_lin": False, "layer_idx": False, "scaling": False, "dropout": False,
         "has_relative_attention_bias": False, "relative_attention_bias": False, "key_value_proj_dim": False,
         "is_decoder": False, "attention_dropout": False, "output_dropout": False, "LayerNorm": False, "n_heads": False,
-        "compute_bias": False,
+        "compute_bias": False, "Wqkv": False, "out_drop": False, "sliding_window": False,
     },
     "embeddings": {
         "position_embeddings": False, "padding_idx": False, "token_type_embeddings": False, "word_embeddings": True,
@@ -142,7 +142,7 @@ def _of_method(
 # Whose encoder generation calls by itself.
 HEADS = {
     architecture: "encoder"
-    if architecture in ("bert", "albert", "roberta", "distilbert", "electra")
+    if architecture in ("bert", "albert", "roberta", "distilbert", "electra", "modernbert")
     else "encoder-decoder"
     for architecture in ARCHITECTURES
 }

@@ -69,7 +69,7 @@ def test_every_architecture_has_enough_mutations(architecture):
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
-BERTS = ("bert", "albert", "roberta", "distilbert", "electra")
+BERTS = ("bert", "albert", "roberta", "distilbert", "electra", "modernbert")
 
 SMALL = """
 class Attention(nn.Module):
