@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS
+from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS, UNSUPPORTED_WITH_ROTARY
 from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, FIELDS, Field
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias
@@ -50,7 +50,11 @@ def table_of(fields: tuple[Field, ...] = FIELDS) -> str:
 
 def pairs_of() -> str:
     """Return the table of the mechanisms that cannot be combined."""
-    return PAIRS + "".join(f"| {_setting_of(row.one)} | {_setting_of(row.other)} |\n" for row in UNSUPPORTED_PAIRS)
+    pairs = [(_setting_of(row.one), _setting_of(row.other)) for row in UNSUPPORTED_PAIRS]
+    pairs += [
+        (_setting_of(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
+    ]
+    return PAIRS + "".join(f"| {one} | {other} |\n" for one, other in pairs)
 
 
 def _setting_of(mechanism: type[Mechanism]) -> str:

@@ -1,4 +1,4 @@
-"""Check RoBERTa, ELECTRA and DistilBERT in the training commands, plain and converted to fewer heads."""
+"""Check RoBERTa, ELECTRA, DistilBERT and ModernBERT in the training commands, plain and converted to fewer heads."""
 
 import json
 
@@ -14,6 +14,8 @@ from transformers import (
     DistilBertForMaskedLM,
     ElectraConfig,
     ElectraForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaTokenizerFast,
@@ -34,6 +36,18 @@ MODELS = {
     "electra": lambda size: ElectraForMaskedLM(ElectraConfig(**SIZES, vocab_size=size, embedding_size=16)),
     "distilbert": lambda size: DistilBertForMaskedLM(
         DistilBertConfig(vocab_size=size, dim=32, n_layers=2, n_heads=4, hidden_dim=48, initializer_range=0.3)
+    ),
+    "modernbert": lambda size: ModernBertForMaskedLM(
+        ModernBertConfig(
+            **SIZES | {"initializer_range": 0.1},
+            vocab_size=size,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+            local_attention=16,
+        )
     ),
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)

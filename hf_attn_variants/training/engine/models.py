@@ -243,6 +243,8 @@ DROPOUT_FIELDS = (
     "dropout",
     "attention_dropout",
     "activation_dropout",
+    "embedding_dropout",
+    "mlp_dropout",
     "qa_dropout",
     "seq_classif_dropout",
     "summary_last_dropout",
@@ -595,6 +597,7 @@ def make_new_config(
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
+        **{name: getattr(tokenizer, name) for name in ("cls_token_id", "sep_token_id") if hasattr(default, name)},
         **(tokens or {}),
         **overrides,
     }
