@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants import AttnVariantModernBertModel, convert
 from hf_attn_variants.export.plain import export_transformers
+from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import count_attention_parameters, flops_per_token
 from hf_attn_variants.training.engine.models import add_lora
 
@@ -76,7 +77,11 @@ def test_converted_model_loads_without_this_package(tmp_path):
     result = run_elsewhere(ELSEWHERE, *paths, home=tmp_path / "home", cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout.splitlines()[-1]) == [model.config.auto_classes]
-    card = (tmp_path / "repo" / "README.md").read_text(encoding="utf-8")
+
+
+def test_model_card_states_that_remote_code_is_required(source, tmp_path):
+    convert(source, num_key_value_heads=4, method="mean", output_dir=tmp_path / "out")
+    card = str(model_card(tmp_path / "out", "user/out"))
     assert "trust_remote_code=True" in card and "not part of Transformers" in card
 
 

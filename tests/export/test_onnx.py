@@ -13,7 +13,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5
 from fixtures.golden_sources import make_tokenizer
-from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
+from relatives import ENCODER_DECODERS, RELATIVES, ROTARY, WHISPER
 
 import hf_attn_variants
 from examples.onnx_decoding import greedy, load_graph, load_graphs
@@ -158,6 +158,8 @@ ENCODER_CASES = [
     ("RobertaForMaskedLM", "latent", 23, ["input_ids", "attention_mask", "token_type_ids"]),
     ("DistilBertModel", "mqa", 20, ["input_ids", "attention_mask"]),
     ("ElectraForSequenceClassification", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
+    ("ModernBertForMaskedLM", "gqa", 18, ["input_ids", "attention_mask"]),
+    ("ModernBertModel", "talking", 18, ["input_ids", "attention_mask"]),
     ("AlbertModel", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
     ("T5ForTokenClassification", "gqa", 18, ["input_ids", "attention_mask"]),
     ("WhisperForAudioClassification", "gqa", 18, ["input_features"]),
@@ -189,7 +191,9 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     given = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
     for output in graph.get_outputs():
         [result] = graph.run([output.name], given)
-        torch.testing.assert_close(torch.from_numpy(result), expected[output.name], atol=1e-4, rtol=0)
+        # In a local layer of ModernBERT, padding may attend to no token, and its outputs have no meaning.
+        real = batch["attention_mask"].bool() if row in ROTARY else ...
+        torch.testing.assert_close(torch.from_numpy(result)[real], expected[output.name][real], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
