@@ -22,7 +22,7 @@ from ..conversion.checkpoint.source import check_complete_model, find_local_fold
 from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
-from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.attention.attention_sites import AttentionSite, is_local_layer
 from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import EXTENSIONS
@@ -646,8 +646,8 @@ def flops_per_token(
         core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         attended = attended if core.compression is None else core.compression.num_attended_keys(attended)
-        if (window := getattr(core, "sliding_window", None)) is not None:  # a local layer of ModernBERT
-            attended = min(attended, 2 * window - 1)
+        if is_local_layer(config, site.get_layer_index(config, path)):
+            attended = min(attended, 2 * config.sliding_window + 1)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
         parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]

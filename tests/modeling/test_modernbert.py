@@ -82,6 +82,7 @@ def test_dropout_equals_transformers():
     assert_near(logits[1], logits[0])
 
 
+@pytest.mark.thorough
 def test_flex_attention_equals_transformers():
     theirs, ours = make_pair(num_attention_heads=3)  # flex attention requires heads of at least 16 numbers
     for model in (theirs, ours):

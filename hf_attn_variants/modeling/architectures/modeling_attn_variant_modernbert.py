@@ -8,6 +8,7 @@ One fused linear layer (`Wqkv`) computes the queries, keys and values. With fewe
 Transformers splits `Wqkv` into three equal parts, so only the classes in this file can load such a layer.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +47,7 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
     """`ModernBertAttention` with grouped key/value heads and, if configured, talking heads or a kernel."""
 
     roles = ("states", "mask", "rotary")
-    transformers_attributes = ("Wo", "Wqkv", "attention_dropout", "is_causal", "out_drop", "sliding_window")
+    transformers_attributes = ("Wo", "Wqkv", "attention_dropout", "is_causal", "out_drop")
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute self-attention over hidden states [b, n, D]. The arguments are the same as in Transformers."""
@@ -60,10 +61,12 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         options |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": heads.head_dim**-0.5}
+        attend = get_attention_function(self.implementation)
         if not self.is_own:
             # The functions of this package read the window from the mask, but flash attention has no such mask.
-            options["sliding_window"] = self.sliding_window
-        output, weights = get_attention_function(self.implementation)(self, query, key, value, mask, **options)
+            options |= {"deterministic": self.deterministic_flash_attn}
+            attend = partial(attend, sliding_window=self.sliding_window)
+        output, weights = attend(self, query, key, value, mask, **options)
         return self.out_drop(self.Wo(output.flatten(2))), weights
 
 

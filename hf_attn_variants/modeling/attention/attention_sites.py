@@ -21,6 +21,7 @@ __all__ = [
     "get_kernel",
     "get_key_range",
     "get_root_of_attention_paths",
+    "is_local_layer",
     "named_attention_modules",
 ]
 
