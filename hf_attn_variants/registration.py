@@ -8,6 +8,8 @@ import transformers
 from .modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.fields.variant_config import AttnVariantConfigMixin
 from .modeling.mechanisms.sinusoidal_positions import has_sinusoids
+from .native.native_model import get_native_model_class
+from .native.native_table import NATIVE_CONFIGS
 
 if TYPE_CHECKING:  # importing this module would build all attention functions
     from .modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -18,6 +20,17 @@ CLASS_ALIASES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = CONFIG_CLASSES
+ALL_ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (*ARCHITECTURES, *NATIVE_CONFIGS)
+
+# The reasons why the attention of some model types cannot be converted.
+UNSUPPORTED_MODEL_TYPES = {
+    "mpnet": "its attention class does not call Transformers' attention interface",
+    **dict.fromkeys(("deberta", "deberta-v2"), "its attention adds position terms to the scores"),
+    "t5gemma2": (
+        "its attention normalizes queries and keys after the projections, so heads that share keys cannot be computed "
+        "from the projections"
+    ),
+}
 
 
 def register() -> None:
@@ -31,12 +44,12 @@ def register() -> None:
 
 def supported_model_types() -> list[str]:
     """Return all model types from Transformers and this package that can be converted or loaded."""
-    return [name for config_class in ARCHITECTURES for name in _list_model_types(config_class)]
+    return [name for config_class in ALL_ARCHITECTURES for name in _list_model_types(config_class)]
 
 
 def supported_architectures() -> list[str]:
-    """Return the names of the Transformers classes that have a variant, except those for mT5."""
-    names = (name for config_class in ARCHITECTURES for name in config_class.auto_classes.values())
+    """Return the names of the Transformers classes that can be converted, except those for mT5."""
+    names = (name for config_class in ALL_ARCHITECTURES for name in config_class.auto_classes.values())
     return sorted({name.removeprefix(PREFIX) for name in names})
 
 
@@ -50,9 +63,11 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
         >>> variant_config_class("bert").model_type
         'attn_variant_bert'
     """
-    for config_class in ARCHITECTURES:
+    for config_class in ALL_ARCHITECTURES:
         if model_type in _list_model_types(config_class):
             return config_class
+    if (reason := UNSUPPORTED_MODEL_TYPES.get(model_type)) is not None:
+        raise ValueError(f"Model type {model_type!r} is not supported because {reason}.")
     known = ", ".join(supported_model_types())
     raise ValueError(f"Model type {model_type!r} is not supported. Use one of {known}.")
 
@@ -66,7 +81,7 @@ def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     if has_sinusoids(config):
         return None
-    matching = (candidate for candidate in ARCHITECTURES if config.model_type in _list_model_types(candidate))
+    matching = (candidate for candidate in ALL_ARCHITECTURES if config.model_type in _list_model_types(candidate))
     starts_late = getattr(next(matching, None), "positions_after_padding", False)
     return positions - config.pad_token_id - 1 if positions is not None and starts_late else positions
 
@@ -93,12 +108,20 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
         module = _import_modeling_module(config_class)
         if PREFIX + name in module.__all__:
             return getattr(module, PREFIX + name)
+    for native_class in NATIVE_CONFIGS:
+        if name in native_class.auto_classes.values():
+            return get_native_model_class(native_class, name)  # type: ignore[arg-type]  # mypy checks `__hash__`
     known = ", ".join(supported_architectures())
     raise ValueError(f"Architecture {architecture!r} is not supported. Use one of {known}.")
 
 
 def _list_model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, ...]:
-    return (*config_class.transformers_model_types, config_class.model_type)
+    return tuple(dict.fromkeys((*config_class.transformers_model_types, config_class.model_type)))
+
+
+def is_native(model_type: str) -> bool:
+    """Return whether the Transformers class of a model type itself supports fewer key/value heads."""
+    return any(model_type == config_class.model_type for config_class in NATIVE_CONFIGS)
 
 
 def _import_modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:

@@ -15,6 +15,7 @@ PACKAGE = "hf_attn_variants"
 # The layers from low to high. A package imports only packages of earlier lines, and none of its own line.
 ORDER = (
     ("modeling",),
+    ("native",),
     ("registration", "reference"),
     ("root helpers",),
     ("conversion",),

@@ -227,6 +227,7 @@ def main(args: argparse.Namespace) -> Any:
     from ..conversion.conversions import convert_checkpoint
     from ..hub.card import write_card
     from ..progress import disable_progress_bars
+    from ..registration import PREFIX
 
     options = _get_conversion_options(args)
     with disable_progress_bars(args.disable_tqdm):
@@ -234,7 +235,10 @@ def main(args: argparse.Namespace) -> Any:
     print(report.summary(args.attention_errors))
     if write_card(Path(args.output_dir).expanduser()):
         print(f"{CARD_NAME} is the model card. `attn-variants push` adds the name of the repository to it.")
-    print("To load the model, use from_pretrained(..., trust_remote_code=True), or import hf_attn_variants first.")
+    if report.architecture.startswith(PREFIX):
+        print("To load the model, use from_pretrained(..., trust_remote_code=True), or import hf_attn_variants first.")
+    else:
+        print("The checkpoint needs no remote code. To load the model, use from_pretrained.")
     return report
 
 

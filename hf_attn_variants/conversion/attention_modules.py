@@ -147,7 +147,9 @@ def _build_attention_module(
     """
     heads = _resolve_head_counts(site, path, source_config, target.config)
     prefix = find_stored_prefix(target, f"{path}.{site.query}.weight", entries)
-    width = target.config.hidden_size
+    key_linear: Any = module.get_submodule(site.key)
+    # Encoder outputs can be wider than the decoder. With a latent, the key projection reads the latent.
+    width = key_linear.in_features if site.rank_field is None else target.config.hidden_size
     tensors, shapes = _resolve_linear_tensors(site, f"{prefix}{path}", module, heads, width, entries)
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
@@ -159,7 +161,8 @@ def _build_attention_module(
         shapes[new_tensors[LATENT]] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    kernel = (get_kernel(site, source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
+    source_kernel = get_kernel(site, source_config, path, getattr(core_module, "is_causal", False))
+    kernel = (source_kernel, getattr(core_module, "kernel", None))
     new_kernel_tensors = get_kernel_tensors(core_module)
     if kernel[0] is not None and kernel[0].tensors_per_key_head and heads.change != "same":
         raise ValueError(

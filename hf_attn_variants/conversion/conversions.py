@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
 from ..model_folder import read_history, write_history
+from ..native.native_model import change_to_transformers_class
+from ..registration import is_native
 from .attention_modules import AttentionModule
 from .attention_tensors import (
     CalibratedMethod,
@@ -148,7 +150,8 @@ def convert(
         fields: Other configuration fields, such as those for talking heads and kernels.
 
     Returns:
-        The converted model, which is an instance of a class in this package. If `output_dir` is set, the
+        The converted model, which is an instance of a class in this package. It is an instance of the Transformers
+        class for EuroBERT and T5Gemma, which support fewer key/value heads themselves. If `output_dir` is set, the
         `ConversionReport` is returned instead, and the tokenizer is copied to the folder.
 
     Raises:
@@ -209,7 +212,8 @@ def convert_model(
             so only one of the models can be trained.
 
     Returns:
-        The converted model with the same model head. Its class is from this package.
+        The converted model with the same model head. Its class is from this package, or from Transformers for EuroBERT
+        and T5Gemma.
 
     Raises:
         TypeError, ValueError: See `convert`.
@@ -244,7 +248,7 @@ def convert_model(
     tensors = compute_converted_tensors(plan, reader, result.attentions)
     converted = assemble_model(plan.model_class, plan.config, tensors, model, copy)
     check_within_tolerance(result.measure_quality(converted), request.strict)
-    return converted
+    return change_to_transformers_class(converted)
 
 
 def load_converted(
@@ -280,7 +284,7 @@ def load_converted(
     if (generation := read_generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._update_generation_settings()
-    return model
+    return change_to_transformers_class(model)
 
 
 def convert_checkpoint(
@@ -316,7 +320,12 @@ def convert_checkpoint(
         source = request.make_source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         skipped = [CARD_NAME] * history.has_readable_card  # the history replaces the old model card
-        new = OutputFolder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
+        # The code of the original model does not belong to a checkpoint that needs no code.
+        suffixes = (".py",) if is_native(config["model_type"]) else ()
+        new = OutputFolder(
+            *(plan, reader, folder, config, output, allow_pickle),
+            should_copy=lambda name: name not in skipped and not name.endswith(suffixes),
+        )
         result = request.fit(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):

@@ -112,8 +112,8 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
     has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
-            "`kv_cache_bytes` is only supported for encoder-decoders, which cache source and generated tokens, not "
-            f"for {architecture or config['model_type']}. Set head counts or ranks instead."
+            "`kv_cache_bytes` is only supported for encoder-decoders with latents, which cache source and generated "
+            f"tokens, not for {architecture or config['model_type']}. Set head counts or ranks instead."
         )
 
 
@@ -220,7 +220,7 @@ def check_matching_layers(
         calibration: The calibration settings with the text that is used to find these layers.
 
     Raises:
-        ValueError: if there is no text, no encoder or no layer left to convert, if the encoder layers share weights,
+        ValueError: if there is no text, no encoder or no layer left to convert, if the encoder layers cannot differ,
             or if other arguments do not change the encoder layers or also select layers.
     """
     if calibration is None:
@@ -230,10 +230,10 @@ def check_matching_layers(
     prefix = _get_encoder_prefix(plan)
     modules = [m for m in plan.modules if not m.site.is_cross_attention and m.site.stack_prefix == prefix]
     runs = [plan.model_class.count_module_runs(plan.config, module.name) for module in modules]
-    if prefix is None or plan.reads_audio or max(runs) > 1:
+    if prefix is None or plan.reads_audio or max(runs) > 1 or "per_layer_values" not in plan.config.variant_fields():
         raise ValueError(
-            "`keep_matching_layers` is only supported for text encoders whose layers do not share weights, not for "
-            f"{plan.model_class.__name__}. Remove it."
+            "`keep_matching_layers` is only supported for text encoders whose layers can have different heads, not "
+            f"for {plan.model_class.__name__}. Remove it."
         )
     if not 0 < count < len(modules):
         raise ValueError(f"`keep_matching_layers` must be between 1 and {len(modules) - 1}, got {count}.")

@@ -55,7 +55,7 @@ from ..modeling.mechanisms.talking_heads import (
     has_talking_heads,
 )
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
-from ..registration import supported_model_types, variant_config_class, variant_model_class
+from ..registration import is_native, supported_model_types, variant_config_class, variant_model_class
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that contain the name of a file or folder.
@@ -368,7 +368,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
         auto_classes = variant_config_class(config["model_type"]).auto_classes
         # A class can belong to several Auto classes. These are only used if the class does not belong to any other.
         unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
-        candidates = [auto_name for auto_name, model in auto_classes.items() if model == name]
+        candidates = [auto_name for auto_name, model in auto_classes.items() if model in (name, architecture)]
         if candidates:
             return min(candidates, key=lambda auto_name: unusual.index(auto_name) if auto_name in unusual else -1)
     heads = "MaskedLM|CausalLM|SequenceClassification|TokenClassification|QuestionAnswering"
@@ -551,6 +551,7 @@ def model_card(
             auto_class=loader,
             columns=get_trained_text_columns(steps),
             config=config,
+            is_native=is_native(config["model_type"]),
             is_sentence_model=is_sentence_model,
             **TEMPLATE_VALUES,
         )

@@ -45,6 +45,7 @@ from ..modeling.mechanisms.talking_heads import (
     supports_cache,
 )
 from ..modeling.ops.variant_attention import VariantAttention
+from ..native.native_model import NativeModelMixin
 from ..registration import variant_config_class, variant_model_class
 from .tables import describe_talking_projections, select_place_prefixes
 
@@ -395,7 +396,7 @@ def iterate_variant_fields(
         yield from iterate_latent_variants(current, ranks)
     # Talking heads require the same number of heads in the encoder and the decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
-    if talking_heads and not has_talking_heads(current) and is_even:
+    if talking_heads and KIND in current.variant_fields() and not has_talking_heads(current) and is_even:
         yield {KIND: BOTH}
 
 
@@ -570,6 +571,7 @@ def kv_cache_bytes(
         num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
         repeats_source: Whether the source is stored for each beam, as in the Transformers classes.
     """
+    repeats_source = repeats_source or isinstance(model, NativeModelMixin)
     is_shared = (
         model.config.is_encoder_decoder and not has_talking_heads(model.config, "cross_") and not repeats_source
     )

@@ -56,8 +56,8 @@ class AttentionSite:
         latent: the path of the linear layer that computes the latent, relative to the attention module. If
             `shares_latent` is True, it is relative to the base model instead.
         shares_latent: True if the attention modules in all layers share one latent.
-        rotary: the dimensions of a head that rotary positions rotate together: "half" (i and i + d / 2) or
-            "interleaved" (2 i and 2 i + 1). None if the queries and keys are not rotated.
+        rotary: the pairs of dimensions that rotary positions rotate: "half" for (i, i + d/2), "interleaved" for
+            (2i, 2i + 1), or None if there are no rotary positions.
     """
 
     name: str
