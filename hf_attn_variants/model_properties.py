@@ -67,6 +67,14 @@ def get_decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConf
     return DecoderInput.OWN_TARGETS if model_class.can_generate() else DecoderInput.SOURCE
 
 
+def get_decoder_start_token(config: Any) -> Any:
+    """Return the id of the first token that the decoder reads, or None if the configuration sets none.
+
+    The configuration of T5Gemma has no field for it because its decoder always starts with the `bos` token.
+    """
+    return getattr(config, "decoder_start_token_id", getattr(config, "bos_token_id", None))
+
+
 # Whisper's `generate` always causes this Transformers warning, regardless of its arguments.
 IGNORED_WARNING = "Passing `generation_config` together with generation-related"
 

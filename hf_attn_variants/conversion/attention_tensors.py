@@ -31,6 +31,7 @@ from torch import nn
 
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.ops.variant_attention import AttentionHeads
+from .rotary_positions import RotaryPositions
 
 if TYPE_CHECKING:
     from .calibration_settings import Calibration
@@ -411,6 +412,8 @@ class AttentionInputs:
         valid: Boolean mask [b, n] of the queries that are not padding.
         scaling: Factor by which dot products are multiplied.
         is_causal: Whether query i only attends to keys 0..i. False if `mask` already contains this restriction.
+        rotary: The rotary positions of the queries and keys, or None if there are none.
+        softcap: The limit c of scores s, which become c tanh(s / c), or None if they are not limited.
     """
 
     states: torch.Tensor
@@ -420,13 +423,17 @@ class AttentionInputs:
     valid: torch.Tensor
     scaling: float
     is_causal: bool = False
+    rotary: RotaryPositions | None = None
+    softcap: float | None = None
 
     def rows(self, index: torch.Tensor) -> AttentionInputs:
         """Return the inputs for the given examples in the batch."""
         key_value_states = self.key_value_states[index]
         states = key_value_states if self.key_value_states is self.states else self.states[index]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
+        rotary = None if self.rotary is None else self.rotary.rows(index)
+        shared: dict[str, Any] = {"mask": mask, "valid": self.valid[index], "rotary": rotary}
+        return replace(self, states=states, key_value_states=key_value_states, **shared)
 
     def get_key_mask(self) -> torch.Tensor:
         """Return a boolean mask [b, m] of the keys that at least one query can attend to."""

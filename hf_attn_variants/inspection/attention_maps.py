@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..files import is_unicode
-from ..model_properties import ignore_saved_length_limits
+from ..model_properties import get_decoder_start_token, ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -172,7 +172,7 @@ def _prepare_model_inputs(
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:
         raise ValueError(f"`target_text` is required because {type(model).__name__} cannot generate text.")
-    start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
+    start = torch.full_like(target[:, :1], get_decoder_start_token(model.config))
     return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 

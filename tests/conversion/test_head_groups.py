@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, reorder_heads
-from hf_attn_variants.conversion.calibration.methods import _sample_inputs, find_best_groups
+from hf_attn_variants.conversion.calibration.head_groups import _sample_inputs, find_best_groups
 from hf_attn_variants.conversion.calibration.recording import compute_attention
 from hf_attn_variants.modeling.mechanisms.head_sharing import get_consecutive_groups
 

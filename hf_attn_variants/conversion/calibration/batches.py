@@ -23,7 +23,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...model_properties import DecoderInput, get_decoder_input, ignore_saved_length_limits
+from ...model_properties import DecoderInput, get_decoder_input, get_decoder_start_token, ignore_saved_length_limits
 from ...progress import progress_bar
 from ...registration import max_input_length
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
@@ -541,6 +541,6 @@ def _make_batch(
         return batch
     if targets is None:
         return batch if length is None else batch | generate_targets(model, batch, length)
-    config = model.config
-    decoder_rows = pad_rows([[config.decoder_start_token_id, *targets[i][:-1]] for i in rows], config.pad_token_id)
+    config, start = model.config, get_decoder_start_token(model.config)
+    decoder_rows = pad_rows([[start, *targets[i][:-1]] for i in rows], config.pad_token_id)
     return batch | {f"decoder_{name}": tensor for name, tensor in decoder_rows.items()}

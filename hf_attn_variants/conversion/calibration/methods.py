@@ -36,14 +36,12 @@ to weight keys against values, or layers that read the same encoder outputs agai
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -64,8 +62,28 @@ from ..attention_tensors import (
     split_heads,
 )
 from ..calibration_settings import FIT_DEFAULTS
+from ..rotary_positions import RotaryPairs
 from .fitting import fit, iterate_output_refits, refit_output_projection, round_error
+from .head_groups import can_reorder_heads, find_best_groups
+from .head_moments import (
+    HeadMoments,
+    center_keys,
+    compute_head_moments,
+    find_shared_head,
+    get_rotary_pairs,
+    matrix_square_root,
+    project_heads,
+    split_output_heads,
+)
 from .recording import attention_weights
+from .rotary_heads import (
+    compute_pair_moments,
+    find_phases,
+    find_shared_rotary_head,
+    fit_query_factors,
+    make_commuting_maps,
+    select_rest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +107,7 @@ def compute_latent_forms(
     count, shared = heads.query, heads.query // heads.value[1]
     weights = tensors.key_weight, tensors.value_weight
     key, value = projections = [_repeat_for_query_heads(weight, heads) for weight in weights]  # [h, d, D]
-    output = _split_output_heads(tensors, heads)  # [h, D, d]
+    output = split_output_heads(tensors, heads)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
     # The weight of each head in the sum S over all heads.
     shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(projections, products, strict=True)]
@@ -192,7 +210,8 @@ class Aligned(CalibratedMethod):
 
     A head's queries and keys can be rotated together without changing the output, because q^T k = (R q)^T (R k). The
     same applies to its values and W_o. The rotations bring the keys and values of a group as close together as
-    possible on the text. Groups consist of consecutive heads. No projection is fitted.
+    possible on the text. Groups consist of consecutive heads. No projection is fitted. With rotary positions, each
+    pair of dimensions is turned by its own phase (see `rotary_heads`).
     """
 
     name = "aligned"
@@ -202,8 +221,11 @@ class Aligned(CalibratedMethod):
         """Return the projections after alignment and averaging (see `CalibratedMethod.convert_module`)."""
         groups = get_consecutive_groups(heads.query, heads.key[1])
         moments = compute_head_moments(tensors, heads, layer.inputs, groups)
-        key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
-        value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
+        pairs = get_rotary_pairs(heads, layer.inputs)
+        align = partial(_align_heads, head_dim=heads.head_dim)
+        align_keys = align if pairs is None else partial(_align_rotary_heads, head_dim=heads.head_dim, pairs=pairs)
+        key_rotations = torch.cat([align_keys(moment) for moment in moments.keys])  # [h, d, d]
+        value_rotations = torch.cat([align(moment.mean(0)) for moment in moments.values])
         changed: dict[str, Any] = {}
         for role, rotations, new_heads in (
             ("query", key_rotations, heads.query),
@@ -241,6 +263,15 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
                 left, _, right = torch.linalg.svd(others)
                 rotations[head] = left @ right
     return rotations
+
+
+def _align_rotary_heads(moment: torch.Tensor, head_dim: int, pairs: RotaryPairs) -> torch.Tensor:
+    """Return the rotations [g, d, d] as in `_align_heads`, but only those that commute with rotary positions."""
+    phases = find_phases(compute_pair_moments(moment, head_dim, pairs), ROUNDS)
+    rest = moment.new_zeros(len(phases), 0, 0)
+    if len(pairs.rest):
+        rest = _align_heads(select_rest(moment, head_dim, pairs), len(pairs.rest))
+    return make_commuting_maps(phases, rest, pairs)
 
 
 class Calibrated(CalibratedMethod):
@@ -340,12 +371,15 @@ def iterate_closed_forms(
     """
     groups = get_consecutive_groups(heads.query, heads.key[1])
     moments = compute_head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
-    with_values = _share_values(tensors, heads, groups, moments)
+    with_values, pairs = _share_values(tensors, heads, groups, moments), get_rotary_pairs(heads, inputs)
     for share in ATTENDED_SHARES:
         keys = [_mix_moments(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
-        closed = _share_keys(with_values, heads, groups, moments.queries, keys)
-        details = closed.details | {"attended_key_share": share}
-        yield refit_output_projection(replace(closed, details=details), heads, inputs, targets)
+        closed = _share_keys(with_values, heads, groups, moments.queries, keys, pairs)
+        closed = replace(closed, details=closed.details | {"attended_key_share": share})
+        yield refit_output_projection(closed, heads, inputs, targets)
+        if pairs is not None:
+            closed = _refit_rotary_queries(with_values, closed, heads, inputs, pairs)
+            yield refit_output_projection(closed, heads, inputs, targets)
 
 
 def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
@@ -360,6 +394,7 @@ def _share_keys(
     groups: Sequence[Sequence[int]],
     queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
+    pairs: RotaryPairs | None = None,
 ) -> AttentionTensors:
     """Return projections with the best shared key head for each group, and with queries adapted to it.
 
@@ -369,24 +404,55 @@ def _share_keys(
         groups: The query heads in each group.
         queries: Second-moment matrices of the queries, [h, d, d].
         keys: Second-moment matrix of the stacked keys in each group, [g*d, g*d].
+        pairs: The pairs of dimensions that rotary positions rotate, or None if there are no rotary positions.
     """
     joined = map(tensors.join_weight_and_bias, ("query", "key"))
     query, key = (_repeat_for_query_heads(weight, heads) for weight in joined)  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
-        metric = [matrix_square_root(_add_unseen_directions(queries[head], query[head])) for head in group]
+        query_moments = torch.stack([_add_unseen_directions(queries[head], query[head]) for head in group])
         moment = _add_unseen_directions(moment, key[group].flatten(0, 1))
-        shared, old, energy = _find_shared_head(key[group], metric, moment)
+        if pairs is None:
+            metric = [matrix_square_root(matrix) for matrix in query_moments]
+            shared, old, energy = find_shared_head(key[group], metric, moment)
+            refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
+        else:
+            key_maps, query_maps, energy = find_shared_rotary_head(query_moments, moment, pairs)
+            shared, refitted = (key_maps @ key[group]).sum(0), query_maps @ query[group]
         energies.append(round(energy, 4))
-        refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
-        scale = _compute_balance(refitted, shared)
+        scale = _compute_balance(refitted, shared, pairs)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
     changed: dict[str, torch.Tensor] = {}
     for role, parts in new.items():
         changed |= tensors.split_weight_and_bias(role, torch.cat(parts))
     return _replace_tensors(tensors, changed, {"kept_key_energy": energies})
+
+
+@torch.no_grad()
+def _refit_rotary_queries(
+    tensors: AttentionTensors,
+    closed: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    pairs: RotaryPairs,
+) -> AttentionTensors:
+    """Return `closed` with the queries of `tensors` after fitting them to its keys (`fit_query_factors`)."""
+    new_heads = replace(heads, key=(heads.key[1], heads.key[1]))
+
+    def iterate_moments() -> Iterator[tuple[torch.Tensor, ...]]:
+        for batch in inputs:
+            query = project_heads(tensors, "query", heads, batch) * batch.valid[..., None, None]
+            key, new_key = center_keys(tensors, heads, batch), center_keys(closed, new_heads, batch)
+            lengths = batch.valid.sum(1).clamp_min(1)[:, None, None, None]
+            pairs_of_states = (query / lengths, query), (new_key, new_key), (key, new_key)
+            yield tuple(torch.einsum("bnhd,bnhe->bhde", a.double(), b.double()) for a, b in pairs_of_states)
+
+    maps = fit_query_factors(iterate_moments(), pairs)
+    query = _repeat_for_query_heads(tensors.join_weight_and_bias("query"), heads)
+    changed = tensors.split_weight_and_bias("query", (maps @ query).flatten(0, 1))
+    return _replace_tensors(closed, changed, {"query_factors_fitted": True})
 
 
 def _share_values(
@@ -401,13 +467,13 @@ def _share_values(
         moments: The second moments, measured on text.
     """
     value = _repeat_for_query_heads(tensors.join_weight_and_bias("value"), heads)  # [h, d, D + 1]
-    output = _split_output_heads(tensors, heads)
+    output = split_output_heads(tensors, heads)
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
     for group, value_moments in zip(groups, moments.values, strict=True):
         metric = [matrix_square_root(weight.T @ weight) for weight in output[group]]
         moment = _add_unseen_directions(value_moments.mean(0), value[group].flatten(0, 1))
-        shared, old, energy = _find_shared_head(value[group], metric, moment)
+        shared, old, energy = find_shared_head(value[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
         scale = _compute_balance(refitted, shared)
@@ -433,280 +499,20 @@ def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> to
     return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
 
-def _find_shared_head(
-    old: torch.Tensor, metric: Sequence[torch.Tensor], moment: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Find the best d-dimensional projection that all heads in a group can share.
-
-    Args:
-        old: The group's projections, [g, d, D + 1].
-        metric: For each head, the square root [d, d] of the matrix that weights its errors.
-        moment: The second-moment matrix of the stacked outputs of these projections, [g*d, g*d].
-
-    Returns:
-        The shared projection [d, D + 1], the matrices [g, d, d] that approximate each old head from it, and the share
-        of energy that it preserves.
-    """
-    size, head_dim = old.shape[0], old.shape[1]
-    root = matrix_square_root(moment)
-    _, singular, right = torch.linalg.svd(torch.block_diag(*metric) @ root)
-    basis = right[:head_dim]
-    energy = singular.square()
-    shared = basis @ pseudo_inverse(root) @ old.flatten(0, 1)
-    from_shared = (root @ basis.T).unflatten(0, (size, head_dim))
-    return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
-
-
 def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
     """Repeat the heads of a projection [k*d, ...], and return one head per query head, [h, d, ...], in float64."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
-def _split_output_heads(tensors: AttentionTensors, heads: HeadCounts) -> torch.Tensor:
-    """Return the output projection of each query head, [h, D, d], in float64."""
-    return tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)
-
-
-def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _compute_balance(first: torch.Tensor, second: torch.Tensor, pairs: RotaryPairs | None = None) -> torch.Tensor:
     """Return factors [d, 1] to multiply the rows of `second` [d, D] and to divide the rows of `first` [g, d, ...].
 
-    Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16.
+    Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16. Both rows of a
+    pair have the same factor.
     """
-    sizes = first.square().mean((0, 2)).sqrt(), second.square().mean(1).sqrt()
-    return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
-
-
-# Directions with a smaller weight, relative to the largest weight, are numerical noise in float32 activations.
-RANK_TOLERANCE = 1e-7
-# Approximate number of tokens for the search. It needs joint moments of all heads, which are much more expensive than
-# the moments of groups.
-SEARCH_TOKENS = 8192
-RANDOM_STARTS = 16
-# Maximum memory for the search, which needs two sets of moments.
-MAX_SEARCH_BYTES = 8 * 2**30
-Groups = list[list[int]]
-
-
-def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
-    """Return the queries, keys or values [b, n, h, d] of all query heads. Shared heads are repeated."""
-    projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
-    return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
-
-
-def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
-    """Return the keys [rows, h, d] of all tokens minus their mean in each text, because a softmax ignores the mean."""
-    present = batch.get_key_mask()
-    keys = _project_heads(tensors, "key", heads, batch.key_value_states)
-    counts = present.sum(1).clamp_min(1)[:, None, None]
-    keys = keys - ((keys * present[..., None, None]).sum(1) / counts)[:, None]
-    return keys[present]
-
-
-class HeadMoments(NamedTuple):
-    """Second-moment matrices for the closed form, measured on text (float64).
-
-    Attributes:
-        queries: Moments of the queries of each head, [h, d, d].
-        keys: For each group of query heads that will share a key/value head, the moments of the stacked centered keys,
-            [g*d, g*d].
-        values: For each group, the moments of the stacked values after averaging with the attention weights of each
-            head, [g, g*d, g*d].
-        attended_keys: For each group, the attention-weighted moments of the stacked keys, [g*d, g*d]. Each key is
-            weighted by its attention weight p, and the mean z under p is subtracted. To second order, an error E in
-            the keys changes the softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2.
-            The list is empty unless `with_attended_keys` is set.
-    """
-
-    queries: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    attended_keys: list[torch.Tensor]
-
-
-def compute_head_moments(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    groups: Sequence[Sequence[int]],
-    with_attended_keys: bool = False,
-) -> HeadMoments:
-    """Compute the second moments of an attention module's heads on text.
-
-    Args:
-        tensors: The projections of the module.
-        heads: The head counts.
-        inputs: Recorded inputs to the module.
-        groups: Groups of query heads that will share a key/value head.
-        with_attended_keys: Whether to compute `HeadMoments.attended_keys`.
-    """
-    d = heads.head_dim
-    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
-    queries = torch.zeros(heads.query, d, d, **like)
-    keys = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
-    values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]
-    attended_keys = [torch.zeros_like(moment) for moment in keys] if with_attended_keys else []
-    query_count = key_count = 0
-    for batch in inputs:
-        query = _project_heads(tensors, "query", heads, batch.states)[batch.valid]  # [rows, h, d]
-        key = _center_keys(tensors, heads, batch)
-        queries += torch.einsum("rhd,rhe->hde", query, query)
-        query_count, key_count = query_count + query.shape[0], key_count + key.shape[0]
-        for group, moment in zip(groups, keys, strict=True):
-            stacked = key[:, list(group)].flatten(1)
-            moment += stacked.T @ stacked
-        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
-        value = _project_heads(tensors, "value", heads, batch.key_value_states)  # [b, m, h, d]
-        for group, moments in zip(groups, values, strict=True):
-            stacked = value[:, :, list(group)].flatten(2)
-            for head, moment in zip(group, moments, strict=True):
-                attended = (weights[:, head] @ stacked)[batch.valid]
-                moment += attended.T @ attended
-        for group, moment in zip(groups, attended_keys, strict=False):
-            moment += _compute_attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
-    return HeadMoments(
-        queries / query_count,
-        [moment / key_count for moment in keys],
-        [moment / query_count for moment in values],
-        [moment / query_count for moment in attended_keys],
-    )
-
-
-def _compute_attended_key_moment(
-    tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
-) -> torch.Tensor:
-    """Return the contribution of one batch to `HeadMoments.attended_keys` for a group with weights [b, g, n, m]."""
-    keys = _project_heads(tensors, "key", heads, batch.key_value_states)[:, :, group].flatten(2)  # [b, m, g*d]
-    weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
-    weighted = keys * weights.sum((1, 2))[..., None]
-    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z of each query and head
-    return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
-
-
-def matrix_square_root(moment: torch.Tensor) -> torch.Tensor:
-    """Return the symmetric square root of a positive semi-definite matrix."""
-    values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-
-
-def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
-    """Return the pseudo-inverse of a matrix from `matrix_square_root`."""
-    values, vectors = torch.linalg.eigh((root + root.T) / 2)
-    floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
-    return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
-
-
-def can_reorder_heads(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
-    """Return whether heads can be reordered, which requires that they differ only in their projections.
-
-    Heads in T5's self-attention cannot be reordered because all layers share the position bias of head i.
-    """
-    is_symmetric = heads.query == heads.output and heads.key == heads.value
-    return is_symmetric and all(batch.position_bias is None for batch in inputs)
-
-
-@torch.no_grad()
-def find_best_groups(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    generator: torch.Generator,
-    uses: int = 1,
-) -> Groups:
-    """Search for the groups of query heads that lose the least logit and value energy if each group shares one head.
-
-    The search first minimizes the pairwise loss within groups by swapping heads, from random starting points. The best
-    result, or groups of consecutive heads if they are better, is then improved by swaps that minimize the loss of
-    whole groups.
-
-    Args:
-        tensors: The projections of the module. `can_reorder_heads` must be True.
-        heads: The head counts.
-        inputs: Recorded inputs to the module.
-        generator: Random number generator for the starting points.
-        uses: Number of consecutive inputs that belong to the same batch of text.
-
-    Returns:
-        The query heads in each group.
-    """
-    count = heads.key[1]
-    units = get_consecutive_groups(heads.query, heads.key[0])  # query heads that already share a head stay together
-    if count == 1 or count == len(units):
-        return get_consecutive_groups(heads.query, count)
-    if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
-        logger.warning(f"Grouping consecutive heads because the search would need {needed_bytes / 1e9:.0f} GB.")
-        return get_consecutive_groups(heads.query, count)
-    loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
-
-    def pairs_loss(group: Sequence[int]) -> float:
-        """Return the total loss of all pairs in a group."""
-        return sum(loss(pair) for pair in itertools.combinations(sorted(group), 2))
-
-    starts = [torch.randperm(len(units), generator=generator).tolist() for _ in range(RANDOM_STARTS)]
-    size = len(units) // count
-    by_pairs = [
-        _improve_by_swaps([order[i : i + size] for i in range(0, len(order), size)], pairs_loss) for order in starts
-    ]
-    best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
-    candidates = (best_by_pairs, get_consecutive_groups(len(units), count))
-    best = _improve_by_swaps(min(candidates, key=lambda groups: sum(map(loss, groups))), loss)
-    return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
-
-
-def _make_sharing_loss(
-    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], units: Groups
-) -> Callable[[Sequence[int]], float]:
-    """Return a function that computes the share of logit and value energy that a group of units loses.
-
-    Each unit contains the query heads that already share a key/value head.
-    """
-    d = heads.head_dim
-    all_heads = list(range(heads.query))
-    queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
-    output = _split_output_heads(tensors, heads)
-    # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
-    keys = _transform(keys, [matrix_square_root(moment) for moment in queries])
-    metric = [matrix_square_root(weight.T @ weight) for weight in output]
-    values = torch.stack([_transform(moment, metric) for moment in values])
-    total_keys = keys.trace()
-    total_values = sum(values[i, i * d : (i + 1) * d, i * d : (i + 1) * d].trace() for i in all_heads)
-
-    @functools.cache
-    def loss(group: tuple[int, ...]) -> float:
-        members = [head for unit in group for head in units[unit]]
-        rows = torch.cat([torch.arange(head * d, (head + 1) * d, device=keys.device) for head in members])
-        key_moment = keys[rows][:, rows]
-        value_moment = values[members].mean(0)[rows][:, rows]
-        lost = [torch.linalg.eigvalsh(moment)[:-d].sum() for moment in (key_moment, value_moment)]
-        return float(lost[0] / total_keys + lost[1] / total_values)
-
-    return lambda group: loss(tuple(sorted(group)))
-
-
-def _transform(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the second-moment matrix of stacked heads after multiplying each head by its matrix in `roots`."""
-    scale = torch.block_diag(*roots)
-    return scale @ moment @ scale.T
-
-
-def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[AttentionInputs]:
-    """Return evenly spaced inputs with about `SEARCH_TOKENS` tokens."""
-    tokens = sum(int(batch.valid.sum()) for batch in inputs)
-    stride = max(1, tokens // SEARCH_TOKENS)
-    while math.gcd(stride, uses) > 1:  # otherwise, the sample would only contain some of the layers
-        stride += 1
-    return list(inputs)[::stride]
-
-
-def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
-    """Swap members between groups until no swap decreases the total loss."""
-    groups, improved = [list(group) for group in groups], True
-    while improved:
-        improved = False
-        for a, b in itertools.combinations(range(len(groups)), 2):
-            for i, j in itertools.product(range(len(groups[a])), range(len(groups[b]))):
-                first, second = list(groups[a]), list(groups[b])
-                first[i], second[j] = second[j], first[i]
-                if loss(first) + loss(second) < loss(groups[a]) + loss(groups[b]) - 1e-9:
-                    groups[a], groups[b], improved = first, second, True
-    return groups
+    sizes = [first.square().mean((0, 2)), second.square().mean(1)]
+    if pairs is not None:
+        for energy in sizes:
+            energy[pairs.first] = energy[pairs.second] = energy[pairs.first] + energy[pairs.second]
+    return (sizes[0].sqrt().clamp_min(1e-30) / sizes[1].sqrt().clamp_min(1e-30)).sqrt()[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...errors import as_value_error
 from ...modeling.attention.attention_interface import get_attention_function
+from ...modeling.attention.attention_mixin import AttentionVariantMixin
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.mechanism_attention import attend_with_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -25,6 +27,7 @@ from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import AttentionInputs, AttentionTensors
+from ..rotary_positions import RotaryPositions
 from .batches import with_known_encoder_outputs, without_known_encoder_outputs
 
 UNREADABLE = "The original model cannot read the calibration data, so its configuration is invalid"
@@ -48,8 +51,10 @@ def compute_attention(
         rows of queries without keys, and their gradients, are arbitrary.
     """
     projected = _project_heads(tensors, inputs, query_heads)
-    if tensors.kernel is None:
+    if tensors.kernel is None and inputs.softcap is None:
         context = fused_attention(*projected, **_get_attention_arguments(inputs)).flatten(2)
+    elif tensors.kernel is None:
+        context = _attend_with_weights(projected, inputs)[0].flatten(2)
     else:
         # The last query attends to all keys except padding, so its row is the key mask.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
@@ -61,7 +66,23 @@ def compute_attention(
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
     """Return the attention weights [b, h, n, m]. Takes the same arguments as `compute_attention`."""
-    return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_get_attention_arguments(inputs))[1]
+    return _attend_with_weights(_project_heads(tensors, inputs, query_heads), inputs)[1]
+
+
+def _attend_with_weights(
+    projected: Sequence[torch.Tensor], inputs: AttentionInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the head outputs [b, n, h, d] and the attention weights [b, h, n, m]."""
+    options, scaling = _get_attention_arguments(inputs), inputs.scaling
+    cap: Any = inputs.softcap
+
+    def compute_capped_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return cap * torch.tanh(query @ key.mT * (scaling / cap))
+
+    if cap is not None:
+        options["score"] = compute_capped_scores
+    return attention_with_weights(*projected, **options)
 
 
 def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
@@ -69,7 +90,10 @@ def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_hea
     head_dim = tensors.query_weight.shape[0] // query_heads
     latent = tensors.latent(inputs.key_value_states)
     states = {"query": inputs.states, "key": latent, "value": latent}
-    return [tensors.project(role, x).unflatten(-1, (-1, head_dim)).transpose(1, 2) for role, x in states.items()]
+    projected = {role: tensors.project(role, x).unflatten(-1, (-1, head_dim)) for role, x in states.items()}
+    if inputs.rotary is not None:
+        projected |= {role: inputs.rotary.rotate(projected[role]) for role in ("query", "key")}
+    return [heads.transpose(1, 2) for heads in projected.values()]
 
 
 def _get_attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
@@ -122,6 +146,8 @@ class _Recorder:
                 projections = module.get_submodule(site.query), module.get_submodule(site.key)
                 self._modules[module.get_submodule(site.core)] = (path, site, *projections)
         self._inputs: dict[nn.Module, torch.Tensor] = {}
+        # The cosines and sines of rotary positions that each submodule received.
+        self._positions: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def only_needs_decoder(self) -> bool:
         """Return whether all modules to record are in the decoder."""
@@ -132,6 +158,8 @@ class _Recorder:
         """Record all calls of the model within this context."""
         projections = [linear for _, _, *linears in self._modules.values() for linear in linears]
         hooks = [linear.register_forward_pre_hook(self._store_input) for linear in projections]
+        rotary = [core for core, (_, site, *_) in self._modules.items() if site.rotary is not None]
+        hooks += [core.register_forward_pre_hook(self._store_positions, with_kwargs=True) for core in rotary]
         implementation, token = model.config._attn_implementation, _RECORDER.set(self)
         model.set_attn_implementation(RECORDING)
         try:
@@ -149,6 +177,10 @@ class _Recorder:
     def _store_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         """Store the input of a projection. This is a forward pre-hook."""
         self._inputs[module] = args[0]
+
+    def _store_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the rotary positions of an attention module. This is a forward pre-hook."""
+        self._positions[module] = kwargs["position_embeddings"]
 
     def attention(
         self,
@@ -173,10 +205,18 @@ class _Recorder:
             causal = mask is None and query.shape[2] > 1 and bool(getattr(module, "is_causal", False))
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
             bias = None if bias is None else bias[:1]
-            self.calls[path].append(AttentionInputs(states, key_value_states, mask, bias, valid, factor, causal))
+            rotary = None
+            if site.rotary is not None:
+                rotary = RotaryPositions.from_embeddings(*self._positions[module], site.rotary)
+            others = (mask, bias, valid, factor, causal, rotary, kwargs.get("softcap"))
+            self.calls[path].append(AttentionInputs(states, key_value_states, *others))
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
+        if not isinstance(module, AttentionVariantMixin):
+            # Transformers passes this function to the attention interface as the default.
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            return eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         attend = get_attention_function(SDPA)
         options = kwargs | {"scaling": scaling, "position_bias": position_bias}
         return attend(module, query, key, value, attention_mask, **options)
@@ -204,7 +244,7 @@ def _compute_mask_and_bias(
             mask = mask.expand(shape)
         return query.transpose(1, 2), mask
 
-    if module.key_range is not None:
+    if isinstance(module, AttentionVariantMixin) and module.key_range is not None:
         mask = pattern_mask(module, query, key, key, mask, **kwargs)[1]
     if mask is not None and mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)

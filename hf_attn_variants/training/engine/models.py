@@ -248,6 +248,7 @@ DROPOUT_FIELDS = (
     "qa_dropout",
     "seq_classif_dropout",
     "summary_last_dropout",
+    "classifier_dropout_rate",
 )
 
 
@@ -264,10 +265,12 @@ class LabelMap:
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability in a configuration."""
-    for name in DROPOUT_FIELDS:
-        if hasattr(config, name):
-            setattr(config, name, rate)
+    """Set every dropout probability in a configuration, and in those of its encoder and decoder (T5Gemma)."""
+    parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
+    for part in (config, *parts):
+        for name in DROPOUT_FIELDS:
+            if hasattr(part, name):
+                setattr(part, name, rate)
 
 
 def load_config(settings: ModelSettings) -> PreTrainedConfig:

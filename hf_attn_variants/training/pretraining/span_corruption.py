@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...model_properties import get_decoder_start_token
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.finetune import fine_tune
 from ..engine.models import check_appends_end_token, check_max_length, load_or_make_config, load_or_make_model
@@ -50,7 +51,7 @@ def check_span_corruption(
             tokenizer does not append an end-of-sequence token, or if `max_length` is not valid for the model.
     """
     name = settings.model_name_or_path or "the new model"
-    if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
+    if not config.is_encoder_decoder or get_decoder_start_token(config) != tokenizer.pad_token_id:
         raise ValueError(
             f"{name} ({config.model_type}) must be an encoder-decoder whose decoder starts with the padding token, "
             "such as T5. Use another model for span corruption."

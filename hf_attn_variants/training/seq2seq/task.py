@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from ...files import is_blank
 from ...glue_tasks import GlueTask, get_task
-from ...model_properties import ignore_saved_length_limits, set_languages
+from ...model_properties import get_decoder_start_token, ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ...text_files import (
     LocatedRows,
@@ -281,7 +281,7 @@ def check_seq2seq_lengths(
     Raises:
         ValueError: If a length is too large or too small, or if the decoder has no start token.
     """
-    if config.decoder_start_token_id is None:
+    if get_decoder_start_token(config) is None:
         raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
     for name in ("max_length", "max_target_length"):
         check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
@@ -509,7 +509,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             settings.max_length,
             settings.pad_to_multiple_of,
             longest_target,
-            self.config.decoder_start_token_id,
+            get_decoder_start_token(self.config),
         )
         self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric

@@ -26,7 +26,7 @@ from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...model_folder import ModelHistory
-from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, set_languages
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_decoder_start_token, set_languages
 from ...registration import variant_config_class, variant_model_class
 from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..engine.dataloaders import (
@@ -326,7 +326,7 @@ def _make_collator(
         return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
     if not has_targets:
         return make_text_collator(tokenizer, *shape)
-    start: Any = config.decoder_start_token_id
+    start: Any = get_decoder_start_token(config)
     return make_source_target_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
