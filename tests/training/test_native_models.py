@@ -72,7 +72,7 @@ def test_converted_eurobert_is_trained_on_labels(call, eurobert, tmp_path):
     rows = "".join(f"the {word} dog,{label}\n" for word, label in [("big", "a"), ("small", "b")] * 12)
     (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
     data = ["--train_file", tmp_path / "rows.csv", "--validation_file", tmp_path / "rows.csv", "--max_length", 16]
-    results, out = call(classify, eurobert[1], *data, *QUICK, "--trainable", "attention")
+    results, out = call(classify, eurobert[1], *data, *QUICK)
     assert results["steps"] == 2 and "eval_accuracy" in results
     check_is_plain(out, AutoModel, "EuroBertForSequenceClassification")
 
@@ -80,6 +80,7 @@ def test_converted_eurobert_is_trained_on_labels(call, eurobert, tmp_path):
 @pytest.mark.parametrize("objective", ["mlm", "distill"])
 def test_converted_eurobert_is_uptrained(call, eurobert, tmp_path, objective):
     text = ["--train_file", make_text(tmp_path)[0], "--objective", objective, "--teacher", eurobert[0]]
+    text += ["--trainable", "attention"]
     results, out = call(uptrain, eurobert[1], *text, *TIMED)
     assert results["steps"] == 12 and results["eval_loss"] < results["initial_eval_loss"]
     check_is_plain(out, AutoModelForMaskedLM, "EuroBertForMaskedLM")
@@ -100,6 +101,8 @@ def test_new_eurobert_is_pretrained(call, eurobert, tmp_path):
     out = tmp_path / "new"
     new = ["--model_type", "eurobert", "--tokenizer_name", eurobert[0], "--config_overrides", sizes]
     files = ["--train_file", text, "--validation_file", text, "--max_length", 16, "--output_dir", out]
+    with pytest.raises(ValueError, match="`num_key_value_heads` must divide `num_attention_heads`, got 3 for 4 heads"):
+        pretrain.main(pretrain.parse_args([str(part) for part in (*new[:-1], sizes[:-1] + "3", *files, *QUICK)]))
     pretrain.main(pretrain.parse_args([str(part) for part in (*new, *files, *QUICK)]))
     check_is_plain(out, AutoModelForMaskedLM, "EuroBertForMaskedLM")
     assert type(AutoModelForMaskedLM.from_pretrained(out)) is EuroBertForMaskedLM
@@ -111,7 +114,7 @@ def test_converted_t5gemma_is_trained_on_pairs(call, t5gemma, tmp_path):
     pairs += ["--validation_source_file", source, "--validation_target_file", target]
     lengths = ["--max_length", 16, "--max_target_length", 16, "--max_eval_samples", 8, "--dropout_rate", 0]
     results, out = call(seq2seq, t5gemma[1], *pairs, *lengths, *TIMED, "--learning_rate", 1e-2)
-    before, _ = call(seq2seq, t5gemma[1], *pairs, *lengths, *QUICK, "--num_train_epochs", 0, "--max_train_steps", 0)
+    before, _ = call(seq2seq, t5gemma[1], *pairs, *lengths, *QUICK[2:], "--num_train_epochs", 0)
     assert results["steps"] == 12 and results["eval_loss"] < 0.9 * before["eval_loss"] and "eval_bleu" in results
     check_is_plain(out, AutoModelForSeq2SeqLM, "T5GemmaForConditionalGeneration")
 
@@ -136,5 +139,5 @@ def test_lora_layers_of_eurobert_are_its_attention_projections():
     from hf_attn_variants.training.engine.models import add_lora
 
     adapted = add_lora(make_eurobert(model_class=EuroBertModel), rank=2, alpha=4)
-    layers = {name.split(".")[-3] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    layers = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -32,7 +32,14 @@ from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
-from ...registration import FORMER_NAMES, PREFIX, max_input_length, variant_config_class, variant_model_class
+from ...registration import (
+    FORMER_NAMES,
+    PREFIX,
+    is_native,
+    max_input_length,
+    variant_config_class,
+    variant_model_class,
+)
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
 logger = logging.getLogger(__name__)
@@ -592,7 +599,7 @@ def make_new_config(
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} is not supported for {model_type}, which does not have this attention.")
-    is_variant = variant or {*known} & overrides.keys()
+    is_variant = (variant or {*known} & overrides.keys()) and not is_native(model_type)
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
     fields = {
@@ -600,7 +607,11 @@ def make_new_config(
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
-        **{name: getattr(tokenizer, name) for name in ("cls_token_id", "sep_token_id") if hasattr(default, name)},
+        **{
+            name: getattr(tokenizer, name)
+            for name in ("cls_token_id", "sep_token_id", "mask_token_id")
+            if hasattr(default, name)
+        },
         **(tokens or {}),
         **overrides,
     }
@@ -612,6 +623,8 @@ def make_new_config(
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error
+    if is_native(model_type):
+        variant_class.from_upstream(config)  # Transformers does not check the number of key/value heads
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
