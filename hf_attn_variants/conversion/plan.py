@@ -282,8 +282,6 @@ def explain_why_not_calibrated(plan: ConversionPlan) -> str | None:
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced_modules):
         return "it cannot fit a decoder-only model's cross-attention without encoder outputs"
-    if any(module.site.rotary is not None for module in plan.reduced_modules):
-        return "it cannot fit queries and keys to which rotary positions are applied"
     return None
 
 

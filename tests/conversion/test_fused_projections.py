@@ -91,12 +91,6 @@ def test_dtype_of_the_fused_tensor_is_converted(source):
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in half.state_dict().items())
 
 
-@pytest.mark.parametrize("method", ["aligned", "calibrated"])
-def test_calibrated_methods_name_rotary_positions(source, method):
-    with pytest.raises(ValueError, match=f"'{method}' .*rotary positions"):
-        convert(source, num_key_value_heads=4, method=method, calibration=["A text.", "Another text."])
-
-
 def test_fused_tensor_of_another_size_raises_an_error(source):
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.attn.Wqkv.weight"

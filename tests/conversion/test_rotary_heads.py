@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import torch
 from fixtures.native_models import make_eurobert, make_t5gemma
-from transformers import EuroBertModel, PreTrainedTokenizerFast
+from transformers import EuroBertModel, ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.eurobert.modeling_eurobert import apply_rotary_pos_emb as apply_half
 
@@ -298,10 +298,19 @@ def test_calibrated_eurobert_reproduces_texts_of_2048_tokens():
     assert (averaged - expected)[:, -50:].norm() > 0.2 * expected[:, -50:].norm()
 
 
+def make_modernbert(vocab_size):
+    torch.manual_seed(0)
+    tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = ModernBertConfig(vocab_size=vocab_size, initializer_range=0.3, local_attention=8, **sizes, **tokens)
+    return ModernBertForMaskedLM(config)
+
+
 @pytest.mark.parametrize("method", ["aligned", "calibrated"])
-@pytest.mark.parametrize("name", ["eurobert", "t5gemma"])
+@pytest.mark.parametrize("name", ["eurobert", "modernbert", "t5gemma"])
 def test_no_attention_module_is_worse_than_with_averaged_heads(tmp_path, method, name):
-    model, texts = {"eurobert": make_eurobert, "t5gemma": make_t5gemma}[name](95), make_texts()
+    makers = {"eurobert": make_eurobert, "modernbert": make_modernbert, "t5gemma": make_t5gemma}
+    model, texts = makers[name](95), make_texts()
     model.save_pretrained(tmp_path / "source")
     fields = {"encoder_num_key_value_heads": 1} if name == "t5gemma" else {}
     targets = {"target_texts": texts} if name == "t5gemma" else {}
@@ -313,7 +322,7 @@ def test_no_attention_module_is_worse_than_with_averaged_heads(tmp_path, method,
         torch.tensor([each[name] for each in details])
         for name in ("output_relative_error", "output_relative_error_averaged")
     )
-    assert len(errors) == {"eurobert": 2, "t5gemma": 6}[name]
+    assert len(errors) == {"eurobert": 2, "modernbert": 2, "t5gemma": 6}[name]
     assert (errors <= averaged).all() and errors.sum() < 0.97 * averaged.sum()
 
 

@@ -17,6 +17,7 @@ from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantModernBertConfig
 
@@ -55,19 +56,21 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
         options |= self.prepare_variant_inputs(states, None, None, options)
         heads = self.heads
         sizes = (heads.head_dim, heads.head_dim, heads.value_dim)
+        rows = self.Wqkv(states).split(heads.fused_rows, dim=-1)
         query, key, value = (
-            rows.unflatten(-1, (-1, size)).transpose(1, 2)  # [b, h, n, d]
-            for rows, size in zip(self.Wqkv(states).split(heads.fused_rows, dim=-1), sizes, strict=True)
+            extend(self, HEAD_STAGE, part.unflatten(-1, (-1, size)).transpose(1, 2), role)  # [b, h, n, d]
+            for part, size, role in zip(rows, sizes, ("query", "key", "value"), strict=True)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         options |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": heads.head_dim**-0.5}
         attend = get_attention_function(self.implementation)
-        if not self.is_own:
-            # The functions of this package read the window from the mask, but flash attention has no such mask.
+        if "flash" in self.implementation:
+            # Other functions read the window from the mask, but flash attention has no such mask.
             options |= {"deterministic": self.deterministic_flash_attn}
             attend = partial(attend, sliding_window=self.sliding_window)
         output, weights = attend(self, query, key, value, mask, **options)
-        return self.out_drop(self.Wo(output.flatten(2))), weights
+        output = extend(self, OUTPUT_STAGE, output, states).flatten(2)
+        return self.out_drop(self.Wo(output)), weights
 
 
 class AttnVariantModernBertPreTrainedModel(AttnVariantModelMixin, ModernBertPreTrainedModel):
