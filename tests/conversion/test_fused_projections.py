@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from architectures import LENGTH, token_ids
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere
 from relatives import MODERNBERT
 from safetensors.torch import load_file, save_file
@@ -62,6 +63,47 @@ def test_converted_model_equals_transformers_with_repeated_heads(source, tmp_pat
     again = convert(grouped, num_key_value_heads=12)
     weights = plain.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+
+
+def test_identical_heads_are_pooled_without_changing_outputs_of_long_texts(source):
+    """Check 2,304 tokens, because errors of rotary positions grow with the distance."""
+    model = transformers.AutoModelForMaskedLM.from_pretrained(source).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for rows in layer.attn.Wqkv.parameters():
+                groups = rows.view(3, 4, HEADS // 4, HEAD_DIM, -1)
+                groups[1:] = groups[1:, :, :1].clone()
+        batch = {"input_ids": token_ids(1, 2304)}
+        expected = model(**batch).logits
+        grouped = convert(model, num_key_value_heads=4, method="mean").eval()
+        assert grouped.model.layers[0].attn.Wqkv.weight.shape == ((HEADS + 2 * 4) * HEAD_DIM, WIDTH)
+        torch.testing.assert_close(grouped(**batch).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"talking_heads": "both"},
+        {"attention_pattern": "sliding_window", "attention_window": 2 * LENGTH},
+    ],
+    ids=str,
+)
+def test_fields_that_change_nothing_yet_keep_the_outputs(source, fields):
+    """Check talking heads that start as the identity, and windows that are longer than the text."""
+    model = transformers.AutoModelForMaskedLM.from_pretrained(source).eval()
+    converted = convert(source, method="mean", **fields).eval()
+    real = BATCH["attention_mask"].bool()
+    with torch.no_grad():
+        torch.testing.assert_close(converted(**BATCH).logits[real], model(**BATCH).logits[real], atol=1e-5, rtol=0)
+
+
+def test_kernel_is_added_to_the_global_layers(source, tmp_path):
+    convert(source, method="mean", num_key_value_heads=4, attention_kernel="hedgehog", output_dir=tmp_path / "out")
+    names = {name for name in load_file(tmp_path / "out" / "model.safetensors") if "kernel" in name}
+    assert names and all(".layers.0.attn." in name for name in names)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert model(**BATCH).logits.isfinite().all()
 
 
 @pytest.mark.thorough
