@@ -1,6 +1,7 @@
 """Multiplies attention extensions into the projections of a checkpoint, for formats that cannot express them."""
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class FoldedReader(CheckpointReader):
     def __init__(self, reader: CheckpointReader, model: AttnVariantModelMixin):
         super().__init__(reader.folder, reader.files, reader.index_metadata)
         self._reader, self.entries = reader, dict(reader.entries)
-        # The extension and the role for each weight and bias of a projection.
-        self._folds: dict[str, tuple[AttentionExtension, str]] = {}
+        # For each weight and bias of a projection: the extension, the role, and the rows with this role.
+        self._folds: dict[str, list[tuple[AttentionExtension, str, slice]]] = {}
         for site, path, module in model.named_attention_modules():
             core: Any = module.get_submodule(site.core)
             prefix = find_stored_prefix(model, f"{path}.{site.query}.weight", reader.entries) + path
@@ -44,15 +45,22 @@ class FoldedReader(CheckpointReader):
                 }
                 extension.load_state_dict({part: self._reader.read(full) for part, full in names.items()}, assign=True)
                 self.entries = {full: entry for full, entry in self.entries.items() if full not in names.values()}
+                rows = dict.fromkeys(site.projections, slice(None))
+                if site.is_fused:
+                    ends = list(accumulate(core.heads.fused_rows, initial=0))
+                    rows |= dict(zip(("query", "key", "value"), map(slice, ends, ends[1:]), strict=False))
                 for role, linear in site.projections.items():
-                    self._folds |= {f"{prefix}.{linear}.{part}": (extension, role) for part in ("weight", "bias")}
+                    for part in ("weight", "bias"):
+                        folds = self._folds.setdefault(f"{prefix}.{linear}.{part}", [])
+                        folds.append((extension, role, rows[role]))
 
     @torch.no_grad()
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
         tensor = self._reader.read(name)
-        extension, role = self._folds.get(name, (None, ""))
-        return tensor if extension is None else extension.fold(role, tensor)
+        for extension, role, rows in self._folds.get(name, ()):
+            tensor[rows] = extension.fold(role, tensor[rows])
+        return tensor
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
