@@ -67,6 +67,11 @@ def get_decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConf
     return DecoderInput.OWN_TARGETS if model_class.can_generate() else DecoderInput.SOURCE
 
 
+def get_encoder_width(config: Any) -> int:
+    """Return the size of the encoder outputs of an encoder-decoder. T5Gemma's encoder has its own configuration."""
+    return config.d_model if hasattr(config, "d_model") else config.encoder.hidden_size
+
+
 def get_decoder_start_token(config: Any) -> Any:
     """Return the id of the first token that the decoder reads, or None if the configuration sets none.
 

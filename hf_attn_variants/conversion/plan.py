@@ -41,8 +41,8 @@ from ..modeling.mechanisms.talking_heads import (
     get_talking_heads_places,
     has_talking_heads,
 )
-from ..native.native_config import NativeConfigMixin
-from ..registration import variant_config_class, variant_model_class
+from ..native.native_config import explain_rotary_latent
+from ..registration import is_native, variant_config_class, variant_model_class
 from .attention_modules import (
     AttentionModule,
     build_attention_modules,
@@ -316,8 +316,8 @@ def _check_fields(
     """Check that the model changes, and that the conversion supports the original model and all changes."""
     for name in changes:
         if name not in config_class.variant_fields():
-            if issubclass(config_class, NativeConfigMixin) and name in (name for row in FIELDS for name in row.names):
-                raise ValueError(_explain_missing_field(name, config_class))
+            if is_native(config["model_type"]):
+                config_class.check_field_names([name])
             similar = find_closest_match(name, config_class.variant_fields()) or config_class.kv_heads_fields()[0]
             raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. Did you mean `{similar}`?")
         if name in config_class.from_scratch_fields():
@@ -345,29 +345,6 @@ def _check_fields(
         raise ValueError(
             "A checkpoint with `quantization_config` cannot be converted. Convert the original model, then quantize."
         )
-
-
-def _explain_missing_field(name: str, config_class: type[NativeConfigMixin]) -> str:
-    """Return the error message for a field that is not supported by the Transformers class of an architecture."""
-    model_type, supported = (
-        config_class.model_type,
-        " and ".join(f"`{field}`" for field in config_class.variant_fields()),
-    )
-    if any(site.rotary and name == f"{site.stack_prefix}kv_lora_rank" for site in config_class.attention_sites):
-        return explain_rotary_latent(name)
-    return (
-        f"`{name}` is not supported for {model_type!r} models, whose Transformers class only supports {supported}. "
-        "Architectures with a class in hf_attn_variants, such as BERT and T5, support it."
-    )
-
-
-def explain_rotary_latent(name: str) -> str:
-    """Return the error message for the rank of a latent in an attention module with rotary positions."""
-    return (
-        f"`{name}` must not be set for attention with rotary positions. Keys computed from a latent cannot be rotated "
-        "unless the latent has separate dimensions for positions (DeepSeek-V2, arXiv 2405.04434, section "
-        "2.1.3), which a conversion cannot compute. Use fewer key/value heads instead."
-    )
 
 
 def _check_no_rotary_latents(model_class: type[AttnVariantModelMixin], changes: Mapping[str, Any]) -> None:

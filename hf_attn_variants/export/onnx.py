@@ -31,6 +31,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
+from ..model_properties import get_encoder_width
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
@@ -191,7 +192,7 @@ class _Decoder(nn.Module):
             cache = EncoderDecoderCache(*caches)
             batch, _, length, _ = inputs["past_key_values.0.encoder.key"].shape
             # Cross-attention reads the cache, so only the length of the encoder outputs matters.
-            states = torch.zeros(batch, length, self.model.config.d_model)
+            states = torch.zeros(batch, length, get_encoder_width(self.model.config))
         output = self.model(
             encoder_outputs=BaseModelOutput(states),
             attention_mask=inputs.get("encoder_attention_mask"),
@@ -251,7 +252,7 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
             _make_text_inputs(model, sizes.batch, length),
             _make_text_inputs(model, sizes.batch, sizes.target),
         )
-        states = torch.randn(sizes.batch, length, model.config.d_model, generator=_make_generator())
+        states = torch.randn(sizes.batch, length, get_encoder_width(model.config), generator=_make_generator())
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 

@@ -121,7 +121,8 @@ def attention_maps(
     """
     if not isinstance(model, AttnVariantModelMixin):
         raise ValueError(
-            f"`model` must be a model from this package, got {type(model).__name__}. Convert it with `convert` first."
+            f"`model` must be a model from this package, got {type(model).__name__}. Convert it with `convert` first. "
+            "Attention maps are not supported for EuroBERT and T5Gemma, whose classes are from Transformers."
         )
     has_decoder = hasattr(model.base_model, "decoder")
     if target_text is not None and not has_decoder:

@@ -94,6 +94,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     if len(counts) > MAX_COUNTS:  # evenly spaced counts, including the first and the last
         step = (len(counts) - 1) / (MAX_COUNTS - 1)
         counts = [counts[round(i * step)] for i in range(MAX_COUNTS)]
+    options = [option for option in options if option.keys() <= {*config.rank_fields()}]
     options += [{field: count} for count in counts]
     return _remove_duplicates(
         option for option in options if all(value is None or 1 <= value <= width for value in option.values())

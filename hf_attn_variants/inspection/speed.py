@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..model_properties import ignore_saved_length_limits
+from ..model_properties import get_encoder_width, ignore_saved_length_limits
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
@@ -69,7 +69,9 @@ def make_timed_function(
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
         return lambda: (model(input_ids=ids), None)[1]
-    states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
+    states: Any = torch.randn(
+        batch_size, length, get_encoder_width(model.config), device=model.device, dtype=model.dtype
+    )
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
     if model.main_input_name == "input_features":  # otherwise, Whisper would decode further segments of the audio
@@ -139,7 +141,7 @@ def _decode_greedily(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Te
 
     The encoder outputs are random, and the second half of the second text is padding.
     """
-    shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, model.config.d_model)
+    shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, get_encoder_width(model.config))
     states: Any = torch.randn(shape, generator=_make_generator(model), device=model.device)
     inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states)}
     inputs["attention_mask"] = _make_padding_mask(model, NUM_SOURCE_TOKENS)

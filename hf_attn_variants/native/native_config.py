@@ -1,16 +1,27 @@
 """The mixin that gives a Transformers configuration the interface of variant configurations."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.fields.field_table import FIELDS
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.variant_names import CONFIG_FORMAT
 
 # A variant configuration is saved with code and selects the attention functions of this package. A native one does
 # neither.
 _PlainProperties: Any = PreTrainedConfig
+
+
+def explain_rotary_latent(name: str) -> str:
+    """Return the error message for the rank of a latent in an attention module with rotary positions."""
+    return (
+        f"`{name}` must not be set for attention with rotary positions. Keys computed from a latent cannot be rotated "
+        "unless the latent has separate dimensions for positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.3), "
+        "which a conversion cannot compute. Use fewer key/value heads instead."
+    )
 
 
 class NativeConfigMixin(AttnVariantConfigMixin):
@@ -48,6 +59,24 @@ class NativeConfigMixin(AttnVariantConfigMixin):
     def variant_fields(cls) -> tuple[str, ...]:
         """Return the key/value head fields, which are the only ones that the Transformers class supports."""
         return cls.kv_heads_fields()
+
+    @classmethod
+    def check_field_names(cls, names: Iterable[str]) -> None:
+        """Check that no keyword is a field that the Transformers class does not support, or a misspelled field.
+
+        Raises:
+            ValueError: if there is such a keyword. The message contains the reason.
+        """
+        names, supported = list(names), " and ".join(f"`{field}`" for field in cls.variant_fields())
+        for name in names:
+            if any(site.rotary and name == f"{site.stack_prefix}kv_lora_rank" for site in cls.attention_sites):
+                raise ValueError(explain_rotary_latent(name))
+            if name not in cls.variant_fields() and any(name in row.names for row in FIELDS):
+                raise ValueError(
+                    f"`{name}` is not supported for {cls.model_type!r} models, whose Transformers class only supports "
+                    f"{supported}. Architectures with a class in hf_attn_variants, such as BERT and T5, support it."
+                )
+        super().check_field_names(names)
 
     @classmethod
     def rank_fields(cls) -> tuple[str, ...]:

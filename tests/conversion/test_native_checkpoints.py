@@ -25,6 +25,7 @@ from hf_attn_variants import convert
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.hub.push import plan_push
 from hf_attn_variants.inspection.costs import compute_cost_table, read_checkpoint_config
+from hf_attn_variants.inspection.frontier import list_default_variants
 from hf_attn_variants.modeling.transformers_internals import get_cache_name
 from hf_attn_variants.registration import variant_config_class
 
@@ -232,6 +233,15 @@ def test_cost_table_counts_the_cache_of_t5gemma_as_transformers_stores_it(save):
     cache = outputs[get_cache_name()]
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     assert table.current.kv_cache_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+@EVERY_MODEL
+def test_frontier_tries_only_heads(name):
+    config = variant_config_class(name).from_upstream(MODELS[name]().config)
+    variants = list_default_variants(config, "num_key_value_heads", decodes=name == "t5gemma")
+    assert variants == [{"num_key_value_heads": 2}, {"num_key_value_heads": 1}]
+    with pytest.raises(ValueError, match=f"`talking_heads` is not supported for '{name}' models"):
+        variant_config_class(name).from_upstream(config, talking_heads="both")
 
 
 @EVERY_MODEL
