@@ -292,7 +292,12 @@ class Calibrated(CalibratedMethod):
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
         forms = iterate_closed_forms(tensors, heads, layer.inputs, layer.targets)
         measured = ((layer.held_out_error(form), form) for form in forms)
-        error, closed = min(measured, key=lambda pair: math.inf if pair[0] is None else pair[0])
+        error, closed = min(measured, key=_get_measured_error)
+        if (pairs := get_rotary_pairs(heads, layer.inputs)) is not None:
+            fitted = refit_rotary_queries(tensors, closed, heads, layer.inputs, pairs)
+            fitted = refit_output_projection(fitted, heads, layer.inputs, layer.targets)
+            candidates = (error, closed), (layer.held_out_error(fitted), fitted)
+            error, closed = min(candidates, key=_get_measured_error)
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
         return self._fit(closed, heads, layer, closed_error=error)
 
@@ -357,6 +362,11 @@ class Calibrated(CalibratedMethod):
         return replace(add_latent(fitted) if is_better else closed, details=closed.details | details)
 
 
+def _get_measured_error(measured: tuple[float | None, AttentionTensors]) -> float:
+    """Return the error of measured projections, or infinity if it is not finite."""
+    return math.inf if measured[0] is None else measured[0]
+
+
 @torch.no_grad()
 def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
@@ -377,9 +387,6 @@ def iterate_closed_forms(
         closed = _share_keys(with_values, heads, groups, moments.queries, keys, pairs)
         closed = replace(closed, details=closed.details | {"attended_key_share": share})
         yield refit_output_projection(closed, heads, inputs, targets)
-        if pairs is not None:
-            closed = _refit_rotary_queries(with_values, closed, heads, inputs, pairs)
-            yield refit_output_projection(closed, heads, inputs, targets)
 
 
 def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
@@ -431,7 +438,7 @@ def _share_keys(
 
 
 @torch.no_grad()
-def _refit_rotary_queries(
+def refit_rotary_queries(
     tensors: AttentionTensors,
     closed: AttentionTensors,
     heads: HeadCounts,

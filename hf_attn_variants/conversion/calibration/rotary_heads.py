@@ -1,7 +1,7 @@
 """Closed forms for key heads with rotary positions, whose maps must commute with the rotation.
 
 A rotated query q and key k of one head have the score sum_p Re(conj(q_p) k_p) over pairs p of dimensions, which are
-written as complex numbers. A new head is computed from the old projections, before the rotation. A linear map of a
+written as complex numbers. A new head is computed from the old projections, before the rotation. A map of a
 projection commutes with the rotations at all positions only if it multiplies each pair with its own frequency by a
 complex number (and the dimensions that are not rotated by any matrix). All second moments here are those of rotated
 queries and keys, because a softmax ignores what all rotated keys have in common.
@@ -21,7 +21,7 @@ queries and keys, because a softmax ignores what all rotated keys have in common
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -176,76 +176,67 @@ def _weight_rest_moments(moment: torch.Tensor, queries: torch.Tensor, pairs: Rot
     return transform_moment(select_rest(moment, queries.shape[1], pairs), roots)
 
 
-class _Features(NamedTuple):
-    """The features of a score, each of which is the sum of two products of a query and a key dimension.
-
-    For a pair (a, b), the features are q_a k_a + q_b k_b and q_a k_b - q_b k_a. For dimensions that are not rotated,
-    they are all products q_u k_v.
-
-    Attributes:
-        queries, keys: The dimensions of the two products, each [2, s].
-        signs: The signs of the two products, [2, s].
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    signs: torch.Tensor
-
-    @classmethod
-    def from_pairs(cls, pairs: RotaryPairs) -> _Features:
-        """Return the features for pairs, followed by those for dimensions that are not rotated."""
-        first, second, rest = pairs
-        products = torch.cartesian_prod(rest, rest).T if len(rest) else rest.new_zeros(2, 0)
-        one, none = torch.ones(len(first)), torch.zeros(products.shape[1])
-        return cls(
-            torch.stack([torch.cat([first, first, products[0]]), torch.cat([second, second, products[0]])]),
-            torch.stack([torch.cat([first, second, products[1]]), torch.cat([second, first, products[1]])]),
-            torch.stack([torch.cat([one, one, 1 - none]), torch.cat([one, -one, none])]).to(first.device).double(),
-        )
-
-    def compute_gram(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the sums of products of two features [..., s, s] for query moments and key moments [..., d, d]."""
-        total: Any = 0.0
-        for q, k, sign in zip(self.queries, self.keys, self.signs, strict=True):
-            for other_q, other_k, other_sign in zip(self.queries, self.keys, self.signs, strict=True):
-                product = queries[..., q[:, None], other_q] * keys[..., k[:, None], other_k]
-                total = total + product * sign[:, None] * other_sign
-        return total
-
-    def compute_target(self, cross: torch.Tensor) -> torch.Tensor:
-        """Return the sums of products of a feature and the score, [..., s].
-
-        Args:
-            cross: Query moments times the cross moments of old and new keys, [..., d, d].
-        """
-        terms = zip(self.queries, self.keys, self.signs, strict=True)
-        return torch.stack([cross[..., q, k] * sign for q, k, sign in terms]).sum(0)
-
-    def make_maps(self, coefficients: torch.Tensor, pairs: RotaryPairs) -> torch.Tensor:
-        """Return the query maps [h, d, d] for the coefficients [h, s] of all features."""
-        count, size = len(pairs.first), len(pairs.rest)
-        # q_a k_a + q_b k_b and q_a k_b - q_b k_a are the scores of q and of i q.
-        factors = torch.complex(coefficients[:, :count], coefficients[:, count : 2 * count])
-        rest = coefficients[:, 2 * count :].unflatten(1, (size, size)).mT
-        return make_commuting_maps(factors, rest, pairs)
-
-
 def fit_query_factors(texts: Iterable[tuple[torch.Tensor, ...]], pairs: RotaryPairs) -> torch.Tensor:
     """Return the query maps [h, d, d] that minimize the squared error of all scores with fixed shared keys.
 
+    The features of a pair (a, b) are q_a k_a + q_b k_b and q_a k_b - q_b k_a, which are the scores of q and of i q.
+    The features of dimensions that are not rotated are all products q_u k_v.
+
     Args:
-        texts: For each batch of texts, the second moments of the rotated queries [b, h, d, d], those of the new keys
-            [b, h, d, d], and the cross moments of the old keys and the new keys, [b, h, d, d]. All of them are sums
-            over tokens, and the keys are centered.
+        texts: For each batch of texts, the second moments of the rotated queries, those of the new keys, and the cross
+            moments of the old keys and the new keys, each [b, h, d, d]. All of them are sums over tokens, and the keys
+            are centered.
         pairs: The pairs of dimensions.
     """
-    features = _Features.from_pairs(pairs)
+    order, count, size = torch.cat(pairs), len(pairs.first), len(pairs.rest)
     gram: Any = 0.0
     target: Any = 0.0
-    for queries, keys, cross in texts:
-        for row in range(len(queries)):
-            gram = gram + features.compute_gram(queries[row], keys[row])
-            target = target + features.compute_target(queries[row] @ cross[row])
+    for moments in texts:
+        batches = [moment[..., order, :][..., order] for moment in moments]
+        for queries, keys, cross in zip(*batches, strict=True):
+            gram = gram + _compute_feature_moments(queries, keys, count)
+            target = target + _compute_feature_targets(queries @ cross, count)
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + 1e-300)
     coefficients = torch.linalg.solve(gram, target)
-    return features.make_maps(coefficients, pairs)
+    factors = torch.complex(coefficients[:, :count], coefficients[:, count : 2 * count])
+    return make_commuting_maps(factors, coefficients[:, 2 * count :].unflatten(1, (size, size)).mT, pairs)
+
+
+def _compute_feature_moments(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sums of products of two features over all pairs of a query and a key, [h, s, s].
+
+    Args:
+        queries, keys: The moments [h, d, d]. The first dimensions of all pairs precede the second ones and the rest.
+        count: The number of pairs.
+    """
+    sizes = (count, count, queries.shape[-1] - 2 * count)
+    q, k = ([rows.split(sizes, -1) for rows in moment.split(sizes, -2)] for moment in (queries, keys))
+    same = q[0][0] * k[0][0] + q[0][1] * k[0][1] + q[1][0] * k[1][0] + q[1][1] * k[1][1]
+    turned = q[0][0] * k[1][1] - q[0][1] * k[1][0] - q[1][0] * k[0][1] + q[1][1] * k[0][0]
+    mixed = q[0][0] * k[0][1] - q[0][1] * k[0][0] + q[1][0] * k[1][1] - q[1][1] * k[1][0]
+
+    def multiply(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hpu,hpv->hpuv", first, second).flatten(2)
+
+    same_rest = multiply(q[0][2], k[0][2]) + multiply(q[1][2], k[1][2])
+    turned_rest = multiply(q[0][2], k[1][2]) - multiply(q[1][2], k[0][2])
+    rest = torch.einsum("hux,hvy->huvxy", q[2][2], k[2][2]).flatten(3).flatten(1, 2)
+    rows = (same, mixed, same_rest), (mixed.mT, turned, turned_rest), (same_rest.mT, turned_rest.mT, rest)
+    return torch.cat([torch.cat(row, -1) for row in rows], -2)
+
+
+def _compute_feature_targets(cross: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sums of products of a feature and the old score, [h, s].
+
+    Args:
+        cross: The query moments times the cross moments of old and new keys, [h, d, d], in the same order as in
+            `_compute_feature_moments`.
+        count: The number of pairs.
+    """
+    first, second, rest = slice(count), slice(count, 2 * count), slice(2 * count, None)
+
+    def diagonal(rows: slice, columns: slice) -> torch.Tensor:
+        return cross[:, rows, columns].diagonal(dim1=1, dim2=2)
+
+    same, turned = diagonal(first, first) + diagonal(second, second), diagonal(first, second) - diagonal(second, first)
+    return torch.cat([same, turned, cross[:, rest, rest].flatten(1)], -1)
