@@ -10,14 +10,14 @@ from ..conversion.attention_modules import find_stored_prefix
 from ..conversion.checkpoint.tensor_files import CheckpointReader
 from ..inspection.costs import variant_config
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.composition import EXTENSIONS
+from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
 from ..modeling.mechanisms.mechanism import PREFIXES
 from ..registration import variant_model_class
 
 # The fields of the extensions that a projection can express.
 FOLDED_FIELDS = frozenset(
-    prefix + extension.field for extension in EXTENSIONS if extension.folds for prefix in PREFIXES
+    prefix + extension.field for extension in ATTENTION_EXTENSIONS if extension.folds for prefix in PREFIXES
 )
 
 

@@ -25,7 +25,7 @@ from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite, is_local_layer
 from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.composition import EXTENSIONS
+from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.fields.field_table import FIELD_TEXTS, PLACES, get_field_row
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
@@ -269,7 +269,7 @@ def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
         fields: The key/value head fields of the encoder or decoder to describe.
     """
     prefixes, texts = select_place_prefixes(config, fields), list[Any]()
-    for extension in EXTENSIONS:
+    for extension in ATTENTION_EXTENSIONS:
         text, places = FIELD_TEXTS[extension.field].card, [p for p in prefixes if extension.requested_in(config, p)]
         texts += [text] if len(places) == len(prefixes) else [f"{text} in {PLACES[place].here}" for place in places]
     return texts

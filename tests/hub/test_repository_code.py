@@ -17,7 +17,7 @@ import hf_attn_variants
 from benchmarks.versions.code_size import count_remote_code
 from hf_attn_variants.modeling import code_builder
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, MODELING_FOLDER, build_code
-from hf_attn_variants.modeling.fields.composition import EXTENSIONS, MECHANISMS, get_used_mechanisms
+from hf_attn_variants.modeling.fields.composition import ATTENTION_EXTENSIONS, MECHANISMS, get_used_mechanisms
 
 # A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
 REPOSITORIES = {
@@ -83,7 +83,7 @@ def test_entry_points_and_fields_exist():
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []
     mechanisms = {mechanism for needed_by in ENTRY_POINTS.values() for mechanism in needed_by}
     # The classes of extensions are found in their files.
-    extensions = {extension.__name__: extension.field for extension in EXTENSIONS}
+    extensions = {extension.__name__: extension.field for extension in ATTENTION_EXTENSIONS}
     assert code_builder._find_extensions() == extensions
     assert mechanisms - {"extensions"} | {*extensions.values()} == {*MECHANISMS.values()}
 

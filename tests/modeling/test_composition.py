@@ -8,7 +8,7 @@ from architectures import BERT, T5, token_ids
 from fixtures.extensions import ALL_FIELDS
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.composition import EXTENSIONS, UNSUPPORTED_PAIRS
+from hf_attn_variants.modeling.fields.composition import ATTENTION_EXTENSIONS, UNSUPPORTED_PAIRS
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from hf_attn_variants.modeling.mechanisms.latents import Latent
@@ -43,7 +43,7 @@ def samples():
         AdditiveScore.name: ({AdditiveScore.field: AdditiveScore.name}, (AdditiveScore,)),
         SinusoidalPositions.name: ({SinusoidalPositions.field: SinusoidalPositions.name}, (SinusoidalPositions,)),
     }
-    for extension in EXTENSIONS:
+    for extension in ATTENTION_EXTENSIONS:
         result[extension.field] = ({extension.field: ALL_FIELDS[extension.field]}, (extension,))
     for name in KERNELS:
         window = {"attention_window": 4} if get_kernel_class(name).needs_window else {}
@@ -118,7 +118,7 @@ def test_mechanism_reports_its_place_in_the_configuration():
 
 def test_every_mechanism_has_a_name_and_a_paper():
     classes = [*map(get_kernel_class, KERNELS), *map(get_pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for item in (*classes, *EXTENSIONS, Latent, TalkingHeadsSettings, DynamicTerms, DistanceBias):
+    for item in (*classes, *ATTENTION_EXTENSIONS, Latent, TalkingHeadsSettings, DynamicTerms, DistanceBias):
         title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert item.field and (item not in classes or item.name)

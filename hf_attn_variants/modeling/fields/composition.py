@@ -29,7 +29,7 @@ from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
 from .field_table import FIELDS
 
 __all__ = [
-    "EXTENSIONS",
+    "ATTENTION_EXTENSIONS",
     "EXTENSION_FIELDS",
     "UNSUPPORTED_PAIRS",
     "check_combinations",
@@ -57,8 +57,8 @@ MECHANISMS = {
 IDLE = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
-EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate)
-_WEIGHT_EXTENSIONS = [extension for extension in EXTENSIONS if extension.stage == WEIGHT_STAGE]
+ATTENTION_EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate)
+_WEIGHT_EXTENSIONS = [extension for extension in ATTENTION_EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 
 def get_used_mechanisms(config: Any) -> frozenset[str]:
@@ -172,7 +172,7 @@ def check_combinations(config: Any) -> None:
     """
     has_rotary_positions = getattr(config, "rope_parameters", None) is not None
     for prefix in PREFIXES:
-        for extension in EXTENSIONS:
+        for extension in ATTENTION_EXTENSIONS:
             extension.requested_in(config, prefix)
         for mechanism, reason in UNSUPPORTED_WITH_ROTARY if has_rotary_positions else ():
             if (requested := mechanism.requested_in(config, prefix)) is not None:
@@ -188,7 +188,7 @@ def check_combinations(config: Any) -> None:
 
 def get_requested_extensions(config: Any, prefix: str) -> dict[type[AttentionExtension], tuple[str, Any]]:
     """Return the extensions of the attention modules at a place, with the field and the value that request each."""
-    requested = {extension: extension.requested_in(config, prefix) for extension in EXTENSIONS}
+    requested = {extension: extension.requested_in(config, prefix) for extension in ATTENTION_EXTENSIONS}
     return {extension: request for extension, request in requested.items() if request is not None}
 
 
