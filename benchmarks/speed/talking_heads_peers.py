@@ -56,6 +56,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
             projection_names=(),
             key_range=KeyRange.from_window(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal),
             score=None,
+            extensions={},
             kernel=None,
             is_causal=is_causal,
         )

@@ -70,6 +70,7 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
         is_causal=False,
         key_range=None,
         score=None,
+        extensions={},
         kernel=None,
         compression=None,
     )

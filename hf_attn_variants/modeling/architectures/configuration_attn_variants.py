@@ -245,8 +245,6 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
     head_dim_field = "d_kv"
     position_types = (None, SinusoidalPositions.name)
-    # Transformers sets this attribute, which is not a field, and saves it.
-    scale_decoder_outputs = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -69,7 +69,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
 
 def _get_transformers_field_names() -> set[str]:
     """Return the names of all fields in the Transformers configurations of all architectures."""
-    classes, names = [KernelFields], set()
+    classes, names = [KernelFields], {"scale_decoder_outputs"}  # T5 saves this attribute, which is not a field
     while classes:
         config_class = classes.pop()
         classes += config_class.__subclasses__()
