@@ -18,8 +18,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def training_bar(*args, **kwargs):
-    return session.make_main_process_progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
+def training_bar(items):
+    return session.show_progress(Accelerator(cpu=True), items, "Running")
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,8 @@ def test_progress_bar_is_live_on_terminals_and_rare_in_log_files(make, monkeypat
         monkeypatch.setattr(sys, "stderr", stream)
         bar = make(range(2))
         assert not bar.disable and bar.mininterval == interval
-        assert list(bar) == [0, 1] and "2/2" in stream.getvalue()
-    assert make(range(2), disable=True).disable
+        assert list(bar) == [0, 1] and "/2 [" in stream.getvalue()
+    assert progress.progress_bar(range(2), disable=True).disable
 
 
 @pytest.mark.parametrize("make", [progress.progress_bar, training_bar])

@@ -180,7 +180,7 @@ def test_answer_start_may_be_a_string(tmp_path):
         (2.0, {}, "answer_start must be a whole number, got 2.0"),
         (True, {}, "answer_start must be a whole number, got True"),
         ("-2", {}, "answer_start must be a whole number"),
-        ("9", {}, "must be within its context"),
+        ("9", {}, "must match the context"),
         (2, {"is_impossible": "false"}, "is_impossible must be true or false, got 'false'"),
         (2, {"is_impossible": True}, "answers.*is_impossible"),
         (2, {"question": "a\ud800"}, "an incomplete surrogate pair"),

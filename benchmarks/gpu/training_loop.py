@@ -22,7 +22,7 @@ from benchmarks.gpu.cells import Cells, main
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import compute_logits, make_cross_entropy_objective
-from hf_attn_variants.training.engine.settings import LoopSettings
+from hf_attn_variants.training.engine.settings import TrainingSettings
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -75,16 +75,16 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
     # Without its own generator, the data loader would change the random numbers of dropout.
     loader = DataLoader(rows(8 if tiny else 1024), batch_size=4 if tiny else 32, generator=torch.Generator())
     prepared = accelerator.prepare(model, optimizer, schedule, loader)
-    settings = LoopSettings(
+    settings = TrainingSettings(
+        model_name_or_path="",
         output_dir=folder,
-        total_steps=steps,
         logging_steps=1,
         checkpointing_steps=steps // 4,
         resume_from_checkpoint="latest" if resume else None,
         disable_tqdm=True,
     )
     Path(folder).mkdir(exist_ok=True)
-    loop = TrainingLoop(accelerator, *prepared, make_cross_entropy_objective(compute_logits), settings)
+    loop = TrainingLoop(accelerator, *prepared, make_cross_entropy_objective(compute_logits), settings, steps)
     loop.run()
     (Path(folder) / "results.json").write_text(json.dumps(loop.results(len(loader.dataset))))
 

@@ -34,13 +34,13 @@ from hf_attn_variants.training.classification.task import make_classification_ob
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
     MaskedLMPreparer,
+    create_dataloader,
     create_stream_dataloader,
-    create_train_dataloader,
 )
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import Objective
 from hf_attn_variants.training.engine.session import get_library_versions
-from hf_attn_variants.training.engine.settings import LoopSettings
+from hf_attn_variants.training.engine.settings import TrainingSettings
 from hf_attn_variants.training.pretraining.task import make_masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_examples
 
@@ -190,7 +190,8 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
             {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.tensor(i % 2)}
             for i, row in enumerate(ids)
         ]
-        loader = create_train_dataloader(data, EpochSampler(count, 0), args.batch_size, _stack, 0)
+        options = {"batch_size": args.batch_size, "sampler": EpochSampler(count, 0), "collate_fn": _stack}
+        loader = create_dataloader(data, **options)
         return model, lambda _: make_classification_objective(), accelerator.prepare(loader)
     # Without a pretrained head, because random weights do not matter here.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
@@ -200,7 +201,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
     # A turn restarts the stream and fills its shuffling window, which a real run does once per
     # window: a window of one turn's blocks costs a turn what its own blocks cost.
     window = args.batch_size * (args.steps + 1)
-    stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)
+    stream = TextStream(files, tokenizer, prepare, args.batch_size, 0, window)
     return (
         model,
         lambda copied: make_masked_lm_objective(copied),
@@ -248,8 +249,10 @@ def loop_turn(
 ) -> float:
     """Train by `TrainingLoop`, which counts, watches for NaN and SIGTERM, and logs; the mean loss."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = LoopSettings(output_dir=folder, total_steps=steps, max_grad_norm=MAX_GRAD_NORM, disable_tqdm=True)
-        state = TrainingLoop(accelerator, model, optimizer, _schedule(optimizer), batches, objective, settings).run()
+        options = {"max_grad_norm": MAX_GRAD_NORM, "disable_tqdm": True}
+        settings = TrainingSettings(model_name_or_path="", output_dir=folder, **options)
+        prepared = accelerator, model, optimizer, _schedule(optimizer), batches
+        state = TrainingLoop(*prepared, objective, settings, steps).run()
     return state.loss_total / state.step
 
 

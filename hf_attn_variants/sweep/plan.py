@@ -89,9 +89,8 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if repeated := [name for name in names if names.count(name) > 1]:
-                raise ValueError(
-                    f"`{repeated[0]}` must not occur more than once in the object at line {node.start_mark.line + 1}."
-                )
+                line = node.start_mark.line + 1
+                raise ValueError(f"`{repeated[0]}` must not occur more than once in the object at line {line}.")
             return super().construct_mapping(node, deep)
 
     try:
@@ -132,18 +131,15 @@ def _substitute_variables(value: Any, variables: Mapping[str, Any]) -> Any:
 
 def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
     if unknown := [str(key) for key in content if key not in KEYS]:
-        raise ValueError(
-            f"Unknown key `{unknown[0]}`. The valid keys are variables, {', '.join(KEYS)}. Put flags under `flags`."
-        )
+        keys = f"variables, {', '.join(KEYS)}"
+        raise ValueError(f"Unknown key `{unknown[0]}`. The valid keys are {keys}. Put flags under `flags`.")
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
     launch, metrics = ([str(word) for word in _as_list(content.get(key))] for key in ("launch", "metrics"))
     variants, references = (_parse_named_flags(content.get(key), f"`{key}`") for key in ("variants", "references"))
-    grid = {
-        str(axis): _parse_axis(str(axis), values)
-        for axis, values in _check_mapping(content.get("grid"), "`grid`").items()
-    }
+    axes = _check_mapping(content.get("grid"), "`grid`")
+    grid = {str(axis): _parse_axis(str(axis), values) for axis, values in axes.items()}
     seeds, base = _as_list(content.get("seeds", 0)), _check_mapping(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
         raise ValueError("The file must contain `variants` or a `grid`, and `seeds` must not be empty.")
@@ -154,9 +150,8 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     """Return the flags that each value of a grid axis sets. If the values are a list, the axis name is the flag."""
     if isinstance(values, dict):
-        return {
-            _parse_scalar(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()
-        }
+        named_flags = _parse_named_flags(values, f"`grid`, `{axis}`")
+        return {_parse_scalar(value): flags for value, flags in named_flags.items()}
     points = [_parse_scalar(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of distinct values or an object, got {values}.")
@@ -165,9 +160,8 @@ def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
 
 
 def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
-    return {
-        str(name): _check_mapping(flags, f"{where}, `{name}`") for name, flags in _check_mapping(value, where).items()
-    }
+    items = _check_mapping(value, where).items()
+    return {str(name): _check_mapping(flags, f"{where}, `{name}`") for name, flags in items}
 
 
 def _check_mapping(value: Any, where: str) -> dict[Any, Any]:
@@ -190,12 +184,8 @@ def _parse_scalar(value: Any) -> Any:
 
 # The subfolders of a run that contain the converted checkpoint and the training output.
 CONVERTED, TRAINED = "converted", "trained"
-RESERVED_FLAGS = (
-    "output_dir",
-    "seed",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-)  # flags that only the sweep sets
+# Flags that only the sweep sets.
+RESERVED_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True)
@@ -255,9 +245,8 @@ def plan_runs(sweep: Sweep, get_command_module: Callable[[str], ModuleType]) -> 
     """
     runs: dict[Path, SweepRun] = {}
     for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_iterate_contestants(sweep)]):
-        contestant = ", ".join(
-            [variant] * bool(variant) + [f"{get_axis_name(a)} {value}" for a, value in point.items()]
-        )
+        parts = [variant] * bool(variant) + [f"{get_axis_name(axis)} {value}" for axis, value in point.items()]
+        contestant = ", ".join(parts)
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(

@@ -42,11 +42,8 @@ class RunFolder:
         """
         stored = load_json(self.path / RECORD_NAME) if (self.path / RECORD_NAME).is_file() else self.record
         if changed := [name for name, words in self.record.items() if stored[name] != words]:
-            old_words, new_words = stored[changed[0]], self.record[changed[0]]
-            raise ValueError(
-                f"{self.path} contains a run with other flags ({old_words} instead of {new_words}). Choose a new "
-                "--output_dir."
-            )
+            differences = f"{stored[changed[0]]} instead of {self.record[changed[0]]}"
+            raise ValueError(f"{self.path} contains a run with other flags ({differences}). Set another --output_dir.")
         self.results = stored.get("results")
 
     @property

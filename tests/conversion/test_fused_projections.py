@@ -14,7 +14,7 @@ from hf_attn_variants import AttnVariantModernBertModel, convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import count_attention_parameters, flops_per_token
-from hf_attn_variants.training.engine.models import add_lora
+from hf_attn_variants.training.engine.trainable_parameters import add_lora
 
 HEADS, HEAD_DIM, WIDTH, LAYERS = 12, 4, 48, 2
 BATCH = MODERNBERT.batch("ModernBertForMaskedLM")

@@ -160,13 +160,13 @@ def test_continued_run_in_the_same_folder_is_one_training(tuned, tmp_path, monke
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
     argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, *GLUE, *QUIET]
     argv += ["--checkpointing_steps", "1"]
-    write_results = finetune.write_results
+    save_results = finetune.save_results
 
     def interrupted(*arguments):
-        write_results(*arguments)
+        save_results(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(finetune, "write_results", interrupted)
+    monkeypatch.setattr(finetune, "save_results", interrupted)
     assert cli.main([str(item) for item in (*argv, "--overwrite_output_dir")]) == 130
     assert (folder / "all_results.json").is_file()
     monkeypatch.undo()

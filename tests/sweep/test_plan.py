@@ -230,7 +230,7 @@ def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
     content = BASE | {"flags": flags, "variants": VARIANTS | {"of three": {"num_key_value_heads": 3}}}
     (tmp_path / "b.json").write_text(json.dumps(content))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out")]) == 2
-    assert "'of three': `num_key_value_heads` must divide" in capsys.readouterr().err
+    assert "`num_key_value_heads` must divide `num_attention_heads`, got 3" in capsys.readouterr().err
     # Without its tokenizer no model can be built, and none is trained.
     content = BASE | {"flags": flags | {"tokenizer_name": "a/tokenizer"}}
     (tmp_path / "c.json").write_text(json.dumps(content))

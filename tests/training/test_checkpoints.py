@@ -12,7 +12,7 @@ from fixtures.full_disk import full_disk
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
 from hf_attn_variants.commands.training import glue
-from hf_attn_variants.training.engine import checkpoints, loop
+from hf_attn_variants.training.engine import checkpoints
 
 main, parse_args = glue.main, glue.parse_args
 
@@ -209,13 +209,13 @@ def test_resume_with_another_thread_count_gives_a_warning(trained, caplog):
 
 
 def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, glue, tmp_path, monkeypatch):
-    save = loop.save_checkpoint
+    save = checkpoints.save_checkpoint
 
     def disk_full(accelerator, state, *others):
         with full_disk(1000) if state.step == 6 else nullcontext():
             return save(accelerator, state, *others)
 
-    monkeypatch.setattr(loop, "save_checkpoint", disk_full)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", disk_full)
     with pytest.raises(OSError, match=r"checkpoint-6 .*\(SafetensorError: .*last good checkpoint is .*checkpoint-3.$"):
         main(parse_args(flags(tiny_bert, glue, tmp_path / "out")))
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]

@@ -504,9 +504,7 @@ def test_invalid_dataset_raises_an_error(load_source):
     bad = Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]})
     with pytest.raises(ValueError, match=r"me/data \(train\), row 2"):
         load_source({"train": bad, "validation": good, "test": good})
-    with pytest.raises(
-        ValueError, match=r"--train_split_name must be a non-empty split of .*, got 'train'. Its splits are all"
-    ):
+    with pytest.raises(ValueError, match=r"--train_split_name must be a non-empty split, got 'train'. .* are all"):
         load_source({"all": rows})
     with pytest.raises(ValueError, match="has neither a dev nor a test split"):
         load_source({"train": rows}, "--num_train_epochs", "0")
@@ -518,5 +516,5 @@ def test_unavailable_dataset_raises_an_os_error(monkeypatch):
 
     monkeypatch.setattr(tables, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
-    with pytest.raises(OSError, match=r"--dataset_name nowhere/none could not be loaded \(RuntimeError: no network\)"):
+    with pytest.raises(OSError, match=r"nowhere/none could not be loaded \(RuntimeError: no network\)"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)

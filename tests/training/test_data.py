@@ -12,9 +12,8 @@ from torch.utils.data import IterableDataset
 
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
-    create_eval_dataloader,
+    create_dataloader,
     create_stream_dataloader,
-    create_train_dataloader,
 )
 
 
@@ -55,7 +54,7 @@ def test_length_groups_are_not_sorted_by_length(count):
 
 def test_iteration_does_not_change_the_global_random_state():
     data = list(range(12))
-    loader = create_train_dataloader(data, EpochSampler(12, seed=0), 4, torch.tensor, seed=0)
+    loader = create_dataloader(data, sampler=EpochSampler(12, seed=0), batch_size=4, collate_fn=torch.tensor)
     state = torch.get_rng_state()
     assert len(list(loader)) == 3
     assert torch.equal(torch.get_rng_state(), state)
@@ -72,12 +71,12 @@ def test_workers_survive_a_signal_that_the_loop_handles(kind, number):
     # torchrun, schedulers and terminals send it to all processes of a job.
     rows = list(range(12))
     accelerator = Accelerator(cpu=True, rng_types=[])
-    train = create_train_dataloader(rows, EpochSampler(12, seed=0), 1, torch.tensor, seed=0, num_workers=1)
+    train = create_dataloader(rows, 1, sampler=EpochSampler(12, seed=0), collate_fn=torch.tensor)
     loader = {
         "training": train,
         "resumed training": skip_first_batches(accelerator.prepare(train), 2),
         "stream": create_stream_dataloader(accelerator, Stream(), seed=0, num_workers=1),
-        "evaluation": create_eval_dataloader(rows, 1, torch.tensor, num_workers=1),
+        "evaluation": create_dataloader(rows, 1, collate_fn=torch.tensor),
     }[kind]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
     try:

@@ -9,8 +9,11 @@ from relatives import ENCODERS
 from torch.nn import functional
 
 from hf_attn_variants.model_properties import LogitsKind, get_logits_kind
-from hf_attn_variants.training.engine.models import iterate_attention_modules, select_trainable_parameters
 from hf_attn_variants.training.engine.optimization import compute_token_cross_entropy
+from hf_attn_variants.training.engine.trainable_parameters import (
+    iterate_attention_modules,
+    select_trainable_parameters,
+)
 from hf_attn_variants.training.uptraining import objective
 from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,

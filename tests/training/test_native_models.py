@@ -136,7 +136,7 @@ def test_dropout_of_t5gemma_is_set_in_its_encoder_and_decoder(t5gemma):
 
 def test_lora_layers_of_eurobert_are_its_attention_projections():
     pytest.importorskip("peft")
-    from hf_attn_variants.training.engine.models import add_lora
+    from hf_attn_variants.training.engine.trainable_parameters import add_lora
 
     adapted = add_lora(make_eurobert(model_class=EuroBertModel), rank=2, alpha=4)
     layers = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}

@@ -147,7 +147,7 @@ def test_warmup_ratio_is_limited():
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
     with pytest.raises(ValueError, match="at most 8"):
         create_scheduler(optimizer, replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=8)
-    with pytest.raises(ValueError, match="is not valid for --lr_scheduler_type linear"):
+    with pytest.raises(ValueError, match="is not valid for linear"):
         create_scheduler(optimizer, replace(SETTINGS, lr_scheduler_kwargs={"x": 1}), total_steps=8)
 
 

@@ -10,7 +10,8 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 
 from hf_attn_variants.commands.training import pretrain, pretrain_t5
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
-from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER, TextFile
+from hf_attn_variants.training.pretraining import text_stream
+from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 SIZES = {
@@ -74,7 +75,7 @@ def second_shard(text):
 
 @pytest.mark.thorough
 def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, monkeypatch):
-    broken, opened = second_shard(text), TextFile._open
+    broken, opened = second_shard(text), text_stream.open_file
 
     class FailingDisk:
         def __init__(self, file):
@@ -98,7 +99,7 @@ def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, m
                 raise OSError(5, "Input/output error")
             return self.file.readline(size)
 
-    monkeypatch.setattr(TextFile, "_open", lambda s: FailingDisk(opened(s)) if s.path == broken else opened(s))
+    monkeypatch.setattr(text_stream, "open_file", lambda p: FailingDisk(opened(p)) if p == broken else opened(p))
     with pytest.raises(OSError, match=rf"{broken.name}.*Input/output error"):
         run()
     last = list_checkpoints(text / "out")[-1]

@@ -116,10 +116,8 @@ def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=
         padded[: len(block)] = block
         return {"ids": padded, "labels": padded, "key": np.array(key)}
 
-    separator = tokenizer.sep_token_id
-    return TextStream(
-        shards, tokenizer, LENGTH, separator, prepare, batch_size, seed, window, process_index, num_processes
-    )
+    prepare.block_length, prepare.separator, prepare.requires_other_block = LENGTH, tokenizer.sep_token_id, False
+    return TextStream(shards, tokenizer, prepare, batch_size, seed, window, process_index, num_processes)
 
 
 def rows(batches):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hf_attn_variants.training.pretraining import MaskedLMSettings, text_stream
-from hf_attn_variants.training.pretraining.text_stream import open_pretraining_text
+from hf_attn_variants.training.pretraining.task import Pretraining
 
 ROWS = [f"row {i}" for i in range(40)]
 
@@ -20,16 +20,15 @@ def open_folder(tmp_path):
     def call(files, **flags):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
-        return open_pretraining_text(
-            MaskedLMSettings(
-                dataset_name=str(tmp_path),
-                model_type="bert",
-                tokenizer_name="bert",
-                output_dir="out",
-                max_train_steps=1,
-                **flags,
-            )
+        settings = MaskedLMSettings(
+            dataset_name=str(tmp_path),
+            model_type="bert",
+            tokenizer_name="bert",
+            output_dir="out",
+            max_train_steps=1,
+            **flags,
         )
+        return Pretraining.open_text(settings)
 
     return call
 

@@ -57,7 +57,7 @@ def test_classification_encoder_decoder_is_distilled_on_lines(run, tokenizer, he
         f"{side}_{kind}_error" for side in ("encoder", "decoder") for kind in ("hidden_states", "attention_outputs")
     }
     assert {f"eval_{term}" for term in (*terms, "logits_divergence")} <= results.keys()
-    with pytest.raises(ValueError, match="--source_file and --target_file are only supported"):
+    with pytest.raises(ValueError, match="--source_file and --target_file require"):
         run("--train_file", run.source, "--source_file", run.source)
     with pytest.raises(ValueError, match="--predict_with_generate requires"):
         run("--train_file", run.source, "--predict_with_generate")

@@ -18,16 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
 from ...text_files import column_names, describe_row_location, get_column_value
-from ..engine.tables import (
-    UNKNOWN_LABELS,
-    SplitRows,
-    fill_in_training_columns,
-    find_missing_training_column,
-    get_label_name,
-    get_text,
-    read_splits,
-    resolve_label_column,
-)
+from ..engine import tables
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
 # The label of a row as text, a tuple of several labels, or None if the row has no label.
@@ -332,9 +323,8 @@ def compute_class_weights(
         return None
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
-            raise ValueError(
-                f"--class_weights contains the unknown label {unknown[0]!r}. Use only {format_names(scheme.names)}."
-            )
+            known = format_names(scheme.names)
+            raise ValueError(f"--class_weights contains the unknown label {unknown[0]!r}. Use only {known}.")
         return [float(setting.get(name, 1.0)) for name in scheme.names]
     counts, several = count_rows_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
     for name, count in zip(scheme.names, counts, strict=True):
@@ -567,7 +557,7 @@ class UnencodedRows:
 
 
 def _read_rows(
-    name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
+    name: str, source: tables.SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
 ) -> UnencodedRows:
     """Read all rows of a split. Rows with a blank text are kept, and a warning is logged.
 
@@ -579,7 +569,7 @@ def _read_rows(
     blank: list[str] = []
     for record in source.records:
         for column, texts in zip(text_columns, rows.texts, strict=True):
-            texts.append(get_text(record, column, "--text_columns"))
+            texts.append(tables.get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
             blank.append(record.place)
         rows.files.append(record.file)
@@ -587,7 +577,7 @@ def _read_rows(
         rows.numbers.append(record.number)
         if label_column is not None:
             value = get_column_value(record.values, label_column)
-            value = value if names is None else get_label_name(value, names)
+            value = value if names is None else tables.get_label_name(value, names)
             rows.cells.append(parse_label_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
@@ -607,15 +597,15 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         ValueError: If a file has invalid content or lacks a column, or if the labels have different types. The message
             names the file, the row and the column.
     """
-    sources = read_splits(settings)
+    sources = tables.read_splits(settings)
     first = next(iter(sources.values())).first
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    absent_label_column = find_missing_training_column(settings, first.values, "label_column")
-    settings = fill_in_training_columns(settings, first.values, columns, ("threshold",))
+    absent_label_column = tables.find_missing_training_column(settings, first.values, "label_column")
+    settings = tables.fill_in_training_columns(settings, first.values, columns, ("threshold",))
     text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
-        column = resolve_label_column(name, source, label_column, "--label_column")
+        column = tables.resolve_label_column(name, source, label_column, "--label_column")
         read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
         names_by_split = (source.class_names(label_column) for source in sources.values())
@@ -623,23 +613,21 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
         scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
-    values = {name: _encode_labels(name, rows, scheme) for name, rows in read.items()}
+    values: dict[str, list[Any] | None] = {}
+    for name, rows in read.items():
+        if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
+            logger.info("%s: There are no labels, so the rows are predicted but not scored.", name)
+            values[name] = None
+        else:
+            values[name] = scheme.encode(rows.cells, rows.describe_row)
     _log_label_counts(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
     threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
 
 
-def _encode_labels(name: str, rows: UnencodedRows, scheme: LabelScheme) -> list[Any] | None:
-    """Convert the labels of a split to numbers, or return None if the split is a test split without known labels."""
-    if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
-        logger.info("%s: There are no labels, so the rows are predicted but not scored.", name)
-        return None
-    return scheme.encode(rows.cells, rows.describe_row)
-
-
 def _resolve_columns(
-    first: tuple[str, SplitRows], settings: ClassificationSettings, absent_label_column: str | None
+    first: tuple[str, tables.SplitRows], settings: ClassificationSettings, absent_label_column: str | None
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the text columns and the label column, from the settings or from common column names.
 
@@ -661,7 +649,7 @@ def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
     """Return whether the labels of a test split are unknown: all empty, or all -1 as in datasets on the Hub."""
     distinct = set(cells)
     return distinct <= {None, ()} or (
-        len(distinct) == 1 and distinct <= UNKNOWN_LABELS and not distinct & {*scheme.names}
+        len(distinct) == 1 and distinct <= tables.UNKNOWN_LABELS and not distinct & {*scheme.names}
     )
 
 
@@ -704,10 +692,8 @@ def _infer_checkpoint_scheme(
         numbers = tuple(map(str, range(len(names))))
         names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):
-        raise ValueError(
-            f"--labels must list the {len(names)} classes of {model_name}, got {len(settings.labels)} names. The "
-            f"classes are {format_names(names)}."
-        )
+        rule = f"the {len(names)} classes of {model_name} ({format_names(names)})"
+        raise ValueError(f"--labels must list {rule}, got {len(settings.labels)} names.")
     return LabelScheme(kind, settings.labels or names)
 
 

@@ -7,8 +7,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,19 +30,9 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
 from ...files import CONFUSION_FILE, save_plot
+from ..engine import models
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
-from ..engine.models import (
-    LabelMap,
-    check_max_length,
-    check_trained_head,
-    configure_end_tokens,
-    configure_token_types,
-    get_model_name,
-    load_classifier,
-    load_config,
-    load_tokenizer,
-)
 from ..engine.optimization import Objective, compute_logits
 from ..engine.settings import FineTuningSettings, check_dev_settings, check_metric
 from . import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
@@ -56,26 +47,21 @@ from .data import (
     tokenize_split,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-def _make_nan_safe_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Wrap a correlation function from SciPy so that it returns NaN if the correlation is undefined."""
-
-    def compute(references: np.ndarray, predictions: np.ndarray) -> float:
-        if len(references) < 2:
-            return math.nan
-        with warnings.catch_warnings():
-            # Constant predictions have no correlation. The result is NaN, so SciPy's warning is redundant.
-            warnings.simplefilter("ignore")
-            return function(np.asarray(predictions, dtype=np.float64), references)[0]
-
-    return compute
+def _correlate(
+    function: Callable[[np.ndarray, np.ndarray], Any], references: np.ndarray, predictions: np.ndarray
+) -> float:
+    """Compute a correlation with a function from SciPy, or return NaN if the correlation is undefined."""
+    if len(references) < 2:
+        return math.nan
+    with warnings.catch_warnings():
+        # Constant predictions have no correlation. The result is NaN, so SciPy's warning is redundant.
+        warnings.simplefilter("ignore")
+        return function(np.asarray(predictions, dtype=np.float64), references)[0]
 
 
 # Correlation functions that take the true values [rows] and the predictions [rows].
-pearson, spearman = _make_nan_safe_correlation(pearsonr), _make_nan_safe_correlation(spearmanr)
+pearson, spearman = partial(_correlate, pearsonr), partial(_correlate, spearmanr)
 
 
 class Predictions:
@@ -124,11 +110,10 @@ def compute_classification_metrics(
     labels = labels.astype(np.int64)
     truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
     averaged_ids = ids if len(ids) == 1 else None  # None selects the classes that occur in the rows
-    values = {
-        "accuracy": float(accuracy_score(truth, chosen)),
-        "f1_macro": float(f1_score(truth, chosen, labels=averaged_ids, average="macro", zero_division=0.0)),
-        "f1_micro": float(f1_score(truth, chosen, labels=averaged_ids, average="micro", zero_division=0.0)),
-    }
+    values = {"accuracy": float(accuracy_score(truth, chosen))}
+    for average in ("macro", "micro"):
+        score = f1_score(truth, chosen, labels=averaged_ids, average=average, zero_division=0.0)
+        values[f"f1_{average}"] = float(score)
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the value is 0 if all true and predicted classes are the same
@@ -237,13 +222,11 @@ def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
         OSError: If the file cannot be written.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing"
-        )  # the plot shows a box instead of the missing glyph
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
         save_plot(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
-def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
+def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> Any:
     """Create the figure that `plot_confusion_matrix` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -317,7 +300,7 @@ def compute_classification_loss_sum(logits: Tensor, labels: Tensor, weights: Ten
     return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
 
 
-def reorder_labels_for_model(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
+def reorder_labels_for_model(labels: np.ndarray, label_map: models.LabelMap) -> np.ndarray:
     """Reorder labels from the order of the task to the order of the model's outputs.
 
     Args:
@@ -371,9 +354,9 @@ class SequenceClassification(FineTuningTask[SettingsT]):
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config = load_config(settings)
-        check_trained_head(settings, self.config, "ForSequenceClassification", "classifies texts")
-        self.tokenizer = load_tokenizer(settings, self.config)
+        self.config = models.load_config(settings)
+        models.check_trained_head(settings, self.config, "ForSequenceClassification", "classifies texts")
+        self.tokenizer = models.load_tokenizer(settings, self.config)
 
     def configure_tokenizer(self, pair: bool) -> None:
         """Adapt the tokenizer to the model, and check the maximum length of the texts or text pairs.
@@ -381,14 +364,14 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         Raises:
             ValueError: If the tokenizer or the maximum length is not valid for the model.
         """
-        configure_token_types(self.tokenizer, self.config)
-        configure_end_tokens(self.tokenizer, self.config, pair)
+        models.configure_token_types(self.tokenizer, self.config)
+        models.configure_end_tokens(self.tokenizer, self.config, pair)
         length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
-        check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
+        models.check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
 
     def load_model(self) -> PreTrainedModel:
-        model, self.label_map = load_classifier(
+        model, self.label_map = models.load_classifier(
             self.settings, self.config, self.labels, AutoModelForSequenceClassification, self.problem_type
         )
         self.output_weights = None if self.weights is None else self.weights[list(self.label_map.to_task)]
@@ -550,18 +533,17 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         return {**super().dev_results(), **{f"eval_{name}": value for name, value in details.items()}}
 
     def results(self) -> dict[str, Any]:
-        results: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
-        if self.data.label_column is not None:
-            results["label_column"] = self.data.label_column
-        if self.data.label_separator is not None:
-            results["label_separator"] = self.data.label_separator
-        if self.problem_type == MULTI_LABEL:
-            results["threshold"] = self.data.threshold
-        if self.labels is not None:
-            results["labels"] = list(self.labels)
-        if self.weights is not None:
-            results["class_weights"] = dict(zip(self.scheme.names, self.weights.tolist(), strict=True))
-        return results
+        weights = None if self.weights is None else self.weights.tolist()
+        results = {
+            "problem_type": self.problem_type,
+            "text_columns": list(self.data.text_columns),
+            "label_column": self.data.label_column,
+            "label_separator": self.data.label_separator,
+            "threshold": self.data.threshold if self.problem_type == MULTI_LABEL else None,
+            "labels": None if self.labels is None else list(self.labels),
+            "class_weights": weights and dict(zip(self.scheme.names, weights, strict=True)),
+        }
+        return {name: value for name, value in results.items() if value is not None}
 
     def predictions(self) -> dict[str, str]:
         return {"dev.jsonl": self._format_predictions(self.dev_sets[0], self.dev_predictions)}
@@ -575,9 +557,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         results: dict[str, Any] = {"test_samples": len(self.test.split)}
         if self.test.labels is not None:
             labels = np.asarray(self.test.labels)
-            values = compute_classification_metrics(self.scheme, predicted, labels) | compute_metric_details(
-                self.scheme, predicted, labels
-            )
+            values: dict[str, Any] = compute_classification_metrics(self.scheme, predicted, labels)
+            values |= compute_metric_details(self.scheme, predicted, labels)
             results |= {f"test_{name}": value for name, value in values.items()}
             self._plot_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
         return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
@@ -598,7 +579,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         if not drawn or not self.accelerator.is_main_process:
             return
         matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
-        title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
+        title = f"{models.get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
         plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:

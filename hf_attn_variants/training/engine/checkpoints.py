@@ -9,16 +9,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import load, save
-from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -39,7 +37,6 @@ class StopSignalRecorder:
     def __init__(self) -> None:
         self.number: int | None = None
         self._interrupted: float | None = None
-        self._process = os.getpid()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -62,8 +59,6 @@ class StopSignalRecorder:
 
     def _handle(self, number: int, frame: Any) -> None:
         """Record a signal, or raise `KeyboardInterrupt` for a second Ctrl-C."""
-        if os.getpid() != self._process:  # a dataloader worker, which its parent process stops
-            return
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted is None:
@@ -134,10 +129,8 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
         yield waited
     finally:
         # Forked workers share the file descriptor, so closing it here would not release the lock.
-        try:
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError:
-            pass
         os.close(descriptor)
 
 
@@ -188,23 +181,22 @@ def _collect_environment(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
+def get_checkpoint_step(checkpoint: Path) -> int:
+    """Return the step from the folder name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """List the complete checkpoints of a run, sorted by step."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     complete = [path for path in folders if (path / STATE_FILE).is_file()]
-    return sorted(complete, key=_get_step)
+    return sorted(complete, key=get_checkpoint_step)
 
 
 def describe_last_checkpoint(output_dir: str | Path) -> str:
     """Return a sentence for messages that names the last complete checkpoint, or "" if there is no checkpoint."""
     checkpoints = list_checkpoints(output_dir)
     return f" The last good checkpoint is {checkpoints[-1]}." if checkpoints else ""
-
-
-def _get_step(checkpoint: Path) -> int:
-    """Return the step from the folder name of a checkpoint."""
-    match: Any = NAME_PATTERN.fullmatch(checkpoint.name)  # `list_checkpoints` has checked the name
-    return int(match[1])
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
@@ -217,21 +209,35 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
     Raises:
         ValueError: If the checkpoint does not exist or is incomplete.
     """
-    if resume_from == "latest":
-        checkpoints = list_checkpoints(output_dir)
-        if not checkpoints:
-            raise ValueError(
-                f"--resume_from_checkpoint latest requires a complete checkpoint, but {output_dir} has none. Start a "
-                "new run and save checkpoints with --checkpointing_steps."
-            )
-        return checkpoints[-1]
-    path = Path(resume_from)
-    if not (path / STATE_FILE).is_file():
+    is_latest = resume_from == "latest"
+    place = output_dir if is_latest else resume_from
+    folders = list_checkpoints(output_dir) if is_latest else [Path(resume_from)]
+    if not folders or not (folders[-1] / STATE_FILE).is_file():
         raise ValueError(
-            f"--resume_from_checkpoint must be `latest` or a folder with a complete checkpoint, but {path} has no "
-            f"{STATE_FILE}."
+            f"--resume_from_checkpoint {resume_from} requires a complete checkpoint, but {place} has none. Start a "
+            "new run and save checkpoints with --checkpointing_steps."
         )
-    return path
+    return folders[-1]
+
+
+@contextmanager
+def convert_write_errors(problem: str, output_dir: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Convert any error in the `with` block to an `OSError` that names the last complete checkpoint.
+
+    Args:
+        problem: The beginning of the message, such as "The model could not be written".
+        output_dir: The output folder of the run.
+        temporary: The incomplete file or folder to remove after an error.
+    """
+    try:
+        yield
+    except Exception as error:  # a full disk can cause an OSError, a RuntimeError or a SafetensorError
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                temporary.unlink()
+        last = describe_last_checkpoint(output_dir)
+        raise OSError(f"{problem} {describe_write_error(error)}.{last}") from error
 
 
 def save_checkpoint(
@@ -260,20 +266,14 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
     accelerator.wait_for_everyone()
     state.environment = _collect_environment(accelerator)
-    try:
+    with convert_write_errors(f"The checkpoint {target} could not be written", output_dir, temporary):
         accelerator.save_state(str(temporary))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _finish_checkpoint(state, output_dir, temporary, target)
-    except Exception as error:  # a full disk can cause an OSError, a RuntimeError or a SafetensorError
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(
-            f"The checkpoint {target} could not be written {describe_write_error(error)}."
-            f"{describe_last_checkpoint(output_dir)}"
-        ) from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
-        others.sort(key=lambda path: _get_step(path) <= state.step)  # later steps first, then oldest first
+        others.sort(key=lambda path: get_checkpoint_step(path) <= state.step)  # later steps first, then oldest first
         for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
             _remove_checkpoint(old)
     accelerator.wait_for_everyone()
@@ -363,14 +363,19 @@ def load_checkpoint(
     accelerator.wait_for_everyone()
     try:
         accelerator.load_state(str(path))
-    except (RuntimeError, SafetensorError, UnpicklingError, EOFError) as error:
+        random_states = load(path / f"random_states_{accelerator.process_index}.pkl")
+    except Exception as error:  # unpickling a damaged file can raise any exception
         raise ValueError(
             f"The checkpoint {path} is damaged or does not match this model ({type(error).__name__}: {error}). Resume "
             "from an earlier checkpoint, or start a new run."
         ) from error
-    same_device = state.environment.get("device") == _collect_environment(accelerator)["device"]
-    random_states = path / f"random_states_{accelerator.process_index}.pkl"
-    _check_random_state(random_states, accelerator.device if same_device else torch.device("cpu"))
+    restored = torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"])
+    device = accelerator.device
+    if device.type == "cuda" and state.environment.get("device") == _collect_environment(accelerator)["device"]:
+        saved = random_states["torch_cuda_manual_seed"][device.index or 0]
+        restored = restored and torch.equal(torch.cuda.get_rng_state(device), saved)
+    if not restored:  # Accelerate does not raise an error if it cannot restore the random states
+        raise ValueError(f"Cannot resume exactly because the random states in {path} could not be restored.")
     return state
 
 
@@ -384,23 +389,6 @@ def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in now if before[key] != now[key])
 
 
-def _check_random_state(path: Path, device: torch.device) -> None:
-    """Check that Accelerate restored the random states, because it does not raise an error if this fails."""
-    try:
-        states = load(path)
-        restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
-        if restored and device.type == "cuda":
-            restored = torch.equal(
-                torch.cuda.get_rng_state(device), states["torch_cuda_manual_seed"][device.index or 0]
-            )
-    except Exception as error:  # unpickling a damaged file can raise any exception
-        raise ValueError(
-            f"Cannot resume exactly because {path} could not be read ({type(error).__name__}: {error})."
-        ) from error
-    if not restored:
-        raise ValueError(f"Cannot resume exactly because the random states in {path} could not be restored.")
-
-
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
     """Save the current weights as the best weights so far. This function must be called on every process.
 
@@ -410,17 +398,11 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        path = Path(output_dir) / BEST_MODEL_FILE
-        temporary = path.with_name(f".tmp-{path.name}")
-        try:
+        folder = Path(output_dir)
+        temporary = folder / f".tmp-{BEST_MODEL_FILE}"
+        with convert_write_errors(f"The best weights could not be written to {folder}", folder, temporary):
             save(weights, str(temporary), safe_serialization=True)
-            temporary.replace(path)
-        except Exception as error:  # safetensors raises its own exception type if the disk is full
-            temporary.unlink(missing_ok=True)
-            raise OSError(
-                f"The best weights could not be written to {output_dir} {describe_write_error(error)}."
-                f"{describe_last_checkpoint(output_dir)}"
-            ) from error
+            temporary.replace(folder / BEST_MODEL_FILE)
     accelerator.wait_for_everyone()
 
 

@@ -8,7 +8,7 @@ import hashlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,6 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from .checkpoints import STOP_SIGNALS
 from .models import get_vocabulary_size
-from .settings import FineTuningSettings
-
-
-class Rows(Protocol):
-    """Examples that are accessed by index."""
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return the example at an index."""
 
 
 @dataclass(frozen=True)
@@ -115,49 +104,26 @@ class EpochSampler(Sampler[int]):
         return [index for number in order for index in batches[number]]
 
 
-def create_train_dataloader(
-    data: Dataset,
-    sampler: EpochSampler,
-    batch_size: int,
-    collate: Callable[[list], Any],
-    seed: int,
-    num_workers: int = 0,
-) -> DataLoader:
-    """Create a training dataloader that does not use the global random state, so that dropout is reproducible.
-
-    The output of `collate` must depend only on the examples, because batches are prepared before they are used.
-    """
-    return _make_dataloader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
-
-
-def prepare_train_dataloader(
-    settings: FineTuningSettings,
-    accelerator: Accelerator,
-    rows: Rows,
-    collate: Callable[[list], Any],
-    lengths: Callable[[], Sequence[int]],
-) -> tuple[DataLoader | list, EpochSampler]:
-    """Create and prepare the training dataloader for the given settings.
+def create_dataloader(data: Any, num_workers: int = 0, seed: int = 0, **options: Any) -> DataLoader:
+    """Create a dataloader that does not use the global random state, so that dropout is reproducible.
 
     Args:
-        settings: The settings of the run.
-        accelerator: The accelerator of the run.
-        rows: The training examples.
-        collate: A function that combines a list of examples into a batch.
-        lengths: A function that returns the length of each example. It is only called if `group_by_length` is set.
-
-    Returns:
-        The dataloader and its sampler. If there are no rows, which is allowed if a run only evaluates, the dataloader
-        is an empty list.
+        data: The examples.
+        num_workers: The number of processes that prepare batches. They ignore stop signals.
+        seed: The seed of the dataloader's own random generator.
+        **options: Other arguments of `DataLoader`. The output of `collate_fn` must depend only on the examples,
+            because batches are prepared before they are used.
     """
-    batch_size, seed = settings.per_device_train_batch_size, settings.seed
-    group_lengths = lengths() if settings.group_by_length else None
-    sampler = EpochSampler(max(len(rows), 1), seed, group_lengths, batch_size * accelerator.num_processes)
-    if not len(rows):
-        return [], sampler
-    data: Any = rows  # PyTorch accepts any object with the two methods of `Rows`
-    loader = create_train_dataloader(data, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
-    return accelerator.prepare(loader), sampler
+    on_gpu = bool(PartialState._shared_state) and PartialState().device.type == "cuda"
+    return DataLoader(
+        data,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_stop_signals,
+        # Without a separate generator, each new iterator would draw a seed from the global random state.
+        generator=torch.Generator().manual_seed(seed),
+        pin_memory=on_gpu and torch.cuda.is_available(),  # do not initialize CUDA for a run on the CPU
+        **options,
+    )
 
 
 def create_stream_dataloader(
@@ -169,46 +135,13 @@ def create_stream_dataloader(
     process, fill the last batch with rows from the first batch, and use the global random state.
     """
     return prepare_data_loader(
-        _make_dataloader(stream, seed, num_workers, batch_size=None),
+        create_dataloader(stream, num_workers, seed, batch_size=None),
         accelerator.device,
         num_processes=1,
         process_index=0,
         put_on_device=True,
         rng_types=[],
         dispatch_batches=False,
-    )
-
-
-def create_eval_dataloader(
-    data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
-) -> DataLoader:
-    """Create a dataloader that preserves the order of the data and does not use the global random state."""
-    return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
-
-
-def restore_row_order(outputs: Tensor, order: Sequence[int]) -> np.ndarray:
-    """Restore the original row order of model outputs for batches from `FineTuningTask.make_eval_batches`.
-
-    Args:
-        outputs: The outputs [rows, ...] in the order of the dataloader.
-        order: The row indices in the order of the dataloader.
-    """
-    restored = np.empty(outputs.shape, dtype=outputs.numpy().dtype)
-    restored[list(order)] = outputs.numpy()
-    return restored
-
-
-def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any) -> DataLoader:
-    """Create a dataloader with its own random generator and workers that ignore stop signals."""
-    on_gpu = bool(PartialState._shared_state) and PartialState().device.type == "cuda"
-    return DataLoader(
-        data,
-        num_workers=num_workers,
-        worker_init_fn=_ignore_stop_signals,
-        # Without a separate generator, each new iterator would draw a seed from the global random state.
-        generator=torch.Generator().manual_seed(seed),
-        pin_memory=on_gpu and torch.cuda.is_available(),  # do not initialize CUDA for a run on the CPU
-        **options,
     )
 
 
@@ -284,23 +217,17 @@ class MaskedLMPreparer:
         self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
         missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
         if missing:
-            raise ValueError(
-                f"The tokenizer has no {', '.join(missing)}, which masked language modeling requires. Use an encoder, "
-                "or `attn-variants pretrain-t5` for a T5 model."
-            )
+            got = f"The tokenizer has no {', '.join(missing)}, which masked language modeling requires."
+            raise ValueError(f"{got} Use an encoder, or `attn-variants pretrain-t5` for a T5 model.")
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task
+        self.requires_other_block = sentence_task == "nsp"  # the second segment of a pair can come from another block
         self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
         self.starts = find_word_starts(tokenizer) if whole_words else None
         self.special = np.zeros(get_vocabulary_size(tokenizer), dtype=bool)
         # `all_special_ids` is not used because it includes punctuation for some tokenizers.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
-
-    @property
-    def requires_other_block(self) -> bool:
-        """True if the second segment of a pair can come from another block."""
-        return self.sentence_task == "nsp"
 
     def __call__(
         self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
@@ -424,10 +351,7 @@ def make_text_collator(
 ) -> Collator:
     """Create a collator that tokenizes rows of `TextRows` (texts or pairs) into a batch of model inputs [b, n]."""
 
-    def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
-        return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
-
-    return collate
+    return lambda rows: _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
 
 def make_masked_text_collator(

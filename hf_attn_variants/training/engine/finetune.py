@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,29 +17,24 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import NonFiniteLossError
-from ...files import atomic_write
+from ...files import CURVES_FILE, LOG_FILE, RESULTS_NAME, atomic_write, save_plot
 from ...model_folder import ModelHistory
 from ...modeling.mechanisms.clipped_softmax import ClippedSoftmax
-from .dataloaders import (
-    EvalBatches,
-    Rows,
-    TrainingBatches,
-    create_eval_dataloader,
-    prepare_train_dataloader,
-    restore_row_order,
-)
+from .dataloaders import EpochSampler, EvalBatches, TextRows, TrainingBatches, create_dataloader
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
 from .session import (
     PREDICTIONS_PREFIX,
-    make_main_process_progress_bar,
+    make_curves_figure,
     open_session,
+    read_log,
     save_model,
+    save_results,
+    show_progress,
     start_run,
-    write_results,
 )
-from .settings import LoopSettings, TrainingSettings, count_training_steps
+from .settings import TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
 __all__ = ["FineTuningTask", "fine_tune", "list_shown_metrics"]
@@ -94,7 +90,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows
+    rows: Any
     collate: Callable[[list], dict[str, Tensor]]
     main_metric: str
     shown_metrics: Sequence[str]
@@ -130,15 +126,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         self.eval_seconds = time.perf_counter() - start
         return dict(self.metrics)
 
-    def make_eval_batches(self, rows: Rows, lengths: Sequence[int]) -> EvalBatches:
+    def make_eval_batches(self, rows: Any, lengths: Sequence[int]) -> EvalBatches:
         """Create batches for evaluation or prediction, with the longest rows first.
 
         This order reduces padding, and causes the run to fail immediately if memory is insufficient.
         """
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        data: Any = rows
-        batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
-        loader = create_eval_dataloader(Subset(data, order), batch_size, self.collate, workers)
+        options: Any = {"batch_size": self.settings.per_device_eval_batch_size, "collate_fn": self.collate}
+        loader = create_dataloader(Subset(rows, order), self.settings.dataloader_num_workers, **options)
         return self.accelerator.prepare(loader), order
 
     @torch.no_grad()
@@ -163,15 +158,12 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         self.model.eval()
         loader, order = batches
         gathered: list[Any] = []
-        disable = self.settings.disable_tqdm
-        for batch in make_main_process_progress_bar(
-            self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False
-        ):
+        for batch in show_progress(self.accelerator, loader, f"Running {name}"):
             # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
         parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
         _check_outputs_finite(parts, name)
-        return [restore_row_order(part, order) for part in parts]
+        return [part.numpy()[np.argsort(order)] for part in parts]
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -188,21 +180,28 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     def lengths(self) -> Sequence[int]:
         """Return the length of each training row, which is used if `group_by_length` is set."""
+        if isinstance(self.rows, TextRows):
+            return self.rows.lengths()
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
-
-    def start_epoch(self, epoch: int) -> None:
-        """Prepare for the epoch that is about to start. By default, this does nothing."""
 
     def training_batches(self) -> TrainingBatches:
         """Return the training batches, which are created from `rows` by default."""
         settings: Any = self.settings  # `FineTuningSettings`, unless the task creates its own batches
-        loader, sampler = prepare_train_dataloader(settings, self.accelerator, self.rows, self.collate, self.lengths)
+        size, count = settings.per_device_train_batch_size, len(self.rows)
+        lengths = self.lengths() if settings.group_by_length else None
+        sampler = EpochSampler(count, settings.seed, lengths, size * self.accelerator.num_processes)
 
         def start_epoch(epoch: int) -> None:
             sampler.start_epoch(epoch)
-            self.start_epoch(epoch)
+            if isinstance(self.rows, TextRows):
+                self.rows.start_epoch(epoch)
 
-        return TrainingBatches(loader, start_epoch, len(loader), len(self.rows))
+        if not count:  # a run that only evaluates
+            return TrainingBatches([], start_epoch, 0, 0)
+        options = {"batch_size": size, "sampler": sampler, "collate_fn": self.collate}
+        loader = create_dataloader(self.rows, settings.dataloader_num_workers, settings.seed, **options)
+        loader = self.accelerator.prepare(loader)
+        return TrainingBatches(loader, start_epoch, len(loader), count)
 
     def total_steps(self, batches_per_epoch: int | None) -> int:
         """Return the number of optimizer steps of the run.
@@ -218,9 +217,9 @@ class FineTuningTask(ABC, Generic[SettingsT]):
             settings.max_train_steps,
         )
 
-    def get_loop_setting_overrides(self, total_steps: int) -> dict[str, Any]:
-        """Return the fields of `LoopSettings` that should differ from the settings of the run."""
-        return {}
+    def compute_eval_steps(self, total_steps: int) -> int | None:
+        """Return the number of steps between evaluations, or None to evaluate after every epoch."""
+        return self.settings.eval_steps
 
     def before_training(self, loop: TrainingLoop) -> None:
         """Run task-specific code before the first training step. This is not called if the run resumes."""
@@ -309,25 +308,10 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     objective = task.objective()
     if batches.examples is None:  # because the last batches of a stream may contain padding rows
         objective = replace(objective, examples=lambda batch: int(batch["examples"]))
-    loop = TrainingLoop(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        batches.loader,
-        objective,
-        LoopSettings.from_settings(
-            settings,
-            total_steps,
-            task.main_metric,
-            task.fingerprint(),
-            task.dev_fingerprint(),
-            **task.get_loop_setting_overrides(total_steps),
-        ),
-        evaluate=task.run_evaluation if has_dev else None,
-        start_epoch=batches.start_epoch,
-        seek=batches.seek,
-    )
+    fingerprint = task.fingerprint() | (task.dev_fingerprint() if settings.keeps_best_weights else {})
+    run = settings, total_steps, task.main_metric, fingerprint, task.compute_eval_steps(total_steps)
+    callbacks = task.run_evaluation if has_dev else None, batches.start_epoch, batches.seek
+    loop = TrainingLoop(accelerator, model, optimizer, scheduler, batches.loader, objective, *run, *callbacks)
     history = start_run(settings, accelerator)
     if not settings.resume_from_checkpoint:
         task.before_training(loop)
@@ -358,5 +342,7 @@ def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: d
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
         atomic_write(folder / f"{PREDICTIONS_PREFIX}{name}", content)
-    title = f"{task.name}: {get_model_name(task.settings)}"
-    write_results(task.settings, results, list_shown_metrics(task, results), title)
+    save_results(folder / RESULTS_NAME, results, task.settings)
+    title = f"{task.name}: {get_model_name(task.settings)}, seed {task.settings.seed}"
+    figure = partial(make_curves_figure, read_log(folder / LOG_FILE), list_shown_metrics(task, results), title)
+    save_plot(folder / CURVES_FILE, figure, dpi=120)

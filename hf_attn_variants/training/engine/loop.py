@@ -21,21 +21,12 @@ from ...errors import NonFiniteLossError, TerminatedError
 from ...files import BEST_MODEL_FILE
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.mechanisms.clipped_softmax import set_clipping_progress
-from ...registration import variant_model_class
-from .checkpoints import (
-    STOP_SIGNALS,
-    StopSignalRecorder,
-    TrainState,
-    describe_last_checkpoint,
-    find_checkpoint,
-    load_checkpoint,
-    load_weights,
-    save_best_weights,
-    save_checkpoint,
-)
+from ...progress import progress_bar
+from . import checkpoints
+from .models import find_variant_class
 from .optimization import Objective
-from .session import RunLog, make_main_process_progress_bar, save_failed_batches
-from .settings import LoopSettings
+from .session import RunLog, save_failed_batches
+from .settings import TrainingSettings, check_metric, get_warmup_steps, is_greater_better
 
 __all__ = ["TrainingCost", "TrainingLoop", "compute_flops_utilization"]
 
@@ -82,8 +73,11 @@ class TrainingCost:
                 For encoder-decoder models, it also contains "labels" [b, t], which are negative for padding.
             items: The number of items in the batch that the objective counts.
         """
-        lengths = _count_tokens(batch)
-        if not lengths:
+        if "attention_mask" in batch:
+            lengths = batch["attention_mask"].sum(-1).flatten().tolist()
+        elif "input_ids" in batch:
+            lengths = [batch["input_ids"].shape[-1]] * len(batch["input_ids"])
+        else:
             return 0, 0
         labels = batch.get("labels")
         has_targets = self.is_encoder_decoder and labels is not None and labels.ndim == 2
@@ -111,7 +105,7 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
         return {}
     try:
         with torch.device("meta"):
-            meta_model = _find_variant_class(model)(variant_config(config.to_dict()))
+            meta_model = find_variant_class(model)(variant_config(config.to_dict()))
     except ValueError:
         return {}
     no_keys, one_key, one_source_key = (flops_per_token(meta_model, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
@@ -130,20 +124,10 @@ def _find_head_layers(model: Any) -> list[nn.Linear]:
     return [module for name, module in linears if id(module) not in base and not runs_once_per_sequence(model, name)]
 
 
-def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
-    """Return the class in this package that corresponds to a model from this package or from Transformers.
-
-    Raises:
-        ValueError: If this package has no corresponding class.
-    """
-    # FSDP2 adds this prefix to the class name of a sharded model.
-    return variant_model_class(type(model).__name__.removeprefix("FSDP"))
-
-
 def _compute_trainable_flops_share(model: nn.Module, config: Any) -> float:
     """Compute the share of the linear-layer FLOPs that is spent in layers with trainable weights."""
     try:
-        module_runs = _find_variant_class(model).count_module_runs
+        module_runs = find_variant_class(model).count_module_runs
     except ValueError:
         module_runs = AttnVariantModelMixin.count_module_runs
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -154,14 +138,6 @@ def _compute_trainable_flops_share(model: nn.Module, config: Any) -> float:
             runs += size
             trained += size if module.weight.requires_grad else 0
     return trained / max(runs, 1)
-
-
-def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
-    """Return the number of tokens in each sequence of a batch, without padding if there is an attention mask."""
-    if "attention_mask" in batch:
-        return batch["attention_mask"].sum(-1).flatten().tolist()
-    ids = batch.get("input_ids")
-    return [] if ids is None else [ids.shape[-1]] * len(ids)
 
 
 def compute_flops_utilization(
@@ -203,8 +179,11 @@ class TrainingLoop:
         scheduler: The learning-rate schedule, measured in optimizer steps.
         dataloader: The training batches, which are dictionaries of tensors.
         objective: The training objective.
-        settings: The settings of the loop, such as the number of training steps and the intervals for logging,
-            evaluating and saving.
+        settings: The settings of the run, such as the intervals for logging, evaluating and saving.
+        total_steps: The number of optimizer steps.
+        default_metric: The dev metric that selects the best weights if the settings do not specify a metric.
+        fingerprint: Values that must be the same in a resumed run, in addition to the settings (see `TrainState`).
+        eval_steps: The number of steps between evaluations, if it differs from the settings.
         evaluate: A function that returns the dev metrics without a prefix ("accuracy", "loss", ...). If None, the
             model is not evaluated.
         start_epoch: A function that is called with the epoch number before the first batch of each epoch, for example
@@ -216,7 +195,7 @@ class TrainingLoop:
 
     Example:
         ```python
-        loop = TrainingLoop(accelerator, model, optimizer, scheduler, dataloader, objective, settings)
+        loop = TrainingLoop(accelerator, model, optimizer, scheduler, dataloader, objective, settings, total_steps=100)
         state = loop.run()
         results = loop.results(samples=len(dataset))
         ```
@@ -230,7 +209,11 @@ class TrainingLoop:
         scheduler: Any,
         dataloader: Any,
         objective: Objective,
-        settings: LoopSettings,
+        settings: TrainingSettings,
+        total_steps: int,
+        default_metric: str = "loss",
+        fingerprint: dict[str, Any] | None = None,
+        eval_steps: int | None = None,
         evaluate: Callable[[], dict[str, float]] | None = None,
         start_epoch: Callable[[int], None] | None = None,
         seek: Callable[[int, list[int]], None] | None = None,
@@ -238,18 +221,22 @@ class TrainingLoop:
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
-        self.state = TrainState()
+        self.total_steps, self.eval_interval = total_steps, eval_steps or settings.eval_steps or "epoch"
+        self.best_metric = (settings.metric_for_best_model or default_metric).removeprefix("eval_")
+        self.state = checkpoints.TrainState()
         self.cost = TrainingCost(
             accelerator.unwrap_model(model, keep_torch_compile=False), objective.applies_head_to_items_only
         )
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-            "training steps": settings.total_steps,
+            "training steps": total_steps,
             "max_grad_norm": settings.max_grad_norm,
-            "metric_for_best_model": settings.metric_for_best_model if settings.keep_best else None,
+            "metric_for_best_model": self.best_metric if settings.keeps_best_weights else None,
             "early_stopping_patience": settings.early_stopping_patience,
-            **settings.fingerprint,
+            **(fingerprint or {}),
+            **settings.get_resume_values(settings.keeps_best_weights),
+            "warm-up steps": get_warmup_steps(settings, total_steps),
         }
         self.log = RunLog(accelerator, settings.output_dir)
         # The number, loss, gradient norm and batches of the last step. Reading the loss from a GPU would wait for the
@@ -257,7 +244,7 @@ class TrainingLoop:
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
-        self._signals = StopSignalRecorder()
+        self._signals = checkpoints.StopSignalRecorder()
         # True if any process should stop. The processes exchange this information with the counts of the next step.
         self._stopping = False
         self._deadline = math.inf
@@ -265,12 +252,8 @@ class TrainingLoop:
         # The last step after which this process evaluated the weights. The value is 0 for an evaluation before
         # training.
         self.evaluated_step: int | None = None
-        try:
-            self._has_length = len(dataloader) > 0
-        except TypeError:  # raised by the `__len__` of a stream's dataloader
-            self._has_length = False
 
-    def run(self) -> TrainState:
+    def run(self) -> checkpoints.TrainState:
         """Train the model, and load the best weights at the end if they were saved.
 
         Training ends after the last step, with early stopping, or after `max_train_minutes`. If the time limit is
@@ -289,25 +272,21 @@ class TrainingLoop:
         """
         settings, state = self.settings, self.state
         if settings.resume_from_checkpoint:
-            path = find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
-            state = self.state = load_checkpoint(self.accelerator, path, settings.output_dir, self.fingerprint)
+            path = checkpoints.find_checkpoint(settings.resume_from_checkpoint, settings.output_dir)
+            state = self.state = checkpoints.load_checkpoint(
+                self.accelerator, path, settings.output_dir, self.fingerprint
+            )
             self._lr = state.lr
             if self.accelerator.is_main_process:
-                logger.info("Resuming from %s at step %d of %d.", path, state.step, settings.total_steps)
+                logger.info("Resuming from %s at step %d of %d.", path, state.step, self.total_steps)
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
-        bar = make_main_process_progress_bar(
-            self.accelerator,
-            settings.disable_tqdm,
-            total=settings.total_steps,
-            initial=state.step,
-            desc="Training",
-            unit="step",
-        )
-        self.log.bar = bar
+        disable = settings.disable_tqdm or not self.accelerator.is_main_process
+        options = {"total": self.total_steps, "initial": state.step, "desc": "Training", "unit": "step"}
+        self.log.bar = bar = progress_bar(disable=disable, **options)
         try:
             with self._signals.watch():
-                while state.step < settings.total_steps and not state.finished and not self._stopping:
+                while state.step < self.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
                 self._raise_if_signaled()
         finally:
@@ -315,19 +294,19 @@ class TrainingLoop:
             set_clipping_progress(self.model, 1.0)
         if state.window_steps or self._pending is not None:
             self._log_progress()
-        if settings.keep_best and state.best_step is not None:
-            load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
+        if settings.keeps_best_weights and state.best_step is not None:
+            checkpoints.load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
     def has_evaluated_final_weights(self) -> bool:
         """Return whether the last evaluation used the final weights, which are either the last or the best weights."""
-        best = self.state.best_step if self.settings.keep_best else None
+        best = self.state.best_step if self.settings.keeps_best_weights else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
     def _raise_if_signaled(self) -> None:
         """Save a checkpoint and raise an error on all processes if any process received a stop signal."""
         # The signal may have been received after the processes exchanged counts in the last step.
-        counts = [int(self._signals.number == number) for number in STOP_SIGNALS]
+        counts = [int(self._signals.number == number) for number in checkpoints.STOP_SIGNALS]
         counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), "sum").tolist()
         if not any(counts):
             return
@@ -349,25 +328,27 @@ class TrainingLoop:
         for group, is_last in _group_batches(loader, settings.gradient_accumulation_steps):
             is_empty = False
             if settings.clipping_ratio is not None:
-                set_clipping_progress(
-                    self.model, min(1.0, state.step / (settings.clipping_ratio * settings.total_steps))
-                )
+                set_clipping_progress(self.model, min(1.0, state.step / (settings.clipping_ratio * self.total_steps)))
             self._run_optimizer_step(group)
             state.batch_in_epoch += len(group)
             if is_last:
                 state.epoch, state.batch_in_epoch = state.epoch + 1, 0
-            log_is_due = state.step % self.settings.logging_steps == 0
-            is_last_step = state.step >= settings.total_steps
-            if log_is_due or is_last_step or self._is_evaluation_due(is_last) or self._is_checkpoint_due(is_last):
+            is_last_step = state.step >= self.total_steps
+            log_is_due = state.step % settings.logging_steps == 0
+            checkpoint_is_due = self._stopping or self._is_interval_end(settings.checkpointing_steps, is_last)
+            evaluation_is_due = is_last_step or self._is_interval_end(self.eval_interval, is_last)
+            if log_is_due or evaluation_is_due or checkpoint_is_due:
                 self._record_last_loss()  # waits for the step to finish, so that its full time is measured
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
                 self._log_progress()
             bar.update()
-            self._maybe_evaluate(is_last)
-            self._maybe_save_checkpoint(is_last)
+            if evaluation_is_due and self.evaluate is not None:
+                self._log_evaluation(self.evaluate)
+            if checkpoint_is_due:
+                self._save_checkpoint()
             clock = time.perf_counter()
-            if state.step >= settings.total_steps or state.finished or self._stopping:
+            if is_last_step or state.finished or self._stopping:
                 return
         if is_empty:
             raise ValueError("The training data must contain at least one batch, got none.")
@@ -390,16 +371,10 @@ class TrainingLoop:
             self.cost.count(batch, count) if used else (0, 0)
             for batch, count, used in zip(group, local_items, examples, strict=True)
         ]
-        counts = torch.tensor(
-            [
-                sum(local_items),
-                sum(examples),
-                *(sum(column) for column in zip(*costs, strict=True)),
-                int(self._signals.number is not None or time.monotonic() >= self._deadline),
-            ],
-            device=accelerator.device,
-        )
-        items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
+        stops = int(self._signals.number is not None or time.monotonic() >= self._deadline)
+        counts = [sum(local_items), sum(examples), *(sum(column) for column in zip(*costs, strict=True)), stops]
+        totals = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum")
+        items, examples, tokens, flops, stopping = totals.tolist()
         # `reduce` has already waited for the previous step, so reading the loss of that step takes no extra time.
         self._record_last_loss()
         self._stopping = stopping > 0
@@ -435,39 +410,35 @@ class TrainingLoop:
         value, norm_value = float(loss), float(norm)
         # With fp16, gradients can be infinite until the loss scaler has found its scale. These steps are skipped.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        if bad == "loss" or (bad and not self._can_lower_loss_scale()):
+        scaler = self.accelerator.scaler
+        can_lower_loss_scale = scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
+        if bad == "loss" or (bad and not can_lower_loss_scale):
             bad_value = value if bad == "loss" else norm_value
-            saved = save_failed_batches(self.accelerator, group, self.settings.output_dir, step)
+            output_dir = self.settings.output_dir
+            saved = save_failed_batches(self.accelerator, group, output_dir, step)
             raise NonFiniteLossError(
                 f"The {bad} became {bad_value} at step {step}, so training was stopped. The batches of this step "
-                f"{saved}.{describe_last_checkpoint(self.settings.output_dir)} Try a lower --learning_rate, a longer "
+                f"{saved}.{checkpoints.describe_last_checkpoint(output_dir)} Try a lower --learning_rate, a longer "
                 "warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value
         self.state.window_steps += 1
 
-    def _can_lower_loss_scale(self) -> bool:
-        """Return whether fp16 training uses a loss scale that can still be lowered."""
-        scaler = self.accelerator.scaler
-        return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-
     def _log_progress(self) -> None:
         """Log the mean loss and the throughput since the last log record."""
         state = self.state
         self._record_last_loss()
-        self.log.write(
-            {
-                "step": state.step,
-                "loss": state.window_loss / state.window_steps,
-                "lr": float(self._lr),  # a tensor if Adafactor computes the learning rate
-                "epoch": round(self.compute_finished_epochs(), 4),
-                "time": round(state.train_seconds, 3),
-                "tokens_per_second": _compute_rate(
-                    state.tokens - state.window_tokens, state.train_seconds - state.window_begin
-                ),
-            }
-        )
+        tokens, seconds = state.tokens - state.window_tokens, state.train_seconds - state.window_begin
+        record = {
+            "step": state.step,
+            "loss": state.window_loss / state.window_steps,
+            "lr": float(self._lr),  # a tensor if Adafactor computes the learning rate
+            "epoch": round(self.compute_finished_epochs(), 4),
+            "time": round(state.train_seconds, 3),
+            "tokens_per_second": _compute_rate(tokens, seconds),
+        }
+        self.log.write(record)
         state.window_loss, state.window_steps = 0.0, 0
         state.window_tokens, state.window_begin = state.tokens, state.train_seconds
 
@@ -502,7 +473,10 @@ class TrainingLoop:
 
     def compute_finished_epochs(self) -> float:
         """Return the number of finished epochs, plus the fraction of the current epoch if its length is known."""
-        return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
+        try:
+            return self.state.epoch + self.state.batch_in_epoch / max(len(self.dataloader), 1)
+        except TypeError:  # raised by the `__len__` of a stream's dataloader
+            return float(self.state.epoch)
 
     def _is_interval_end(self, interval: int | str | None, epoch_ended: bool) -> bool:
         """Return whether the current step ends an interval, which is a number of steps, "epoch", or None for never."""
@@ -510,58 +484,28 @@ class TrainingLoop:
             return self.state.step % interval == 0
         return interval == "epoch" and epoch_ended
 
-    def _is_evaluation_due(self, epoch_ended: bool) -> bool:
-        """Return whether to evaluate now, which is at the end of each interval and after the last step."""
-        last = self.state.step >= self.settings.total_steps
-        return self.evaluate is not None and (
-            self._is_interval_end(self.settings.eval_steps or "epoch", epoch_ended) or last
-        )
-
-    def _is_checkpoint_due(self, epoch_ended: bool) -> bool:
-        """Return whether to save a checkpoint now, which is at the end of each interval and before the run stops."""
-        return self._is_interval_end(self.settings.checkpointing_steps, epoch_ended) or self._stopping
-
-    def _maybe_evaluate(self, epoch_ended: bool) -> None:
-        """Evaluate if an evaluation is due, log the metrics, and save the weights if they are the best so far."""
+    def _log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Evaluate, log the metrics, and save the weights if they are the best so far or check whether to stop."""
         settings, state = self.settings, self.state
-        if self.evaluate is None or not self._is_evaluation_due(epoch_ended):
-            return
-        self._record_last_loss()
         set_clipping_progress(self.model, 1.0)  # a saved model also has the configured values
         self.model.eval()
-        metrics = self.evaluate()
+        metrics = evaluate()
         self.model.train()
         self.evaluated_step = state.step
-        self.log.write(
-            {
-                "step": state.step,
-                "epoch": round(self.compute_finished_epochs(), 4),
-                **{f"eval_{key}": value for key, value in metrics.items()},
-            }
-        )
-        if not settings.keep_best:
+        epoch = round(self.compute_finished_epochs(), 4)
+        self.log.write({"step": state.step, "epoch": epoch, **{f"eval_{key}": metrics[key] for key in metrics}})
+        if not settings.keeps_best_weights:
             return
-        name = (settings.metric_for_best_model or "").removeprefix("eval_")
-        if name not in metrics:
-            raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {name!r}.")
-        self._save_if_best(metrics[name])
-
-    def _save_if_best(self, value: float) -> None:
-        """Save the weights if the metric is the best so far. Otherwise, check whether to stop early."""
-        settings, state = self.settings, self.state
-        sign = 1 if settings.greater_is_better else -1
-        if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
+        check_metric(self.best_metric, list(metrics))
+        value, is_greater_better_set = metrics[self.best_metric], settings.greater_is_better
+        rises = is_greater_better(self.best_metric) if is_greater_better_set is None else is_greater_better_set
+        is_better = state.best_metric is None or (value > state.best_metric if rises else value < state.best_metric)
+        if is_better and not math.isnan(value):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
-            save_best_weights(self.accelerator, self.model, settings.output_dir)
+            checkpoints.save_best_weights(self.accelerator, self.model, settings.output_dir)
             return
         state.bad_evaluations += 1
-        if settings.early_stopping_patience is not None and state.bad_evaluations >= settings.early_stopping_patience:
-            state.finished = True
-
-    def _maybe_save_checkpoint(self, epoch_ended: bool) -> None:
-        """Save a checkpoint if one is due."""
-        if self._is_checkpoint_due(epoch_ended):
-            self._save_checkpoint()
+        state.finished = state.bad_evaluations >= (settings.early_stopping_patience or math.inf)
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint, including the loss and the data position of the last step."""
@@ -569,7 +513,9 @@ class TrainingLoop:
         if self._position is not None:
             self.state.position = self._position.tolist()
         self.state.lr = float(self._lr)
-        save_checkpoint(self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit)
+        checkpoints.save_checkpoint(
+            self.accelerator, self.state, self.settings.output_dir, self.settings.save_total_limit
+        )
         self._saved_step = self.state.step
 
 

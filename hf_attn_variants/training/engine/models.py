@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -28,8 +28,10 @@ from transformers import (
 from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, convert_loading_errors
 from ...conversion.checkpoint.source import check_source
 from ...files import parse_json
+from ...model_properties import TargetStart, set_languages
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
+from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
 from ...registration import (
@@ -40,7 +42,14 @@ from ...registration import (
     variant_config_class,
     variant_model_class,
 )
-from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
+from .settings import (
+    LanguageSettings,
+    ModelSettings,
+    NewModelSettings,
+    OutputSettings,
+    TrainingSettings,
+    collect_variant_fields,
+)
 
 logger = logging.getLogger(__name__)
 # The number of rows that are tokenized to estimate how many rows are truncated.
@@ -74,10 +83,8 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Set "
-            "--tokenizer_name to the model's tokenizer."
-        )
+        sizes = f"has {size} tokens, but the model has only {config.vocab_size}"
+        raise ValueError(f"The tokenizer of {source} {sizes}. Set --tokenizer_name to the model's tokenizer.")
     # Positions are counted from the first token, and the code that splits texts into windows and pads labels assumes
     # that padding is on the right.
     tokenizer.padding_side = tokenizer.truncation_side = "right"
@@ -200,8 +207,8 @@ def check_max_length(
 
 def warn_about_truncation(
     tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
-) -> int:
-    """Warn if any of the first 10,000 rows of a split are truncated, and return the number of truncated rows.
+) -> None:
+    """Warn if any of the first 10,000 rows of a split are truncated.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -219,7 +226,6 @@ def warn_about_truncation(
             "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d).",
             split, cut, len(lengths), rows, flag, limit, max(lengths),
         )  # fmt: skip
-    return cut
 
 
 def tokenize_words(
@@ -290,11 +296,16 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     with convert_loading_errors(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+    _finish_config(settings, config)
+    return config
+
+
+def _finish_config(settings: ModelSettings, config: PreTrainedConfig) -> None:
+    """Check the buckets of relative positions, and apply `dropout_rate`."""
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
-    return config
 
 
 def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, ability: str) -> None:
@@ -355,13 +366,9 @@ def load_classifier(
             "would be randomly initialized."
         )
     if is_replaced and not _is_resumed(settings):
-        logger.warning(
-            "The output layer of %s is replaced by a new one because it has %d labels (%s) and the task has %d.",
-            settings.model_name_or_path,
-            len(old_names),
-            ", ".join(old_names).lower(),
-            len(names),
-        )
+        shown = ", ".join(old_names).lower()
+        message = "The output layer of %s is replaced by a new one because it has %d labels (%s) and the task has %d."
+        logger.warning(message, settings.model_name_or_path, len(old_names), shown, len(names))
     order = tuple(range(len(names)))
     # Case is ignored, unless some labels in the task differ only in case.
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
@@ -615,20 +622,11 @@ def make_new_config(
         **(tokens or {}),
         **overrides,
     }
-    try:
+    with _convert_build_errors(settings):
         config = type(default)(**fields, **variant)
-    except ValueError:
-        raise
-    except Exception as error:  # the checks in configuration classes can raise any exception
-        raise ValueError(
-            f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
-        ) from error
     if is_native(model_type):
         variant_class.from_upstream(config)  # Transformers does not check the number of key/value heads
-    if hasattr(config, "relative_attention_max_distance"):
-        check_buckets(config)
-    if settings.dropout_rate is not None:
-        set_dropout(config, settings.dropout_rate)
+    _finish_config(settings, config)
     return config
 
 
@@ -636,11 +634,8 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
     """Check that each override is a field of the configuration, because Transformers would accept any name."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
-            reason = (
-                describe_misspelled_field(variant_class, name)
-                or f"`{name}` is not a field of {type(default).__name__}."
-            )
-            raise ValueError(f"--config_overrides: {reason}")
+            unknown = f"`{name}` is not a field of {type(default).__name__}."
+            raise ValueError(f"--config_overrides: {describe_misspelled_field(variant_class, name) or unknown}")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -699,11 +694,12 @@ def check_new_model(settings: NewModelSettings) -> None:
 
 @contextmanager
 def _convert_build_errors(settings: NewModelSettings) -> Iterator[None]:
-    """Convert any error from a model's constructor to a `ValueError`, because the configuration is the cause."""
+    """Convert errors from the constructors of configurations and models, which can be of any type, to `ValueError`."""
     try:
         yield
     except Exception as error:  # such as KeyError (unknown activation) or ZeroDivisionError (no heads)
-        reason = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
+        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
+        reason = kind + " ".join(str(error).split())
         raise ValueError(f"The new {settings.model_type} model cannot be built: {reason}") from error
 
 
@@ -725,6 +721,27 @@ def load_or_make_model(
     return model
 
 
+def find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
+    """Return the class in this package that corresponds to a model from this package or from Transformers.
+
+    Raises:
+        ValueError: If this package has no corresponding class.
+    """
+    # FSDP2 adds this prefix to the class name of a sharded model.
+    return variant_model_class(type(model).__name__.removeprefix("FSDP"))
+
+
+def set_target_language(
+    settings: LanguageSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+) -> TargetStart | None:
+    """Set the languages of the tokenizer and the decoder's start token (see `set_languages`)."""
+    languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
+    target_start = set_languages(tokenizer, config, *languages)
+    if target_start is not None:
+        config.decoder_start_token_id = target_start.decoder_start_token_id
+    return target_start
+
+
 def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Iterate over the attention modules of a model.
 
@@ -737,69 +754,4 @@ def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[Attentio
     Raises:
         ValueError: If this package does not support the architecture.
     """
-    # FSDP2 adds this prefix to the class name of a sharded model.
-    variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
-    return attention_sites.named_attention_modules(model, variant_class.attention_sites)
-
-
-def select_trainable_parameters(model: PreTrainedModel, trainable: str) -> None:
-    """Set `requires_grad` for the parameters to train.
-
-    Args:
-        model: The model.
-        trainable: "all", "attention" (only the parameters of the attention modules) or "lora" (no parameters, because
-            LoRA adds its own).
-    """
-    for parameter in model.parameters():
-        parameter.requires_grad_(trainable == "all")
-    if trainable == "attention":
-        for site, path, module in iterate_attention_modules(model):
-            # The latent projection can be shared by all layers, in which case it is outside the module.
-            latent = site.get_latent_projection(model.base_model, path)
-            for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
-                parameter.requires_grad_(True)
-
-
-def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to the projections in all attention modules.
-
-    The model is modified in place, and all other parameters are frozen.
-
-    Args:
-        model: The model.
-        rank: The rank of the updates.
-        alpha: The scaling parameter. The updates are multiplied by alpha / rank.
-
-    Returns:
-        The model wrapped as a PEFT model. Its `merge_and_unload` method adds the updates to the weights.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = []
-    for site, path, module in iterate_attention_modules(model):
-        layers += [module.get_submodule(linear) for linear in site.projections.values()]
-        latent = site.get_latent_projection(model.base_model, path)
-        layers += [] if latent is None else [latent]
-    targets = list(dict.fromkeys(names[id(layer)] for layer in layers))
-    lora_alpha: Any = alpha  # annotated as int in PEFT, which accepts any number
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=targets, lora_dropout=0.0))
-
-
-def freeze_unused_parameters(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freeze trainable parameters that do not affect the loss, such as those of a pooler, and return their names.
-
-    Data-parallel training would otherwise wait for the gradients of these parameters.
-
-    Args:
-        model: The model, which must be in evaluation mode so that no random numbers are used.
-        loss: A function that computes the loss.
-    """
-    loss().backward()
-    unused = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
-    ]
-    for name in unused:
-        model.get_parameter(name).requires_grad_(False)
-    model.zero_grad(set_to_none=True)
-    return unused
+    return attention_sites.named_attention_modules(model, find_variant_class(model).attention_sites)

@@ -67,7 +67,12 @@ def make_cross_entropy_objective(
             label_smoothing=label_smoothing,
         )
 
-    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
+    return Objective(loss_sum=loss_sum, count=count_labels)
+
+
+def count_labels(batch: dict[str, Tensor]) -> int:
+    """Return the number of "labels" in a batch that are not -100."""
+    return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def compute_label_statistics(logits: Tensor, labels: Tensor) -> Tensor:
@@ -133,13 +138,14 @@ def find_no_decay_parameters(model: nn.Module) -> set[str]:
     base class. Biases, talking-heads projections and learned kernel parameters are recognized by the parameter name.
     T5's `relative_attention_bias.weight` is an embedding, so weight decay applies to it.
     """
-    names = set()
-    for module_name, module in model.named_modules():
-        is_exempt = "norm" in type(module).__name__.lower() or isinstance(module, AttentionExtension)
-        for name, _ in module.named_parameters(recurse=False):
-            if is_exempt or name in NO_DECAY_PARAMETERS:
-                names.add(f"{module_name}.{name}" if module_name else name)
-    return names
+    return {
+        f"{module_name}.{name}".removeprefix(".")
+        for module_name, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if name in NO_DECAY_PARAMETERS
+        or "norm" in type(module).__name__.lower()
+        or isinstance(module, AttentionExtension)
+    }
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -189,16 +195,11 @@ def create_scheduler(
     # A run that only evaluates does not need a schedule, and a polynomial schedule would divide by zero.
     kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:  # the schedule would divide by zero at the last step
-        raise ValueError(
-            f"--num_warmup_steps must be less than the total of {total_steps} steps with a polynomial schedule."
-        )
+        raise ValueError(f"--num_warmup_steps must be less than {total_steps} (all steps) for a polynomial schedule.")
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:
-        raise ValueError(
-            f"--lr_scheduler_kwargs {settings.lr_scheduler_kwargs} is not valid for --lr_scheduler_type "
-            f"{settings.lr_scheduler_type}: {error}."
-        ) from error
+        raise ValueError(f"--lr_scheduler_kwargs is not valid for {settings.lr_scheduler_type}: {error}.") from error
 
 
 def prepare_training(

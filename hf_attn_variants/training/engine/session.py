@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -28,46 +28,19 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ... import progress
+from ... import files, model_folder
 from ...errors import INTERRUPTED, TerminatedError
-from ...files import (
-    BEST_MODEL_FILE,
-    CONFIG_NAME,
-    CURVES_FILE,
-    HISTORY_NAME,
-    LOG_FILE,
-    REPORT_NAME,
-    RESULTS_NAME,
-    atomic_write,
-    describe_write_error,
-    make_folders,
-    parse_json,
-    remove_empty_folders,
-    save_plot,
-)
-from ...model_folder import (
-    RESULT_PATTERNS,
-    STAGE_FOLDER,
-    ModelHistory,
-    read_source_history,
-    replace_model,
-    write_history,
-)
-from ...progress import disable_progress_bars
-from .checkpoints import NAME_PATTERN, describe_last_checkpoint, find_checkpoint, list_checkpoints, lock_folder
+from ...progress import disable_progress_bars, progress_bar
+from .checkpoints import NAME_PATTERN, convert_write_errors, find_checkpoint, list_checkpoints, lock_folder
 from .settings import Settings, TrainingSettings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # The settings whose value is either a folder or a Hub id.
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
-def make_main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Create a progress bar that is only shown on the main process (see `hf_attn_variants.progress`)."""
-    return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
+def show_progress(accelerator: Accelerator, batches: Iterable[Any], name: str) -> tqdm:
+    """Return a progress bar over batches, which is only shown on the main process (see `progress_bar`)."""
+    return progress_bar(batches, disable=not accelerator.is_main_process, desc=name, leave=False)
 
 
 class RunLog:
@@ -81,42 +54,34 @@ class RunLog:
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
         self.accelerator = accelerator
-        self.path = Path(output_dir) / LOG_FILE
+        self.path = Path(output_dir) / files.LOG_FILE
         self.bar = bar
 
     def write(self, record: dict[str, Any]) -> None:
         """Log a record with the key "step" and either a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
-        try:
+        with convert_write_errors(f"{self.path} could not be written", self.path.parent):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_replace_non_finite(record)) + "\n")
-        except OSError as error:
-            last = describe_last_checkpoint(self.path.parent)
-            raise OSError(f"{self.path} could not be written ({type(error).__name__}: {error}).{last}") from error
         values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
         # The key "time" is reserved by trackio.
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
-        if self.bar is not None and not self.bar.disable:
-            _update_progress_bar(self.bar, record["step"], values)
-
-
-def _update_progress_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
-    """Show the loss in the progress bar, and print dev scores above it."""
-    # A line of 80 columns is too short for both the loss and the dev scores.
-    if "loss" in values:
-        bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
-    scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
-    if scores:
-        listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
-        bar.write(f"Step {step}, dev: {listed}", file=sys.stderr)
+        if self.bar is None or self.bar.disable:
+            return
+        # A line of 80 columns is too short for both the loss and the dev scores, which are printed above the bar.
+        if "loss" in values:
+            self.bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
+        scores = [f"{key[5:]} {value:.4g}" for key, value in values.items() if key.startswith("eval_")]
+        if scores:
+            self.bar.write(f"Step {record['step']}, dev: {', '.join(scores)}", file=sys.stderr)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """Read the records in a `train_log.jsonl` file, or return an empty list if the file does not exist."""
     path = Path(path)
-    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [files.parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _replace_non_finite(value: Any) -> Any:
@@ -148,34 +113,23 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
         if value is not None and not Path(value).is_absolute() and Path(value).is_dir():
             arguments[name] = f"./{Path(value)}"  # without "./", a folder such as "runs/bert" would look like a Hub id
     record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": get_library_versions()}
-    atomic_write(path, json.dumps(_replace_non_finite(record), indent=2, default=str) + "\n")
+    files.atomic_write(path, json.dumps(_replace_non_finite(record), indent=2, default=str) + "\n")
 
 
-def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
+def make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> Any:
     """Plot the training loss and dev metrics against the training step.
-
-    If plotting fails, a warning is logged.
 
     Args:
         records: The records returned by `read_log`.
         metrics: The dev metrics, without the "eval_" prefix.
-        path: The image file.
         title: The title of the plot.
-
-    Raises:
-        OSError: If the file cannot be written.
     """
-    save_plot(Path(path), lambda: _make_curves_figure(list(records), metrics, title), dpi=120)
-
-
-def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
-    """Create the figure that `plot_curves` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     def points(key: str) -> tuple[list[int], list[float]]:
-        rows = [record for record in records if record.get(key) is not None]
+        rows = [row for row in records if row.get(key) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
     steps, losses = points("loss")
@@ -203,7 +157,7 @@ BAD_BATCH_PREFIX = "bad_batch-"
 # The names of files from an earlier run that must be removed from the output folder before a new run starts.
 STALE_PATTERN = re.compile(
     rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
-    + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE))
+    + "|".join(re.escape(name) for name in (files.BEST_MODEL_FILE, files.LOG_FILE))
 )
 
 
@@ -224,7 +178,8 @@ def remove_earlier_run(output_dir: str | Path) -> None:
     """
     folder = Path(output_dir)
     # If the folder contains no model, results that describe a model are also removed.
-    results = () if (folder / CONFIG_NAME).exists() else (*RESULT_PATTERNS, REPORT_NAME, HISTORY_NAME)
+    is_model = (folder / files.CONFIG_NAME).exists()
+    results = () if is_model else (*model_folder.RESULT_PATTERNS, files.REPORT_NAME, files.HISTORY_NAME)
     for entry in list(folder.iterdir()):
         if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in results):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -235,7 +190,7 @@ def save_model(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     settings: TrainingSettings,
-    history: ModelHistory,
+    history: model_folder.ModelHistory,
     extra_tensors: dict[str, torch.Tensor] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> None:
@@ -261,13 +216,13 @@ def save_model(
         if accelerator.is_fsdp2:  # FSDP2 also returns the duplicate names of tied weights
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: tensor for name, tensor in weights.items() if name in names}
-        stage = folder / STAGE_FOLDER
+        stage = folder / model_folder.STAGE_FOLDER
         shutil.rmtree(stage, ignore_errors=True)
-        try:
+        with convert_write_errors(f"The model could not be written to {folder}", folder, stage):
             with _restore_original_class(accelerator.unwrap_model(model)) as unwrapped:
                 unwrapped.save_pretrained(stage, state_dict=weights | (extra_tensors or {}))
             tokenizer.save_pretrained(stage)
-            write_history(stage, history)
+            model_folder.write_history(stage, history)
             if add_files is not None:
                 add_files(stage)
             umask = os.umask(0)
@@ -275,10 +230,8 @@ def save_model(
             for path in stage.iterdir():
                 if path.is_file():
                     path.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
-        except Exception as error:  # safetensors raises its own exception type if the disk is full
-            shutil.rmtree(stage, ignore_errors=True)
-            raise OSError(f"The model could not be written to {folder} {describe_write_error(error)}.") from error
-        replace_model(stage, folder, is_trained_in_place(settings) or bool(settings.resume_from_checkpoint))
+        continues = is_trained_in_place(settings) or bool(settings.resume_from_checkpoint)
+        model_folder.replace_model(stage, folder, continues)
     accelerator.wait_for_everyone()
 
 
@@ -319,23 +272,6 @@ def save_failed_batches(
         path.unlink(missing_ok=True)
         return f"could not be saved ({type(error).__name__}: {error})"
     return f"are in {path}"
-
-
-def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Write `all_results.json` and `training_curves.png`. This function must be called only on the main process.
-
-    Args:
-        settings: The settings of the run.
-        results: The results.
-        metrics: The dev metrics to plot, without the "eval_" prefix.
-        title: The title of the plot.
-
-    Raises:
-        OSError: If a file could not be written.
-    """
-    folder = Path(settings.output_dir)
-    save_results(folder / RESULTS_NAME, results, settings)
-    plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {settings.seed}")
 
 
 logger = logging.getLogger(__name__)
@@ -391,7 +327,8 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
             )
         accelerator.wait_for_everyone()  # all processes check the folder before any process writes to it
         if accelerator.is_main_process:
-            new_folders = _make_output_dir(settings.output_dir)
+            new_folders = files.make_folders(Path(settings.output_dir))
+            tempfile.TemporaryFile(dir=settings.output_dir).close()  # raise an error early if it is not writable
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
         with lock as was_in_use, disable_progress_bars(settings.disable_tqdm):
             if was_in_use:
@@ -403,7 +340,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         )
         raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
     finally:
-        remove_empty_folders(new_folders)
+        files.remove_empty_folders(new_folders)
         if accelerator.num_processes > 1:
             _finished_process_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
@@ -425,18 +362,11 @@ def _check_hardware_and_trackers(settings: TrainingSettings) -> None:
                 "--mixed_precision bf16 makes training many times slower than --mixed_precision no on this CPU "
                 "because it has no bfloat16 instructions."
             )
-    if settings.tracker is not None:
-        _check_trackers(settings.tracker)
-
-
-def _check_trackers(report_to: str) -> None:
-    """Check that the tracker is installed, because Accelerate silently ignores trackers that are not installed."""
     installed = [str(name) for name in get_available_trackers()]
-    if report_to not in (*installed, "all") or not installed:
-        raise ValueError(
-            f"--report_to must be an installed tracker ({', '.join(installed) or 'none is installed'}), got "
-            f"{report_to!r}."
-        )
+    known = ", ".join(installed) or "none is installed"
+    # Accelerate silently ignores trackers that are not installed.
+    if settings.tracker is not None and (settings.tracker not in (*installed, "all") or not installed):
+        raise ValueError(f"--report_to must be an installed tracker ({known}), got {settings.tracker!r}.")
 
 
 def _check_processes_connected(accelerator: Accelerator) -> None:
@@ -470,30 +400,14 @@ def _check_output_dir(settings: TrainingSettings) -> None:
         )
 
 
-def _make_output_dir(output_dir: str) -> list[Path]:
-    """Create the output folder if necessary, check that it is writable, and return the newly created folders."""
-    folder, new_folders = Path(output_dir), []
-    try:
-        new_folders = make_folders(folder)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        remove_empty_folders(new_folders)
-        raise OSError(
-            f"--output_dir {folder} cannot be written to ({error.strerror}). Choose another folder."
-        ) from error
-    return new_folders
-
-
 def _describe_how_to_resume(settings: TrainingSettings) -> str:
     """Return instructions for resuming, which are added to the message when a run is stopped."""
     checkpoints = list_checkpoints(settings.output_dir)
     if not checkpoints:
         return f"There is no checkpoint in {settings.output_dir}. Use --checkpointing_steps to save checkpoints."
-    instead = " instead of --overwrite_output_dir" if settings.overwrite_output_dir else ""
-    return (
-        f"The last checkpoint is {checkpoints[-1]}. To resume, repeat the command with --resume_from_checkpoint "
-        f"latest{instead}."
-    )
+    flags = "--resume_from_checkpoint latest"
+    flags += " instead of --overwrite_output_dir" if settings.overwrite_output_dir else ""
+    return f"The last checkpoint is {checkpoints[-1]}. To resume, repeat the command with {flags}."
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
@@ -512,7 +426,7 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
     config["gradient_clipping"] = settings.max_grad_norm
 
 
-def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
+def start_run(settings: TrainingSettings, accelerator: Accelerator) -> model_folder.ModelHistory:
     """Remove the files of an earlier run and start the trackers, if the settings require it.
 
     This function must be called on every process. It is called once everything that the run requires has been loaded,
@@ -523,9 +437,9 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         may be in the output folder. The history is empty on all processes except the main process.
     """
     is_resumed = is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
-    history = ModelHistory()
+    history = model_folder.ModelHistory()
     if accelerator.is_main_process:
-        history = read_source_history(settings.model_name_or_path, is_resumed)
+        history = model_folder.read_source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("The history in the model card will be incomplete: %s", problem)
     _started_accelerators.add(accelerator)

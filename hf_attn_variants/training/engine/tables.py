@@ -61,25 +61,22 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     return files if paths and is_readable else None
 
 
-def load_splits(settings: Any) -> Any:
-    """Load the splits of `--dataset_name` with `datasets`.
+def load_splits(name: str, config: str | None = None, advice: str = "Use files instead.", **options: Any) -> Any:
+    """Load a dataset, or one of its splits, with `datasets`.
 
     Args:
-        settings: Settings with `dataset_name` and `dataset_config_name`.
-
-    Returns:
-        A dictionary that maps split names to splits.
+        name: A folder or Hub id.
+        config: The configuration of the dataset.
+        advice: The last sentence of the error message.
+        **options: Other arguments of `load_dataset`.
 
     Raises:
-        OSError: If the source cannot be loaded.
+        OSError: If the dataset cannot be loaded.
     """
     try:
-        return load_dataset(settings.dataset_name, settings.dataset_config_name)
+        return load_dataset(name, config, **options)
     except Exception as error:  # `datasets` and the Hub raise many exception types
-        raise OSError(
-            f"--dataset_name {settings.dataset_name} could not be loaded ({type(error).__name__}: {error}). Use files "
-            "instead."
-        ) from error
+        raise OSError(f"{name} could not be loaded ({type(error).__name__}: {error}). {advice}") from error
 
 
 # The placeholders for unpublished labels in datasets on the Hub.
@@ -117,24 +114,16 @@ def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
         OSError: If a file or the dataset cannot be read.
         ValueError: If a file is not a table, or if there are no rows.
     """
-    splits = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
-    if not splits:
-        raise ValueError(
-            "There are no rows to read. Provide dev rows, or provide test rows and remove --skip_predict."
-        )
-    return splits
-
-
-def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits from the table files."""
-    paths = {name: getattr(settings, f"{name}_file") for name in _list_used_splits(settings)}
-    return {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
-
-
-def _list_used_splits(settings: TableSettings) -> list[str]:
-    """List the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
-    return [name for name in SPLITS if not unread.get(name)]
+    names = [name for name in SPLITS if not unread.get(name)]
+    if settings.dataset_name is None:
+        paths = {name: getattr(settings, f"{name}_file") for name in names}
+        splits = {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
+    else:
+        splits = _read_dataset_splits(settings, settings.dataset_name, names)
+    if not splits:
+        raise ValueError("There are no rows to read. Add dev rows, or add test rows and remove --skip_predict.")
+    return splits
 
 
 def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
@@ -147,33 +136,31 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
         yield from records
 
 
-def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
+def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
     """Yield the rows of a split from a `datasets` source. In messages, the split is called `place`."""
     for number, row in enumerate(rows, start=1):
         yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
 
-def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits from a `datasets` source."""
+def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, SplitRows]:
+    """Read the splits called `names` from the `datasets` source `source`."""
     files = find_split_files(settings)
-    splits: Any = load_splits(settings) if files is None else files
+    splits: Any = load_splits(source, settings.dataset_config_name) if files is None else files
     sources = {}
-    for name in _list_used_splits(settings):
+    for name in names:
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
             sources[name] = SplitRows(_read_file_rows(files[split]))
         elif files is None and split in splits and len(splits[split]):
-            rows = _read_dataset_rows(f"{settings.dataset_name} ({split})", splits[split])
+            rows = read_dataset_rows(f"{source} ({split})", splits[split])
             sources[name] = SplitRows(rows, splits[split].features)
         elif split_name is not None:
-            raise ValueError(
-                f"--{name}_split_name must be a non-empty split of {settings.dataset_name}, got {split!r}. Its splits "
-                f"are {', '.join(map(str, splits))}."
-            )
+            known = ", ".join(map(str, splits))
+            raise ValueError(f"--{name}_split_name must be a non-empty split, got {split!r}. The splits are {known}.")
     if not sources:
         raise ValueError(
-            f"--dataset_name {settings.dataset_name} has neither a dev nor a test split. Its splits are "
+            f"--dataset_name {source} has neither a dev nor a test split. Its splits are "
             f"{', '.join(map(str, splits))}. Select one with --validation_split_name."
         )
     return sources
@@ -215,15 +202,11 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
     """Yield the rows, and check that none of them has the column."""
     for record in records:
         if has_column(record.values, column):
-            raise make_uneven_column_error(column, first, record)
+            raise ValueError(
+                f"{first.place}: There is no column {column!r}, but {record.place} has one. Add it to all rows or to "
+                "none."
+            )
         yield record
-
-
-def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
-    """Create the error for a column that is missing in the first row but present in a later row."""
-    return ValueError(
-        f"{first.place}: There is no column {column!r}, but {record.place} has one. Add it to all rows or to none."
-    )
 
 
 def get_text(record: TableRow, column: str, flag: str) -> str:
@@ -257,10 +240,7 @@ SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
 def fill_in_training_columns(
-    settings: SettingsT,
-    first: dict[str, Any] | None,
-    columns: Mapping[str, Sequence[str]],
-    others: Sequence[str] = (),
+    settings: SettingsT, first: dict[str, Any] | None, columns: Mapping[str, Sequence[str]], others: Sequence[str] = ()
 ) -> SettingsT:
     """Fill in missing settings of a run that only evaluates with the values that were used to train the model.
 

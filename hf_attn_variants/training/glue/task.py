@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from ...files import has_carriage_return_line_endings, is_blank, read_file
@@ -16,6 +16,7 @@ from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_la
 from ..classification.data import ClassificationSplit, make_in_memory_dataset
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
 from ..engine.settings import check_metric
+from ..engine.tables import load_splits
 from . import GlueSettings
 
 logger = logging.getLogger(__name__)
@@ -170,13 +171,7 @@ def load_glue(
         is_labelled = {split: split not in task.test_splits for split in paths}
         rows = {split: read_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
         return {split: ClassificationSplit(split, data) for split, data in rows.items()}
-    try:
-        loaded = load_dataset(HUB_DATASET, task.name)
-    except Exception as error:  # `datasets` and the Hub raise many exception types
-        raise OSError(
-            f"{task.name} could not be loaded from {HUB_DATASET} on the Hub ({type(error).__name__}: {error}). Set "
-            "--data_dir to a folder with the TSV files."
-        ) from error
+    loaded = load_splits(HUB_DATASET, task.name, "Set --data_dir to a folder with the TSV files.")
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
     return {split: _rename_hub_columns(task, split, loaded[split]) for split in splits if split in loaded}
 
@@ -208,7 +203,7 @@ def load_ax_diagnostics(data_dir: str | None = None) -> ClassificationSplit | No
     """
     task = TASKS["ax"]
     if data_dir is None:
-        return _rename_hub_columns(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
+        return _rename_hub_columns(task, "test", load_splits(HUB_DATASET, "ax", split="test"))
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():

@@ -13,17 +13,9 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 from ...files import WHITESPACE, is_blank
 from ...text_files import read_lines, read_table_rows
+from ..engine import models
 from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
 from ..engine.finetune import FineTuningTask
-from ..engine.models import (
-    check_max_length,
-    check_trained_head,
-    configure_token_types,
-    load_classifier,
-    load_config,
-    load_tokenizer,
-    tokenize_words,
-)
 from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_cross_entropy_objective
 from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
@@ -133,10 +125,8 @@ def _split_columns(line: str) -> list[str]:
 
 def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
     """Return the message for a line whose number of columns differs from that of the first line."""
-    return (
-        f"{line!r} must have as many space-separated columns as line {first_line} ({first_count}), got {count}. If "
-        "words contain spaces, separate the columns with tabs."
-    )
+    rule = f"as many space-separated columns as line {first_line} ({first_count}), got {count}"
+    return f"{line!r} must have {rule}. If words contain spaces, separate the columns with tabs."
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
@@ -155,7 +145,10 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     name, names = settings.dataset_name, None
     try:
-        source: Any = _read_folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
+        source: Any = {
+            split: [record.values for path in paths for record in read_table_rows(Path(path))]
+            for split, paths in (find_split_files(settings) or {}).items()
+        } or load_dataset(name, settings.dataset_config_name)
         if hasattr(source["validation"], "features"):
             names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None if tags are names
         selected = {split: source[split] for split in splits if split != "test" or split in source}
@@ -171,17 +164,6 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
     return {
         split: _convert_tags_to_names(rows, names, f"{name} ({split})", split != "test")
         for split, rows in loaded.items()
-    }
-
-
-def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
-    """Read the rows of each split from a local folder, or return None if the source is not a folder of tables."""
-    files = find_split_files(settings)
-    if files is None:
-        return None
-    return {
-        split: [record.values for path in paths for record in read_table_rows(Path(path))]
-        for split, paths in files.items()
     }
 
 
@@ -269,11 +251,11 @@ class NerFineTuning(FineTuningTask[NerSettings]):
 
     def __init__(self, settings: NerSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config = load_config(settings)
-        check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
-        self.tokenizer = load_tokenizer(settings, self.config, words=True)
-        configure_token_types(self.tokenizer, self.config, pairs=False)
-        check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
+        self.config = models.load_config(settings)
+        models.check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
+        self.tokenizer = models.load_tokenizer(settings, self.config, words=True)
+        models.configure_token_types(self.tokenizer, self.config, pairs=False)
+        models.check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
             self.splits[name] = self.splits[name][:limit]
@@ -292,7 +274,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
             labels = checkpoint_labels
         else:
             labels = labels | {"O"}
-        model, _ = load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
+        model, _ = models.load_classifier(self.settings, self.config, sorted(labels), AutoModelForTokenClassification)
         self.names: Any = model.config.id2label
         self.labels: Any = model.config.label2id
         for split in ("validation", "test"):
@@ -346,7 +328,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         Only the first token of a word has a label. All other labels are -100.
         """
         words, tags = sentence
-        row, positions = tokenize_words(self.tokenizer, words, self.settings.max_length)
+        row, positions = models.tokenize_words(self.tokenizer, words, self.settings.max_length)
         row["labels"] = [IGNORED_LABEL] * len(row["input_ids"])
         for word, position in positions.items() if tags else ():
             row["labels"][position] = self.labels[tags[word]]
@@ -356,13 +338,12 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return make_cross_entropy_objective(compute_logits)
 
     def prepare_evaluation(self) -> bool:
-        self.sets = {split: self._make_eval_set(split) for split in self.splits if split != "train"}
+        # The batches of each split, and the positions of the words in each sentence.
+        self.sets: dict[str, tuple[EvalBatches, list[dict[int, int]]]] = {}
+        for split in ("validation", "test")[: len(self.splits) - 1]:
+            rows, positions = self._tokenize_sentences(split)
+            self.sets[split] = self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
         return True
-
-    def _make_eval_set(self, split: str) -> tuple[EvalBatches, list[dict[int, int]]]:
-        """Create the evaluation batches of a split, and return them with the positions of the words."""
-        rows, positions = self._tokenize_sentences(split)
-        return self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
 
     def evaluate(self) -> dict[str, float]:
         """Tag the dev sentences and compute the metrics."""

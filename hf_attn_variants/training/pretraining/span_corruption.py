@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...model_properties import get_decoder_start_token
+from ..engine import models, optimization
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.finetune import fine_tune
-from ..engine.models import check_appends_end_token, check_max_length, load_or_make_config, load_or_make_model
-from ..engine.optimization import (
-    Objective,
-    compute_label_statistics,
-    compute_target_logits,
-    make_cross_entropy_objective,
-)
 from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
 from .task import Pretraining
@@ -56,8 +50,8 @@ def check_span_corruption(
             f"{name} ({config.model_type}) must be an encoder-decoder whose decoder starts with the padding token, "
             "such as T5. Use another model for span corruption."
         )
-    check_appends_end_token(settings, tokenizer)
-    check_max_length(max_length, config, tokenizer)
+    models.check_appends_end_token(settings, tokenizer)
+    models.check_max_length(max_length, config, tokenizer)
 
 
 def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
@@ -207,19 +201,19 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
 
     def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
+        self.config, self.tokenizer = models.load_or_make_config(settings, seq2seq=True)
         check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
         noise = settings.noise_density, settings.mean_noise_span_length
         self.prepare = SpanCorruptionPreparer(self.tokenizer, settings.max_length, settings.seed, *noise)
 
     def load_model(self) -> PreTrainedModel:
-        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+        return models.load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
-    def objective(self) -> Objective:
-        return make_cross_entropy_objective(compute_target_logits)
+    def objective(self) -> optimization.Objective:
+        return optimization.make_cross_entropy_objective(optimization.compute_target_logits)
 
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return compute_label_statistics(compute_target_logits(model, batch), batch["labels"])
+        return optimization.compute_label_statistics(optimization.compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.prepare.shuffle_text(batch)

@@ -4,7 +4,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,50 +23,24 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from ...registration import variant_config_class
-from ..engine.dataloaders import (
-    IGNORED_LABEL,
-    MaskedLMPreparer,
-    TrainingBatches,
-    create_eval_dataloader,
-    create_stream_dataloader,
-)
+from ..engine import models
+from ..engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, TrainingBatches, create_stream_dataloader
 from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
-from ..engine.models import (
-    check_max_length,
-    iterate_attention_modules,
-    load_or_make_config,
-    load_or_make_model,
-)
-from ..engine.optimization import Objective, compute_label_statistics, make_cross_entropy_objective
-from ..engine.settings import TrainingSettings
+from ..engine.optimization import Objective, compute_label_statistics, count_labels, make_cross_entropy_objective
+from ..engine.settings import check_dev_settings
 from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
-from .text_stream import TextSource, TextStream, open_pretraining_text, read_blocks, stack_examples
+from .text_stream import (
+    BlockPreparer,
+    PretrainingText,
+    TextSource,
+    TextStream,
+    open_text_splits,
+    read_blocks,
+    stack_examples,
+)
 
 logger = logging.getLogger(__name__)
-
-
-class BlockPreparer(Protocol):
-    """Interface of objects that prepare an example from a block of tokens.
-
-    Attributes:
-        block_length: The length of a block in tokens.
-        separator: The id of the token that ends each article.
-    """
-
-    block_length: int
-    separator: int
-
-    @property
-    def requires_other_block(self) -> bool:
-        """True if another block of the text (or None) must also be passed to `__call__`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Prepare an example as a dictionary of arrays, which have the same shapes for every block.
-
-        The arguments are `block`, its `key` and, if `requires_other_block` is True, another block or None. Random
-        choices must depend only on `key` and on the seed of the run.
-        """
 
 
 class PreparedBlocks(Dataset):
@@ -87,36 +61,24 @@ class PreparedBlocks(Dataset):
 
 
 def make_stream_batches(
-    settings: TrainingSettings,
+    settings: Any,
     accelerator: Accelerator,
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
     prepare: BlockPreparer,
-    window: int,
 ) -> TrainingBatches:
     """Create the training batches from a text stream.
 
     Args:
-        settings: The settings of the run.
+        settings: The settings of the run, with the fields of `TextSettings`.
         accelerator: The accelerator of the run.
         sources: The shards of text.
         tokenizer: The tokenizer.
         prepare: Prepares examples from blocks.
-        window: The number of blocks to shuffle together (see `TextStream`).
     """
-    stream = TextStream(
-        sources,
-        tokenizer,
-        prepare.block_length,
-        prepare.separator,
-        prepare,
-        settings.per_device_train_batch_size,
-        settings.seed,
-        window,
-        accelerator.process_index,
-        accelerator.num_processes,
-        prepare.requires_other_block,
-    )
+    shape = settings.per_device_train_batch_size, settings.seed, settings.shuffle_buffer_size
+    processes = accelerator.process_index, accelerator.num_processes
+    stream = TextStream(sources, tokenizer, prepare, *shape, *processes)
     loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
 
@@ -171,7 +133,7 @@ def zero_attention(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: If this package does not support the architecture.
     """
-    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attention_modules(model)]
+    outputs = [module.get_submodule(site.output) for site, _, module in models.iterate_attention_modules(model)]
     hooks = [
         output.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]), *inputs[1:]))
         for output in outputs
@@ -207,7 +169,14 @@ class Pretraining(FineTuningTask[PretrainingT]):
 
     def __init__(self, settings: PretrainingT, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.text = open_pretraining_text(settings)
+        self.text, self.collate = self.open_text(settings), stack_examples
+
+    @staticmethod
+    def open_text(settings: PretrainingSettings) -> PretrainingText:
+        """Open the text, and check that there is held-out text if a flag requires it."""
+        text = open_text_splits(settings)
+        check_dev_settings(settings, bool(text.dev))
+        return text
 
     @abstractmethod
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -231,10 +200,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
     def training_batches(self) -> TrainingBatches:
         if self.text.train:
             self.read_blocks(self.text.train, 1)
-        window = self.settings.shuffle_buffer_size
-        return make_stream_batches(
-            self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare, window
-        )
+        return make_stream_batches(self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare)
 
     def prepare_evaluation(self) -> bool:
         if not self.text.dev:
@@ -242,9 +208,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(f"{self.text.dev[0].name} must contain a masked token for evaluation. Use a longer text.")
-        batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
-        loader = create_eval_dataloader(rows, batch_size, stack_examples, workers)
-        self.dev_batches = self.accelerator.prepare(loader), range(len(rows))
+        self.dev_batches = self.make_eval_batches(rows, [0] * len(rows))
         return True
 
     def evaluate(self) -> dict[str, float]:
@@ -282,13 +246,6 @@ class Pretraining(FineTuningTask[PretrainingT]):
         triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
-    def check_context_use(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention, and return `compute_context_results`."""
-        shuffled = self._compute_mean_metrics(self.shuffle)[0][0]
-        with zero_attention(self.accelerator.unwrap_model(self.model)):
-            zeroed = self._compute_mean_metrics()[0][0]
-        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
-
     def fingerprint(self) -> dict[str, Any]:
         return self.text.train_fingerprint
 
@@ -300,7 +257,12 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return model
 
     def dev_results(self) -> dict[str, Any]:
-        return {"eval_samples": len(self.dev_batches[1]), **self.check_context_use()}
+        # Evaluate the model without word order and without attention.
+        shuffled = self._compute_mean_metrics(self.shuffle)[0][0]
+        with zero_attention(self.accelerator.unwrap_model(self.model)):
+            zeroed = self._compute_mean_metrics()[0][0]
+        context_results = compute_context_results(self.metrics["loss"], shuffled, zeroed)
+        return {"eval_samples": len(self.dev_batches[1]), **context_results}
 
     def results(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -389,13 +351,13 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
 
     def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_or_make_config(settings)
+        self.config, self.tokenizer = models.load_or_make_config(settings)
         convert_to_decoder(settings, self.config, self.tokenizer)
-        check_max_length(settings.max_length, self.config, self.tokenizer)
+        models.check_max_length(settings.max_length, self.config, self.tokenizer)
         self.prepare = CausalLMPreparer(self.tokenizer, settings.max_length)
 
     def load_model(self) -> PreTrainedModel:
-        return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, requires_all_weights=True)
+        return models.load_or_make_model(self.settings, self.config, AutoModelForCausalLM, requires_all_weights=True)
 
     def objective(self) -> Objective:
         return make_cross_entropy_objective(compute_causal_logits)
@@ -456,10 +418,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
             sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
-    def count(batch: dict[str, Tensor]) -> int:
-        return int((batch["labels"] != IGNORED_LABEL).sum())
-
-    return Objective(loss_sum=loss_sum, count=count, applies_head_to_items_only=True)
+    return Objective(loss_sum=loss_sum, count=count_labels, applies_head_to_items_only=True)
 
 
 def _compute_logits(
@@ -520,9 +479,9 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
 
     def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_or_make_config(settings)
+        self.config, self.tokenizer = models.load_or_make_config(settings)
         _check_encoder(settings, self.config)
-        check_max_length(settings.max_length, self.config, self.tokenizer)
+        models.check_max_length(settings.max_length, self.config, self.tokenizer)
         _check_sentence_task(settings, self.config)
         masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
         self.prepare = MaskedLMPreparer(self.tokenizer, settings.max_length, *masking)
@@ -531,7 +490,9 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         settings = self.settings
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
         # The head for the sentence task may be randomly initialized, unless the model is only evaluated.
-        model = load_or_make_model(settings, self.config, auto_class, requires_all_weights=settings.only_evaluates)
+        model = models.load_or_make_model(
+            settings, self.config, auto_class, requires_all_weights=settings.only_evaluates
+        )
         self.unwrapped_model = model
         return model
 

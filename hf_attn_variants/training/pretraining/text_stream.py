@@ -6,7 +6,7 @@ import logging
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -22,9 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ...files import check_regular_file, has_carriage_return_line_endings, is_blank, iterate_lines, open_file
 from ...text_files import is_table, read_table_rows
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.settings import check_dev_settings
 from ..engine.tables import find_split_files
-from . import PretrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_ARTICLE_BYTES = 2**18
 # The number of bytes that are hashed at the start and at the end of a file, instead of the whole file.
 HASHED_BYTES = 2**16
-
-
-class TextSource(Protocol):
-    """Interface of a shard of text that can be read from any article."""
-
-    @property
-    def name(self) -> str:
-        """The name of the shard in error messages."""
-
-    @property
-    def keeps_whitespace(self) -> bool:
-        """True if line ends, tabs and runs of spaces are kept. Otherwise, each run is replaced by a single space."""
-
-    def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the offset and the text of each article, starting with the article at `offset`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,7 @@ class TextFile:
         """
         begin, lines, size = offset, [], 0
         try:
-            with self._open() as file:
+            with open_file(self.path) as file:
                 by_returns = has_carriage_return_line_endings(file)
                 file.seek(offset)
                 # The empty line at the end ends the last article.
@@ -96,10 +79,6 @@ class TextFile:
             raise OSError(f"{self.path} must be UTF-8 text, got {problem}. Convert it to UTF-8.") from error
         except (OSError, EOFError, zlib.error) as error:
             raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
-
-    def _open(self) -> BinaryIO:
-        """Open the file, decompressing it if necessary, to read its text as bytes."""
-        return open_file(self.path)
 
 
 def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
@@ -193,12 +172,15 @@ class FolderFile:
                 yield number, text
 
 
+# A shard of text that can be read from any article. Its name is shown in error messages. If `keeps_whitespace` is
+# False, each run of whitespace becomes a single space.
+TextSource = TextFile | DatasetRows | FolderFile
+
+
 def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
     """Create the error for a row without text."""
-    return ValueError(
-        f"{name}, row {number}: There is no text in the column {column!r}. The columns are {', '.join(row)}. Set "
-        "--text_column to another column."
-    )
+    advice = f"The columns are {', '.join(row)}. Set --text_column to another column."
+    return ValueError(f"{name}, row {number}: There is no text in the column {column!r}. {advice}")
 
 
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
@@ -252,19 +234,6 @@ class PretrainingText:
     dev_fingerprint: dict[str, Any]
 
 
-def open_pretraining_text(settings: PretrainingSettings) -> PretrainingText:
-    """Open the text for a pretraining run.
-
-    Raises:
-        OSError, ValueError: For the same reasons as in `open_text_splits`, or if a flag requires held-out text but
-            there is no held-out text.
-    """
-    text = open_text_splits(settings)
-    if not text.dev and settings.dataset_name is not None:
-        check_dev_settings(settings, False)
-    return text
-
-
 def open_text_splits(settings: Any) -> PretrainingText:
     """Open the text for training and evaluation, from files or from the splits of a dataset.
 
@@ -285,9 +254,8 @@ def open_text_splits(settings: Any) -> PretrainingText:
     else:
         # `datasets` can stream JSON, but would read CSV files with pandas, which guesses the column types.
         local = find_split_files(settings, (".csv", ".tsv", ".txt"))
-        split_files: Mapping[str, Sequence[str]]
         split_files, splits = (local, None) if local is not None else _open_dataset(settings)
-        available: Mapping[str, Any] = split_files if splits is None else splits
+        available = split_files if splits is None else splits
         if "train" not in available:
             raise ValueError(
                 f"--dataset_name must have a 'train' split, but {settings.dataset_name} only has "
@@ -304,7 +272,7 @@ def open_text_splits(settings: Any) -> PretrainingText:
     return PretrainingText(train, dev, *fingerprints)
 
 
-def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
+def _open_dataset(settings: Any) -> tuple[Mapping[str, Any], IterableDatasetDict]:
     """Open a `datasets` source for streaming.
 
     Returns:
@@ -481,6 +449,27 @@ def read_blocks(
     return blocks
 
 
+class BlockPreparer(Protocol):
+    """Interface of objects that prepare an example from a block of tokens.
+
+    Attributes:
+        block_length: The length of a block in tokens.
+        separator: The id of the token that ends each article.
+        requires_other_block: Whether another block of the text (or None) must also be passed to `__call__`.
+    """
+
+    block_length: int
+    separator: int
+    requires_other_block: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+        """Prepare an example as a dictionary of arrays, which have the same shapes for every block.
+
+        The arguments are `block`, its `key` and, if `requires_other_block` is True, another block or None. Random
+        choices must depend only on `key` and on the seed of the run.
+        """
+
+
 class TextStream(IterableDataset):
     """A stream of prepared batches, whose content does not depend on the number of processes or on interruptions.
 
@@ -491,36 +480,28 @@ class TextStream(IterableDataset):
     Args:
         sources: The shards of text.
         tokenizer: The tokenizer.
-        length: The length of a block in tokens.
-        separator: The id of the token that ends each article (see `pack_blocks`).
-        prepare: A function that maps the token ids of a block and its key to a dictionary of arrays, which must have
-            the same shapes for every block. The key consists of the epoch and the block number within the epoch.
-            Random choices must depend only on the key.
+        prepare: Prepares examples from blocks and their keys. A key consists of the epoch and the block number within
+            the epoch. If `requires_other_block` is True, another block from the same window is also passed, or None if
+            the window contains only one block.
         batch_size: The number of rows per process.
         seed: The random seed of the run.
         window: The number of blocks to hold in memory and shuffle together.
         process_index: The index of this process.
         num_processes: The number of processes.
-        passes_other_block: Whether to also pass another block from the same window to `prepare`. If the window
-            contains only one block, None is passed.
     """
 
     def __init__(
         self,
         sources: Sequence[TextSource],
         tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        separator: int,
-        prepare: Callable[[np.ndarray, tuple[int, int]], dict[str, np.ndarray]],
+        prepare: BlockPreparer,
         batch_size: int,
         seed: int,
         window: int = 4096,
         process_index: int = 0,
         num_processes: int = 1,
-        passes_other_block: bool = False,
     ):
-        self.passes_other_block = passes_other_block
-        self.sources, self.tokenizer, self.length, self.separator = list(sources), tokenizer, length, separator
+        self.sources, self.tokenizer = list(sources), tokenizer
         self.prepare, self.batch_size, self.seed, self.window = prepare, batch_size, seed, window
         self.process_index, self.num_processes = process_index, num_processes
         self.start_epoch(0)
@@ -557,7 +538,8 @@ class TextStream(IterableDataset):
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
-        blocks = pack_blocks(sources, self.tokenizer, self.length, self.separator, TextPosition(*place))
+        block_form = self.prepare.block_length, self.prepare.separator
+        blocks = pack_blocks(sources, self.tokenizer, *block_form, TextPosition(*place))
         while window_blocks := list(itertools.islice(blocks, self.window)):
             position = [window, number, *window_blocks[0][1]]
             generator = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window))
@@ -565,7 +547,7 @@ class TextStream(IterableDataset):
             for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
                 other = window_blocks[following][0] if len(window_blocks) > 1 else None
                 if number >= self._used:
-                    yield number, window_blocks[i][0], position, (other,) if self.passes_other_block else ()
+                    yield number, window_blocks[i][0], position, (other,) if self.prepare.requires_other_block else ()
                 number += 1
             window += 1
 

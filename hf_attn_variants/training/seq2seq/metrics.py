@@ -11,6 +11,7 @@ from functools import cache
 from itertools import zip_longest
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from . import check_text_metrics
 
@@ -62,16 +63,13 @@ def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = N
     return language
 
 
-def log_bleu_tokenizer(name: str, is_user_choice: bool) -> None:
-    """Log the BLEU tokenizer and the flag that changes it, unless the user chose the tokenizer."""
-    if not is_user_choice:
-        logger.info("BLEU uses the SacreBLEU tokenizer %r. Set --tokenize to use another tokenizer.", name)
-
-
-def is_mostly_ascii(texts: Iterable[str]) -> bool:
-    """Return whether at least 90% of the letters are a to z, for which the rouge_score tokenizer is suitable."""
-    counts = _count_scripts(texts)
-    return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
+def resolve_bleu_tokenizer(settings: Any, references: Iterable[str]) -> str:
+    """Return the SacreBLEU tokenizer that the settings select, or choose one (see `choose_bleu_tokenizer`)."""
+    if settings.tokenize is not None:
+        return settings.tokenize
+    name = choose_bleu_tokenizer(references, settings.target_lang)
+    logger.info("BLEU uses the SacreBLEU tokenizer %r. Set --tokenize to use another tokenizer.", name)
+    return name
 
 
 def _count_scripts(texts: Iterable[str]) -> Counter[str]:
@@ -162,7 +160,9 @@ def _compute_rouge(predictions: Sequence[str], references: References) -> dict[s
     def split_sentences(text: str) -> str:
         return SENTENCE_END.sub("\n", text)
 
-    is_ascii = is_mostly_ascii(text for row in references for text in row)
+    counts = _count_scripts(text for row in references for text in row)
+    # The tokenizer of rouge_score is only suitable if at least 90% of the letters are a to z.
+    is_ascii = counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
     tokenizer = None if is_ascii else UnicodeTokenizer()
     scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=tokenizer)
     scores = [

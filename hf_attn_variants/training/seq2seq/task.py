@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,52 +14,29 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
+from ... import text_files
 from ...files import is_blank
 from ...glue_tasks import GlueTask, get_task
-from ...model_properties import get_decoder_start_token, ignore_saved_length_limits, set_languages
+from ...model_properties import get_decoder_start_token, ignore_saved_length_limits
 from ...modeling.fields.variant_config import supports_decoder_cache
-from ...text_files import (
-    LocatedRows,
-    check_unused_column,
-    column_names,
-    describe_row_location,
-    find_complete_rows,
-    get_column_value,
-    has_texts,
-    read_columns,
-    read_lines,
-    read_pairs,
-    read_table_rows,
-)
 from ..classification.data import ClassificationSplit
-from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_source_target_collator
+from ..engine import models, optimization
+from ..engine.dataloaders import TextRows, hash_texts, make_source_target_collator
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.models import (
-    check_appends_end_token,
-    check_max_length,
-    load_or_make_config,
-    load_or_make_model,
-    warn_about_truncation,
-)
-from ..engine.optimization import (
-    Objective,
-    compute_target_logits,
-    compute_token_cross_entropy,
-    make_cross_entropy_objective,
-)
-from ..engine.session import make_main_process_progress_bar
+from ..engine.session import show_progress
 from ..engine.settings import SPLITS, check_dev_settings, check_metric, is_greater_better
-from ..engine.tables import fill_in_training_columns, find_split_files, load_splits
+from ..engine.tables import fill_in_training_columns, find_split_files, get_text, load_splits, read_dataset_rows
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
-from ..squad.data import Question, load_squad, score_answer
+from ..squad.data import load_squad, score_answer
 from . import DEFAULT_COLUMNS, SQUAD, Seq2SeqSettings
-from .metrics import TEXT_METRICS, choose_bleu_tokenizer, get_text_metric, log_bleu_tokenizer, score_texts
+from .metrics import TEXT_METRICS, get_text_metric, resolve_bleu_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
+COLUMN_FLAGS = "--source_column and --target_column"
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,13 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: If a file or a Hub dataset cannot be read.
         ValueError: If a file has invalid content, has no rows, or lacks a column.
     """
-    metrics, names = _resolve_metrics(settings)  # called first because a custom metric may fail
+    # Metrics are loaded first because a custom metric may fail.
+    metrics = tuple(settings.metrics or ())  # `Seq2SeqSettings.__post_init__` has set the default
+    names = tuple(value for name in metrics for value in get_text_metric(name).names)
+    if len({"loss", *names}) <= len(names):
+        raise ValueError(
+            f"--metrics must return distinct names other than 'loss', got {', '.join(names)}. Remove one."
+        )
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
         if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
@@ -146,36 +129,16 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     if "bleu" in metrics:
         references_by_row = (row for split in reversed(splits.values()) for row in split.references or ())
         texts = (text for row in references_by_row for text in row)
-        tokenize = tokenize or choose_bleu_tokenizer(texts, settings.target_lang)
-        log_bleu_tokenizer(tokenize, settings.tokenize is not None)
-        results["bleu_tokenizer"] = tokenize
+        tokenize = results["bleu_tokenizer"] = resolve_bleu_tokenizer(settings, texts)
     score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
-def _make_row_keys(rows: LocatedRows) -> list[dict[str, Any]]:
+def _make_row_keys(rows: text_files.LocatedRows) -> list[dict[str, Any]]:
     """Return the entries that identify rows in the predictions: the row number, and the file if there are several."""
     if len({*rows.files}) == 1:
         return [{"row": number} for number in rows.numbers]
     return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
-
-
-def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the metrics and the names of the values that they compute.
-
-    Raises:
-        ValueError: If a metric cannot be computed, or if two values have the same name.
-    """
-    settings_metrics: Any = settings.metrics  # `Seq2SeqSettings.__post_init__` has set the default
-    metrics: tuple[str, ...] = tuple(settings_metrics)
-    names = tuple(value for name in metrics for value in get_text_metric(name).names)
-    for name in ("loss", *names):
-        if ("loss", *names).count(name) > 1:
-            raise ValueError(
-                f"--metrics must return values with distinct names, but two values of {' '.join(metrics)} are called "
-                f"{name!r}. Use only one of these metrics."
-            )
-    return metrics, names
 
 
 def fill_in_training_text_settings(settings: Seq2SeqSettings) -> Seq2SeqSettings:
@@ -196,11 +159,12 @@ def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
         return None
     files = find_split_files(settings)
     if settings.dataset_name is not None and files is None:
-        return next((split[0] for split in load_splits(settings).values() if len(split)), None)
+        splits = load_splits(settings.dataset_name, settings.dataset_config_name)
+        return next((split[0] for split in splits.values() if len(split)), None)
     tables = settings.validation_file or settings.test_file
     if files is not None:
         tables = files.get("validation") or files.get("test")
-    record = next(read_table_rows(Path(tables[0])), None) if tables else None
+    record = next(text_files.read_table_rows(Path(tables[0])), None) if tables else None
     return None if record is None else record.values
 
 
@@ -210,7 +174,7 @@ def _get_columns(settings: Seq2SeqSettings) -> tuple[str, str]:
     return source, target
 
 
-def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> LocatedRows | None:
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> text_files.LocatedRows | None:
     """Read a split, or return None if it does not exist.
 
     Args:
@@ -226,81 +190,41 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> LocatedRow
             return None
     columns: tuple[str, ...] = _get_columns(settings)
     if source is not None and target is not None:
-        return read_pairs(source, target)
+        return text_files.read_pairs(source, target)
     # Blank sources without targets also count as rows, so that the predictions have the same row numbers.
     if source is not None:
-        lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
-        return LocatedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
+        lines: list[tuple[str, ...]] = [(line,) for line in text_files.read_lines([source], keep_blank=True)]
+        return text_files.LocatedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
     if table is not None:
-        flags = "--source_column and --target_column"
-        if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
-            return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
-        return read_columns(table, columns, flags)
+        rows = (record.values for path in table for record in text_files.read_table_rows(Path(path)))
+        if name == "test" and not text_files.has_texts(rows, columns[1]):
+            return text_files.read_columns(table, columns[:1], COLUMN_FLAGS, keep_blank=True, unused=columns[1])
+        return text_files.read_columns(table, columns, COLUMN_FLAGS)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
 
 
-def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> LocatedRows | None:
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> text_files.LocatedRows | None:
     """Read a split of a `datasets` source, or return None if the split does not exist."""
-    splits = load_splits(settings)
-    split = {"dev": "validation"}.get(name, name)
-    if split not in splits:
+    split_name = {"dev": "validation"}.get(name, name)
+    split = load_splits(settings.dataset_name or "", settings.dataset_config_name).get(split_name)
+    if split is None:
         return None
-    unused = None
-    if name == "test" and not has_texts(splits[split], columns[1]):
+    place, unused = f"{settings.dataset_name} ({split_name})", None
+    if name == "test" and not text_files.has_texts(split, columns[1]):
         columns, unused = columns[:1], columns[1]  # many test splits do not have public targets
     rows = []
-    for number, row in enumerate(splits[split], start=1):
-        check_unused_column(row, unused, describe_row_location(f"{settings.dataset_name} ({split})", None, number))
-        texts = tuple(get_column_value(row, column) for column in columns)
-        if not all(isinstance(text, str) for text in texts):
-            missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
-            raise ValueError(
-                f"{settings.dataset_name} ({split}), row {number}: There is no text in column {missing!r}. The "
-                f"columns are {', '.join(column_names(row))}. Select others with --source_column and --target_column."
-            )
-        rows.append(texts)
-    place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
+    for record in read_dataset_rows(place, split):
+        text_files.check_unused_column(record.values, unused, record.place)
+        rows.append(tuple(get_text(record, column, COLUMN_FLAGS) for column in columns))
+    indices = [*range(len(rows))]
     if len(columns) > 1:
-        indices = find_complete_rows(place, "row", rows, lambda i: describe_row_location(place, None, i + 1))
+        indices = text_files.find_complete_rows(
+            place, "row", rows, lambda i: text_files.describe_row_location(place, None, i + 1)
+        )
     filled_texts = [rows[i] for i in indices]
     if all(is_blank(text) for texts in filled_texts for text in texts):
         raise ValueError(f"{place} must contain at least one row with text, but has none.")
-    return LocatedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
-
-
-def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of tables."""
-    return (record.values for path in paths for record in read_table_rows(Path(path)))
-
-
-def check_seq2seq_lengths(
-    settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Check that the maximum lengths of sources and targets are valid for the model.
-
-    Raises:
-        ValueError: If a length is too large or too small, or if the decoder has no start token.
-    """
-    if get_decoder_start_token(config) is None:
-        raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
-    for name in ("max_length", "max_target_length"):
-        check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
-
-
-def warn_about_long_texts(
-    split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
-) -> dict[str, int]:
-    """Warn about sources and targets that are longer than the maximum lengths.
-
-    Returns:
-        A dictionary with the numbers of truncated "sources" and "targets" among the first 10,000 rows of the split.
-    """
-    sources, targets = map(list, zip(*split.pairs(), strict=True))
-    sides = {
-        "sources": ({"text": sources}, "max_length", max_length),
-        "targets": ({"text_target": targets}, "max_target_length", max_target_length),
-    }
-    return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
+    return text_files.LocatedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
 
 
 # The index and the name of each text in T5's format (in MNLI, the second text comes first). For other tasks, T5 uses
@@ -353,11 +277,6 @@ def _parse_score(text: str) -> float:
     return value if math.isfinite(value) else -1.0
 
 
-def format_squad(question: Question) -> str:
-    """Format a SQuAD question as text, in the form "question: ... context: ..."."""
-    return f"question: {question.question} context: {question.context}"
-
-
 def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Read the data of the task that `task_name` specifies, formatted as text.
 
@@ -365,23 +284,18 @@ def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: If a file or a Hub dataset cannot be read.
         ValueError: If the task does not exist, or if a file has invalid content.
     """
-    files = {f"{name}_file": _get_single_file(settings, name) for name in ("train", "validation", "test")}
+    files: dict[str, str | None] = {}
+    for name in SPLITS:
+        file, *others = getattr(settings, f"{name}_file") or [None]
+        files[f"{name}_file"] = file
+        if others:
+            raise ValueError(f"--{name}_file must be a single file with --task_name, got {1 + len(others)}.")
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
         data.results["source_prefix"] = settings.source_prefix
         for name, split in data.splits.items():
             data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
     return data
-
-
-def _get_single_file(settings: Seq2SeqSettings, name: str) -> str | None:
-    """Return the file of a split, or None if it is not set. Raise `ValueError` if there are several files."""
-    files = getattr(settings, f"{name}_file") or [None]
-    if len(files) > 1:
-        raise ValueError(
-            f"--{name}_file must be a single file with --task_name {settings.task_name}, got {len(files)}."
-        )
-    return files[0]
 
 
 def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
@@ -419,7 +333,7 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
     splits = {}
     questions_by_split = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
     for name, questions in questions_by_split.items():
-        sources = list(map(format_squad, questions))
+        sources = [f"question: {question.question} context: {question.context}" for question in questions]
         answers = [tuple(answer.text for answer in question.answers) for question in questions]
         keys = [] if name == "train" else [{"id": question.id} for question in questions]
         splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
@@ -429,19 +343,6 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
         return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
 
     return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
-
-
-@dataclass(frozen=True)
-class GenerationSet:
-    """A tokenized split for evaluation or prediction.
-
-    Attributes:
-        split: The split before tokenization.
-        batches: The batches, and the order of the rows in the batches.
-    """
-
-    split: Seq2SeqSplit
-    batches: EvalBatches
 
 
 def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
@@ -483,33 +384,31 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
+        self.config, self.tokenizer = models.load_or_make_config(settings, seq2seq=True)
         if not self.config.is_encoder_decoder:
-            raise ValueError(
-                f"{settings.model_name_or_path} must be an encoder-decoder, got {self.config.model_type}."
-            )
-        languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
-        self.target_start = set_languages(self.tokenizer, self.config, *languages)
-        if self.target_start is not None:
-            self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
-        check_appends_end_token(settings, self.tokenizer)
-        check_seq2seq_lengths(settings, self.config, self.tokenizer)
+            raise ValueError(f"--model_name_or_path must be an encoder-decoder, got {self.config.model_type}.")
+        self.target_start = models.set_target_language(settings, self.tokenizer, self.config)
+        models.check_appends_end_token(settings, self.tokenizer)
+        if get_decoder_start_token(self.config) is None:
+            raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
+        # `max_target_length` is always set, but the type checker does not know this.
+        longest_target, multiple = settings.max_target_length or settings.max_length, settings.pad_to_multiple_of
+        for flag, length in (("max_length", settings.max_length), ("max_target_length", longest_target)):
+            models.check_max_length(length, self.config, self.tokenizer, flag=flag, multiple=multiple)
         texts = fill_in_training_text_settings(settings)
         self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
         self._limit_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
         check_dev_settings(settings, "dev" in self.data.splits)
-        # `max_target_length` is always set, but the type checker does not know this.
-        longest_target = settings.max_target_length or settings.max_length
         for split in self.data.splits.values():
-            warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
+            sources, targets = map(list, zip(*split.pairs(), strict=True))
+            warn = partial(models.warn_about_truncation, self.tokenizer, split.name)
+            warn("sources", {"text": sources}, "max_length", settings.max_length)
+            warn("targets", {"text_target": targets}, "max_target_length", longest_target)
+        start: Any = get_decoder_start_token(self.config)
         self.collate = make_source_target_collator(
-            self.tokenizer,
-            settings.max_length,
-            settings.pad_to_multiple_of,
-            longest_target,
-            get_decoder_start_token(self.config),
+            self.tokenizer, settings.max_length, multiple, longest_target, start
         )
         self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
@@ -543,37 +442,29 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             )  # fmt: skip
 
     def load_model(self) -> PreTrainedModel:
-        model = load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+        model = models.load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
         if self.target_start is not None:
             self.target_start.apply_to(model)
         return model
 
-    def objective(self) -> Objective:
-        return make_cross_entropy_objective(compute_target_logits, self.settings.label_smoothing_factor)
-
-    def lengths(self) -> list[int]:
-        return self.rows.lengths()
-
-    def start_epoch(self, epoch: int) -> None:
-        self.rows.start_epoch(epoch)
+    def objective(self) -> optimization.Objective:
+        return optimization.make_cross_entropy_objective(
+            optimization.compute_target_logits, self.settings.label_smoothing_factor
+        )
 
     def prepare_evaluation(self) -> bool:
-        splits = {name: split for name, split in self.data.splits.items() if name != "train"}
-        self.sets = {
-            name: GenerationSet(split, self.make_eval_batches(TextRows(split.pairs()), list(map(len, split.sources))))
-            for name, split in splits.items()
+        self.batches = {
+            name: self.make_eval_batches(TextRows(split.pairs()), list(map(len, split.sources)))
+            for name, split in self.data.splits.items()
+            if name != "train"
         }
-        return "dev" in self.sets
+        return "dev" in self.batches
 
     def evaluate(self) -> dict[str, float]:
         """Compute the loss and, unless `eval_loss_only` is set, the metrics for the first number of beams."""
         self.dev_texts: dict[int, list[str]] = {}
-        metrics = {"loss": self.compute_loss()}
-        return (
-            metrics
-            if self.settings.eval_loss_only
-            else metrics | self._generate_dev_texts(self.settings.num_beams[:1])
-        )
+        beams = () if self.settings.eval_loss_only else self.settings.num_beams[:1]
+        return {"loss": self.compute_loss(), **self._generate_dev_texts(beams)}
 
     def evaluate_final_weights(self, loop: TrainingLoop) -> None:
         """Evaluate the final weights, and also generate texts with the other numbers of beams."""
@@ -587,7 +478,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         metrics: dict[str, float] = {}
         for i, num_beams in enumerate(beams):
             if num_beams not in self.dev_texts:
-                values, self.dev_texts[num_beams] = self._generate_and_score(self.sets["dev"], num_beams)
+                values, self.dev_texts[num_beams] = self._generate_and_score("dev", num_beams)
                 metrics |= {f"{key}{get_beam_suffix(i, num_beams)}": value for key, value in values.items()}
         return metrics
 
@@ -595,17 +486,19 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """Compute the mean cross-entropy in nats over the target tokens of the dev split, without label smoothing."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = compute_token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
+            term = optimization.compute_token_cross_entropy(
+                optimization.compute_target_logits(self.model, batch), batch["labels"]
+            )
             return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
 
-        batches = self.sets["dev"].batches
+        batches = self.batches["dev"]
         rows = self.run_model_on_rows(batches, outputs, "dev loss")[0]
         # The losses are summed in batch order because floating-point sums depend on the order.
         total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
         return total / max(tokens, 1)
 
     @torch.no_grad()
-    def decode(self, data: GenerationSet, num_beams: int) -> tuple[list[str], dict[str, float]]:
+    def decode(self, split: str, num_beams: int) -> tuple[list[str], dict[str, float]]:
         """Generate one text for each row of a split, with beam search if there is more than one beam.
 
         Returns:
@@ -620,11 +513,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         if num_beams > 1:
             options["length_penalty"] = self.settings.length_penalty
         texts, tokens, seconds = [], 0, 0.0
-        name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
-        loader, order = data.batches
-        for batch in make_main_process_progress_bar(
-            accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False
-        ):
+        name = f"Decoding {split}" + (f" with {num_beams} beams" if num_beams > 1 else "")
+        loader, order = self.batches[split]
+        for batch in show_progress(accelerator, loader, name):
             start = time.perf_counter()
             # `generate` calls the encoder directly, so the autocast of the prepared model does not apply to this call.
             with accelerator.autocast(), ignore_saved_length_limits(model):
@@ -651,13 +542,14 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             "decode_tokens_per_second": round(tokens / max(slowest, 1e-9), 1),
         }
 
-    def _generate_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+    def _generate_and_score(self, split: str, num_beams: int) -> tuple[dict[str, float], list[str]]:
         """Generate texts for a split, and return the metrics and the texts.
 
         Without references, the metrics contain only the timings.
         """
-        texts, times = self.decode(data, num_beams)
-        scores = {} if data.split.references is None else self.data.score(texts, data.split.references)
+        texts, times = self.decode(split, num_beams)
+        references = self.data.splits[split].references
+        scores = {} if references is None else self.data.score(texts, references)
         return {**scores, **times}, texts
 
     def fingerprint(self) -> dict[str, Any]:
@@ -672,23 +564,23 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 
     def dev_results(self) -> dict[str, Any]:
-        return {"eval_samples": len(self.sets["dev"].split)}
+        return {"eval_samples": len(self.data.splits["dev"])}
 
     def results(self) -> dict[str, Any]:
         return self.data.results
 
     def predictions(self) -> dict[str, str]:
-        return dict([_format_predictions(self.sets["dev"].split, self.dev_texts)])
+        return dict([_format_predictions(self.data.splits["dev"], self.dev_texts)])
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if (test := self.sets.get("test")) is None:
+        if (test := self.data.splits.get("test")) is None:
             return {}, {}
         results: dict[str, Any] = {}
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
-            metrics, texts[num_beams] = self._generate_and_score(test, num_beams)
+            metrics, texts[num_beams] = self._generate_and_score("test", num_beams)
             results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-        return {**results, "test_samples": len(test.split)}, dict([_format_predictions(test.split, texts)])
+        return {**results, "test_samples": len(test)}, dict([_format_predictions(test, texts)])
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_dataset
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_unicode, parse_json, read_file
 from ...modeling.mechanisms.patterns.window_pattern import MASK as GLOBAL_MASK
 from ..engine.models import check_max_length
+from ..engine.tables import load_splits
 from . import SquadSettings
 
 logger = logging.getLogger(__name__)
@@ -159,15 +159,10 @@ def _check_answer_start(text: str, start: Any, context: str, place: str) -> int:
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
         raise ValueError(f"{place}: answer_start must be a whole number, got {start!r:.60}.")
-    if not 0 <= start <= len(context) - len(text) or not text:
+    if not text or start < 0 or context[start : start + len(text)] != text:
         raise ValueError(
-            f"{place}: The answer {text[:60]!r} at character {start} must be within its context, which has "
-            f"{len(context)} characters. Correct answer_start."
-        )
-    if context[start : start + len(text)] != text:
-        raise ValueError(
-            f"{place}: The answer {text[:60]!r} must match the context at character {start}, got "
-            f"{context[start : start + len(text)][:60]!r}. Correct answer_start."
+            f"{place}: The answer {text[:60]!r} must match the context, which has {len(context)} characters, at "
+            f"character {start}, got {context[max(start, 0) :][: len(text)][:60]!r}. Correct answer_start."
         )
     return start
 
@@ -211,13 +206,7 @@ def load_squad_from_hub(split: str, version_2: bool) -> list[Question]:
         ValueError: If an answer does not match its context.
     """
     name = HUB_DATASETS[version_2]
-    try:
-        rows = load_dataset(name, split=split)
-    except Exception as error:  # `datasets` and the Hub raise many exception types
-        raise OSError(
-            f"{name} ({split}) could not be loaded from the Hub ({type(error).__name__}: {error}). Set --train_file "
-            "and --validation_file instead."
-        ) from error
+    rows = load_splits(name, advice="Set --train_file and --validation_file instead.", split=split)
     questions = []
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
@@ -230,14 +219,11 @@ def load_squad_from_hub(split: str, version_2: bool) -> list[Question]:
 
 def _check_ids(source: str, questions: list[Question]) -> None:
     """Check that all questions have different ids."""
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise ValueError(
-                f"{source}: Questions must have unique ids because predictions are stored by id, got {question.id} "
-                "twice."
-            )
-        seen.add(question.id)
+    ids = Counter(question.id for question in questions)
+    if repeated := [question_id for question_id, count in ids.items() if count > 1]:
+        raise ValueError(
+            f"{source}: Questions must have unique ids because predictions are stored by id, got {repeated[0]} twice."
+        )
 
 
 def check_answers_exist(source: str, questions: Iterable[Question], version_2: bool) -> None:
@@ -253,10 +239,8 @@ def check_answers_exist(source: str, questions: Iterable[Question], version_2: b
     """
     unanswered = [question.id for question in questions if not question.answers]
     if unanswered and not version_2:
-        raise ValueError(
-            f"{source}: {len(unanswered)} questions have no answer in their context, such as {unanswered[0]}. For "
-            "SQuAD v2.0, set --version_2_with_negative."
-        )
+        got = f"{len(unanswered)} questions have no answer in their context, such as {unanswered[0]}"
+        raise ValueError(f"{source}: {got}. For SQuAD v2.0, set --version_2_with_negative.")
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
@@ -320,8 +304,8 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
     if context_length < 1 or context_length <= (settings.doc_stride or 0):
         raise ValueError(
             f"--max_length {settings.max_length} leaves {max(context_length, 0)} tokens for the context after a "
-            f"question with --max_query_length {settings.max_query_length}. Use a "
-            "smaller --max_query_length or --doc_stride."
+            f"question with --max_query_length {settings.max_query_length}. Use a smaller --max_query_length or "
+            "--doc_stride."
         )
     if settings.doc_stride is not None:
         return settings.doc_stride
@@ -450,8 +434,9 @@ def make_window_collator(
         if marks_questions:
             begins = torch.tensor([window.context_begin for window in windows])
             batch[GLOBAL_MASK] = (torch.arange(batch["input_ids"].shape[1]) < begins[:, None]).long()
-        starts, ends = zip(*((window.start, window.end) for window in windows), strict=True)
-        return {**batch, "start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
+        batch["start_positions"] = torch.tensor([window.start for window in windows])
+        batch["end_positions"] = torch.tensor([window.end for window in windows])
+        return batch
 
     return collate
 
@@ -538,12 +523,11 @@ def extract_predictions(
             # Windows overlap. If two windows contain the same span, the higher score is used.
             if characters not in question_spans or span.score > question_spans[characters].score:
                 question_spans[characters] = span
-    missing = Span("", 0.0, 0.0)
     return [
         Prediction(
             question.id,
             tuple(sorted(question_spans.values(), key=lambda span: -span.score)[:n_best]),
-            null or missing,
+            null or Span("", 0.0, 0.0),
         )
         for question, question_spans, null in zip(questions, spans, nulls, strict=True)
     ]
@@ -640,24 +624,10 @@ def score_answer(prediction: str, truths: Sequence[str], score_if_both_empty: fl
     )
 
 
-def _compute_mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean."""
-    return sum(values) / len(values)
-
-
-def _compute_subset_metrics(
-    scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
-) -> dict[str, float]:
-    """Compute the metrics for the questions that `chosen` selects. The result is empty if it selects no questions."""
-    rows = [row for key, row in scores.items() if chosen(key)]
-    if not rows:
-        return {}
-    exact, f1 = zip(*rows, strict=True)
-    return {
-        f"{prefix}exact": 100 * _compute_mean(exact),
-        f"{prefix}f1": 100 * _compute_mean(f1),
-        f"{prefix}total": len(rows),
-    }
+def _compute_means(scores: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean exact match and the mean F1 in percent."""
+    exact, f1 = (100 * (sum(values) / len(values)) for values in zip(*scores, strict=True))
+    return exact, f1
 
 
 def find_best_threshold(
@@ -706,24 +676,17 @@ def compute_squad_metrics(
         contains "best_exact" and "best_f1" and the thresholds that result in these values ("best_exact_thresh",
         "best_f1_thresh"). These values are optimistic because the thresholds are chosen on the same questions.
 
-    Raises:
-        ValueError: If there are no questions, or if a question has no prediction.
-
     Example:
         ```python
         question = Question("1", "Who?", "It was Ada.", (Answer("Ada", 7),))
         compute_squad_metrics([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
         ```
     """
-    missing = [q.id for q in questions if q.id not in texts]
-    if missing or not questions:
-        got = f"{len(missing)} questions without a prediction, such as {missing[0]}" if missing else "no questions"
-        raise ValueError(f"There must be at least one question, and each question must have a prediction, got {got}.")
     truths = {q.id: [answer.text for answer in q.answers] for q in questions}
     if odds is not None:
         return _compute_v2_metrics(truths, texts, odds, no_answer_threshold)
-    exact, f1 = zip(*(score_answer(texts[key], right) for key, right in truths.items()), strict=True)
-    return {"exact_match": 100 * _compute_mean(exact), "f1": 100 * _compute_mean(f1)}
+    exact, f1 = _compute_means([score_answer(texts[key], right) for key, right in truths.items()])
+    return {"exact_match": exact, "f1": f1}
 
 
 def _compute_v2_metrics(
@@ -738,9 +701,16 @@ def _compute_v2_metrics(
     has_answer = {key: bool(right) for key, right in truths.items()}
     no_answer = {key: (float(not answered),) * 2 for key, answered in has_answer.items()}
     scores = {key: no_answer[key] if odds[key] > no_answer_threshold else raw[key] for key in raw}
-    values = _compute_subset_metrics(scores, "", lambda key: True)
-    values |= _compute_subset_metrics(scores, "HasAns_", lambda key: has_answer[key])
-    values |= _compute_subset_metrics(scores, "NoAns_", lambda key: not has_answer[key])
+    subsets = {
+        "": [*scores.values()],
+        "HasAns_": [scores[key] for key in scores if has_answer[key]],
+        "NoAns_": [scores[key] for key in scores if not has_answer[key]],
+    }
+    values: dict[str, float] = {}
+    for prefix, rows in subsets.items():
+        if rows:
+            exact, f1 = _compute_means(rows)
+            values |= {f"{prefix}exact": exact, f"{prefix}f1": f1, f"{prefix}total": len(rows)}
     for position, name in enumerate(("exact", "f1")):
         raw_scores = {key: row[position] for key, row in raw.items()}
         best, threshold = find_best_threshold(raw_scores, odds, texts, has_answer)

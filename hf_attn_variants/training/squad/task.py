@@ -12,24 +12,12 @@ from torch.nn import functional
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from ...modeling.mechanisms.patterns.pattern_table import supports_global_mask
+from ..engine import models
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask, list_shown_metrics
-from ..engine.models import check_trained_head, configure_token_types, load_config, load_model, load_tokenizer
 from ..engine.optimization import Objective
 from . import SquadSettings
-from .data import (
-    Prediction,
-    Question,
-    Window,
-    compute_squad_metrics,
-    compute_stride,
-    extract_predictions,
-    hash_questions,
-    load_squad,
-    make_nbest_entries,
-    make_window_collator,
-    make_windows,
-)
+from . import data as squad_data
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -46,17 +34,9 @@ class QuestionSet:
     """
 
     name: str
-    questions: list[Question]
-    windows: list[Window]
+    questions: list[squad_data.Question]
+    windows: list[squad_data.Window]
     batches: EvalBatches
-
-
-def make_span_objective() -> Objective:
-    """Create the training objective, which is the mean of the cross-entropies of the answer's start and end."""
-    return Objective(
-        loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
-        count=lambda batch: len(batch["input_ids"]),
-    )
 
 
 def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -88,7 +68,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         ```
     """
 
-    rows: list[Window]
+    rows: list[squad_data.Window]
 
     main_metric = "f1"
     shown_metrics = ("exact_match", "exact", "f1", "HasAns_f1", "NoAns_f1")
@@ -97,37 +77,41 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
     def __init__(self, settings: SquadSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.name = "SQuAD v2.0" if settings.version_2_with_negative else "SQuAD v1.1"
-        self.config = load_config(settings)
-        check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
-        self.tokenizer = load_tokenizer(settings, self.config)
-        configure_token_types(self.tokenizer, self.config)
-        self.stride = compute_stride(settings, self.config, self.tokenizer)
+        self.config = models.load_config(settings)
+        models.check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
+        self.tokenizer = models.load_tokenizer(settings, self.config)
+        models.configure_token_types(self.tokenizer, self.config)
+        self.stride = squad_data.compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         marks_questions = supports_global_mask(self.config)
-        self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
+        self.collate = squad_data.make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 
-    def _load_splits(self) -> dict[str, list[Question]]:
+    def _load_splits(self) -> dict[str, list[squad_data.Question]]:
         """Read the splits, and limit them to the maximum numbers of samples."""
         settings = self.settings
         from_hub, with_train = settings.validation_file is None, not settings.only_evaluates
         # The main process loads the dataset first, so that the other processes can read the cached files.
         with self.accelerator.main_process_first() if from_hub else nullcontext():
-            splits = load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
+            splits = squad_data.load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
 
     def load_model(self) -> PreTrainedModel:
         self.config.num_labels = 2  # the start and the end, regardless of the checkpoint's classes
-        model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
+        model = models.load_model(self.settings, self.config, AutoModelForQuestionAnswering)
         self.rows = self._make_windows(self.train, for_training=True)
         return model
 
     def lengths(self) -> list[int]:
-        return _count_tokens(self.rows)
+        return [len(window.input_ids) for window in self.rows]
 
     def objective(self) -> Objective:
-        return make_span_objective()
+        """Return the mean of the cross-entropies of the answer's start and end as the objective."""
+        return Objective(
+            loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
+            count=lambda batch: len(batch["input_ids"]),
+        )
 
     def prepare_evaluation(self) -> bool:
         self.dev = self._make_question_set("dev")
@@ -139,13 +123,15 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.dev_predictions, loss = self._predict_answers(self.dev)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
         null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)
-        return {**compute_squad_metrics(self.dev.questions, texts, *null_options), "loss": loss}
+        return {**squad_data.compute_squad_metrics(self.dev.questions, texts, *null_options), "loss": loss}
 
-    def _predict_answers(self, data: QuestionSet) -> tuple[list[Prediction], float]:
+    def _predict_answers(self, data: QuestionSet) -> tuple[list[squad_data.Prediction], float]:
         """Predict the answers for a split in the order of its questions, and compute the mean loss of its windows."""
         logits, losses = self.run_model_on_rows(data.batches, self._compute_outputs, data.name)
         limits = self.settings.n_best_size, self.settings.max_answer_length
-        predictions = extract_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
+        predictions = squad_data.extract_predictions(
+            data.questions, data.windows, logits[..., 0], logits[..., 1], *limits
+        )
         # The losses are summed in batch order because floating-point sums depend on the order.
         return predictions, float(torch.from_numpy(losses[list(data.batches[1])]).mean())
 
@@ -157,10 +143,13 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return padded, _compute_losses(logits, batch)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"training examples": len(self.train), "hash of the training data": hash_questions(self.train)}
+        return {
+            "training examples": len(self.train),
+            "hash of the training data": squad_data.hash_questions(self.train),
+        }
 
     def dev_fingerprint(self) -> dict[str, Any]:
-        return {"hash of the dev data": hash_questions(self.splits["dev"])}
+        return {"hash of the dev data": squad_data.hash_questions(self.splits["dev"])}
 
     def dev_results(self) -> dict[str, Any]:
         return {"eval_samples": len(self.dev.questions), "eval_windows": len(self.dev.windows)}
@@ -179,18 +168,21 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
         return f"{self.name} dev ({rows}): {scores}; "
 
-    def _make_windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
+    def _make_windows(
+        self, questions: list[squad_data.Question], for_training: bool = False
+    ) -> list[squad_data.Window]:
         """Split the contexts of questions into windows."""
         lengths = self.settings.max_length, self.stride, self.settings.max_query_length
         token_types = getattr(self.config, "type_vocab_size", 0) > 1
-        return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
+        return squad_data.make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
     def _make_question_set(self, name: str) -> QuestionSet:
         """Create the windows and batches of a split."""
         rows = self._make_windows(self.splits[name])
-        return QuestionSet(name, self.splits[name], rows, self.make_eval_batches(rows, _count_tokens(rows)))
+        batches = self.make_eval_batches(rows, [len(window.input_ids) for window in rows])
+        return QuestionSet(name, self.splits[name], rows, batches)
 
-    def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
+    def _format_files(self, split: str, predictions: list[squad_data.Prediction]) -> dict[str, str]:
         """Format the JSON files of a split: the predictions, the n-best answers and, for v2.0, the null odds.
 
         Returns:
@@ -199,15 +191,12 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},
-            f"nbest_{split}": {p.id: make_nbest_entries(p, threshold is not None, n_best) for p in predictions},
+            f"nbest_{split}": {
+                p.id: squad_data.make_nbest_entries(p, threshold is not None, n_best) for p in predictions
+            },
         }
         if threshold is not None:
             files[f"null_odds_{split}"] = {p.id: p.null_odds for p in predictions}
         return {
             f"{name}.json": json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()
         }
-
-
-def _count_tokens(windows: list[Window]) -> list[int]:
-    """Return the length of each window in tokens."""
-    return [len(window.input_ids) for window in windows]

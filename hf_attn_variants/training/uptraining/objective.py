@@ -12,23 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.scores import mean_pooled
-from ...model_properties import (
-    DecoderInput,
-    LogitsKind,
-    get_decoder_input,
-    get_logits_kind,
-    ignore_saved_length_limits,
-)
-from ...modeling.fields.variant_config import supports_decoder_cache
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind
 from ...registration import max_input_length
 from ..engine.models import iterate_attention_modules
 from ..engine.optimization import Term, compute_token_cross_entropy, sum_values_per_example
-from ..engine.session import make_main_process_progress_bar
-from ..seq2seq.metrics import choose_bleu_tokenizer, log_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -358,11 +348,9 @@ def check_teacher_config(
         # The first field is for the encoder. The field for the decoder has different names in T5 and BART.
         rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
-        student_value, teacher_value = getattr(student, name, None), getattr(teacher, name, None)
-        if student_value != teacher_value:
-            raise ValueError(
-                f"--teacher must have the same {name} as the model ({student_value}), got {teacher_value}. {reason}"
-            )
+        value, other = getattr(student, name, None), getattr(teacher, name, None)
+        if value != other:
+            raise ValueError(f"--teacher must have the same {name} as the model ({value}), got {other}. {reason}")
 
 
 # The entries of a batch that are not model inputs (targets, and the position in a text stream).
@@ -543,75 +531,6 @@ def _check_comparable_logits(
             f"--logits_weight requires logits of the same shape over at least 2 classes, got {got}. Set it to 0."
         )
     return student, teacher
-
-
-class UptrainingEvaluator:
-    """Evaluates held-out rows by computing "loss", the loss terms, "embedding_cosine" and, with references, "bleu".
-
-    Args:
-        task: The `Uptraining` task with its prepared model.
-        loader: The held-out batches, prepared by Accelerate.
-        references: The target texts in the order of the loader. If None, no texts are generated.
-    """
-
-    def __init__(self, task: Any, loader: DataLoader, references: list[str] | None):
-        self.task, self.loader, self.references = task, loader, references
-        self.accelerator, self.settings = task.accelerator, task.settings
-        self.bleu_tokenizer: str | None = None
-        self.metric_options: dict[str, str] = {}
-        if references is not None:
-            self.bleu_tokenizer = self.settings.tokenize or choose_bleu_tokenizer(
-                references, self.settings.target_lang
-            )
-            self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
-            log_bleu_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
-
-    @torch.no_grad()
-    def compute_scores(self) -> dict[str, float]:
-        """Compute the metrics for the held-out rows."""
-        model, objective = self.task.model.eval(), self.task.uptraining_objective
-        sums: dict[str, list[Tensor]] = {}
-        generated: list[str] = []
-        disable = self.settings.disable_tqdm
-        for batch in make_main_process_progress_bar(
-            self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False
-        ):
-            terms = objective.compute_terms(model, batch, evaluating=True)
-            # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
-            for name, pair in self.accelerator.gather_for_metrics(terms).items():
-                sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
-            if self.references is not None:
-                generated += self._generate(batch)
-        totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
-        if not all(items for _, items in totals.values()):
-            raise ValueError(
-                "The held-out text must contain tokens that contribute to the loss, but no token is masked or all "
-                "rows are empty. Provide more text with --validation_file."
-            )
-        metrics = {"loss": float(objective.sum_terms(totals))}
-        for name, (total, items) in totals.items():
-            value = float(total / items)
-            metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
-        if self.references is not None:
-            references = [(reference,) for reference in self.references]
-            metrics |= score_texts(["bleu"], generated, references, tokenize=self.bleu_tokenizer)
-        return metrics
-
-    def _generate(self, batch: dict[str, Tensor]) -> list[str]:
-        """Generate texts for a batch with greedy search."""
-        model = self.accelerator.unwrap_model(self.task.model)
-        with ignore_saved_length_limits(model):
-            ids = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=self.settings.max_target_length or self.settings.max_length,
-                do_sample=False,
-                num_beams=1,
-                **({} if supports_decoder_cache(model.config) else {"use_cache": False}),
-            )
-        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.task.tokenizer.pad_token_id)
-        ids = self.accelerator.gather_for_metrics(ids)
-        return self.task.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:

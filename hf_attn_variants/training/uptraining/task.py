@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
@@ -26,49 +27,31 @@ from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...model_folder import ModelHistory
-from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_decoder_start_token, set_languages
+from ...model_properties import (
+    DecoderInput,
+    LogitsKind,
+    get_decoder_input,
+    get_decoder_start_token,
+    ignore_saved_length_limits,
+)
+from ...modeling.fields.variant_config import supports_decoder_cache
 from ...registration import variant_config_class, variant_model_class
 from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
-from ..engine.dataloaders import (
-    Collator,
-    TextRows,
-    TrainingBatches,
-    create_eval_dataloader,
-    hash_texts,
-    make_masked_text_collator,
-    make_source_target_collator,
-    make_text_collator,
-)
+from ..engine import dataloaders, models
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.models import (
-    DROPOUT_FIELDS,
-    add_lora,
-    check_appends_end_token,
-    check_max_length,
-    configure_end_tokens,
-    configure_token_types,
-    freeze_unused_parameters,
-    get_saved_model_class,
-    load_config,
-    load_model,
-    load_model_and_unexpected_keys,
-    load_tokenizer,
-    select_trainable_parameters,
-    set_dropout,
-    warn_about_truncation,
-)
 from ..engine.optimization import Objective
-from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model
-from ..engine.settings import ModelSettings, count_training_steps
+from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model, show_progress
+from ..engine.settings import ModelSettings, check_metric, count_training_steps
+from ..engine.trainable_parameters import add_lora, freeze_unused_parameters, select_trainable_parameters
 from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
 from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text_splits, read_blocks, stack_examples
+from ..seq2seq.metrics import resolve_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 from .objective import (
     WEIGHT_BY_TERM,
     Teacher,
-    UptrainingEvaluator,
     UptrainingObjective,
     check_architecture,
     check_teacher_config,
@@ -116,9 +99,8 @@ class UptrainingStream:
                 "--validation_file."
             )
         self.get_first_examples(1)  # raise an error early if the text has no tokens
-        self.held_out = PreparedBlocks(
-            read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
-        )
+        blocks = read_blocks(self.text.dev, *self.packing, settings.max_eval_samples)
+        self.held_out = PreparedBlocks(blocks, self.prepare)
 
     def get_first_examples(self, count: int) -> list[Any]:
         """Return at most `count` training examples from the start of the text."""
@@ -134,12 +116,9 @@ class UptrainingStream:
                 "more text or a smaller --total_train_batch_size.", count, sequences,
             )  # fmt: skip
 
-    def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
+    def training_batches(self, accelerator: Accelerator) -> dataloaders.TrainingBatches:
         """Create the training batches from the text stream."""
-        settings = self.settings
-        return make_stream_batches(
-            settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
-        )
+        return make_stream_batches(self.settings, accelerator, self.text.train, self.tokenizer, self.prepare)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return values that identify the training text and its preparation."""
@@ -150,10 +129,6 @@ class UptrainingStream:
     def dev_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the held-out text."""
         return self.text.dev_fingerprint
-
-    def results(self) -> dict[str, Any]:
-        """Return the numbers of tokens in a block and in its targets, as entries for the results."""
-        return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
 
 
 # The share of the training text to hold out if there is no validation file, and the maximum number of held-out rows.
@@ -194,9 +169,9 @@ class UptrainingData:
         collate: A function that combines a list of rows into a batch.
     """
 
-    train: TextRows
-    held_out: TextRows
-    collate: Collator
+    train: dataloaders.TextRows
+    held_out: dataloaders.TextRows
+    collate: dataloaders.Collator
 
     @property
     def pairs(self) -> bool:
@@ -209,11 +184,14 @@ class UptrainingData:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return values that identify the training rows."""
-        return {"training examples": len(self.train), "hash of the training data": hash_texts(self.train.texts)}
+        return {
+            "training examples": len(self.train),
+            "hash of the training data": dataloaders.hash_texts(self.train.texts),
+        }
 
     def dev_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the held-out rows."""
-        return {"hash of the held-out data": hash_texts(self.held_out.texts)}
+        return {"hash of the held-out data": dataloaders.hash_texts(self.held_out.texts)}
 
 
 def load_uptraining_data(
@@ -239,9 +217,11 @@ def load_uptraining_data(
     """
     if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
-        check_max_length(_get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
+        models.check_max_length(
+            _get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple
+        )
     if input_kind is DecoderInput.OWN_TARGETS:
-        check_appends_end_token(settings, tokenizer)
+        models.check_appends_end_token(settings, tokenizer)
     collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
     train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
@@ -249,7 +229,7 @@ def load_uptraining_data(
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
         _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
-    return UptrainingData(TextRows(train), TextRows(held_out).sort_longest_first(), collate)
+    return UptrainingData(dataloaders.TextRows(train), dataloaders.TextRows(held_out).sort_longest_first(), collate)
 
 
 def _get_target_length(settings: UptrainingSettings) -> int:
@@ -264,12 +244,12 @@ def _warn_about_long_rows(
     columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
     if has_targets:
         sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
-        warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
+        models.warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
         limit = _get_target_length(settings)
-        warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
+        models.warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
         return
     texts = dict(zip(("text", "text_pair"), columns, strict=False))
-    warn_about_truncation(
+    models.warn_about_truncation(
         tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length
     )
 
@@ -277,9 +257,7 @@ def _warn_about_long_rows(
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows for a model without targets."""
     if settings.source_file or settings.target_file:
-        raise ValueError(
-            "--source_file and --target_file are only supported for models with targets. Use --train_file."
-        )
+        raise ValueError("--source_file and --target_file require a model with targets. Use --train_file.")
     if not settings.train_file:
         raise ValueError(f"--train_file is required for --objective {settings.objective} with this model.")
     columns = resolve_text_columns(
@@ -301,33 +279,31 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     sources = (settings.source_file, settings.validation_source_file)
     targets = (settings.target_file, settings.validation_target_file)
     if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
-        raise ValueError(
-            "--source_file and --target_file must be set together, and so must --validation_source_file and "
-            "--validation_target_file."
-        )
+        raise ValueError("Set both --source_file and --target_file, and both or none of the validation files.")
     if (settings.source_file is None) == (settings.train_file is None):
         raise ValueError("Pass either --source_file and --target_file, or a single table with --train_file.")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
+    tables = settings.train_file, settings.validation_file
     train, held_out = (
         (read_pairs(source, target) if source and target else read_columns(table or [], *columns)).texts
-        for source, target, table in zip(
-            sources, targets, (settings.train_file, settings.validation_file), strict=True
-        )
+        for source, target, table in zip(sources, targets, tables, strict=True)
     )
     return train, held_out
 
 
 def _make_collator(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
-) -> Collator:
+) -> dataloaders.Collator:
     """Create the collator that combines rows into batches for the objective."""
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
-        return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
+        return dataloaders.make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
     if not has_targets:
-        return make_text_collator(tokenizer, *shape)
+        return dataloaders.make_text_collator(tokenizer, *shape)
     start: Any = get_decoder_start_token(config)
-    return make_source_target_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
+    return dataloaders.make_source_target_collator(
+        tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix
+    )
 
 
 def set_accumulation_steps(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
@@ -356,21 +332,6 @@ def count_sequences_per_step(settings: UptrainingSettings, accelerator: Accelera
     """Return the number of examples per step on all processes."""
     per_device = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     return per_device * accelerator.num_processes
-
-
-def compute_mean_step_size(examples: int, steps: int) -> int | float:
-    """Compute the mean number of examples per step. Steps are smaller if they contain the end of the text."""
-    return examples // steps if examples % steps == 0 else round(examples / steps, 2)
-
-
-def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruptionPreparer) -> str:
-    """Describe the number of sequences and the maximum numbers of input and target tokens per step."""
-    sequences = count_sequences_per_step(settings, accelerator)
-    return (
-        f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
-        f"{settings.per_device_train_batch_size}, accumulation steps: {settings.gradient_accumulation_steps}). These "
-        f"are {sequences * prepare.input_length} input tokens and {sequences * prepare.target_length} target tokens."
-    )
 
 
 DEFAULT_STEPS = 300
@@ -404,10 +365,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         ```
     """
 
-    rows: TextRows
+    rows: dataloaders.TextRows
 
     # The number of parameters in the model after LoRA updates are merged, or None without LoRA.
     num_parameters: int | None = None
+    # The target texts of the held-out rows if texts are generated, and None otherwise.
+    references: list[tuple[str]] | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
 
@@ -418,41 +381,36 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.input_kind = self._get_decoder_input(settings, self.config)
         self.weights = resolve_term_weights(settings, self.input_kind)
         self._load_teacher_config()
-        self.tokenizer = load_tokenizer(settings, self.config)
+        self.tokenizer = models.load_tokenizer(settings, self.config)
         self._check_teacher_tokenizer()
-        languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
-        self.target_start = set_languages(self.tokenizer, self.config, *languages)
-        if self.target_start is not None:
-            self.config.decoder_start_token_id = self.target_start.decoder_start_token_id
-        self.data = self._load_data()
+        self.target_start = models.set_target_language(settings, self.tokenizer, self.config)
+        self.data: UptrainingData | UptrainingStream
+        if settings.is_stream:
+            self.data = UptrainingStream(settings, self.config, self.tokenizer)
+        else:
+            self.data = load_uptraining_data(settings, self.config, self.tokenizer, self.input_kind)
+            self.rows = self.data.train
         self.collate = self.data.collate
         pairs = not self.input_kind.is_target and self.data.pairs
         if self.input_kind is DecoderInput.SOURCE:
-            configure_end_tokens(self.tokenizer, self.config, pairs)
-        check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
-        self.tokenizer_changed = configure_token_types(self.tokenizer, self.config, pairs)
+            models.configure_end_tokens(self.tokenizer, self.config, pairs)
+        models.check_max_length(
+            settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of
+        )
+        self.tokenizer_changed = models.configure_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
-
-    def _load_data(self) -> UptrainingData | UptrainingStream:
-        """Read the training and evaluation text of the run."""
-        settings = self.settings
-        if settings.is_stream:
-            return UptrainingStream(settings, self.config, self.tokenizer)
-        data = load_uptraining_data(settings, self.config, self.tokenizer, self.input_kind)
-        self.rows = data.train
-        return data
 
     def _load_config(self) -> None:
         """Load the configuration for training, and store its dropout probabilities so that they can be restored."""
         settings = self.settings
-        self.config = load_config(settings)
+        self.config = models.load_config(settings)
         check_architecture(settings, self.config)
         self.saved_dropout = {
-            name: getattr(self.config, name) for name in DROPOUT_FIELDS if hasattr(self.config, name)
+            name: getattr(self.config, name) for name in models.DROPOUT_FIELDS if hasattr(self.config, name)
         }
         if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.saved_dropout:
-            set_dropout(self.config, 0.0)
+            models.set_dropout(self.config, 0.0)
 
     def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
         """Return the type of input that a model's decoder reads."""
@@ -474,7 +432,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
         )
-        self.teacher_config = load_config(self.teacher_settings)
+        self.teacher_config = models.load_config(self.teacher_settings)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
         check_teacher_config(self.config, self.teacher_config, *compared)
         input_kind = self._get_decoder_input(self.teacher_settings, self.teacher_config)
@@ -489,7 +447,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.teacher_settings is None:
             return
         try:
-            teacher_tokenizer = load_tokenizer(self.teacher_settings, None)
+            teacher_tokenizer = models.load_tokenizer(self.teacher_settings, None)
         except OSError:  # a teacher may not have a tokenizer
             return
         if teacher_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -500,11 +458,11 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
         """Return the model class for the objective, which may be an auto class."""
-        return AUTO_CLASSES.get(self.settings.objective) or get_saved_model_class(source.source, config)
+        return AUTO_CLASSES.get(self.settings.objective) or models.get_saved_model_class(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
-        model, rest = load_model_and_unexpected_keys(
+        model, rest = models.load_model_and_unexpected_keys(
             settings, self.config, self._get_model_class(settings, self.config)
         )
         if self.target_start is not None:
@@ -525,7 +483,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.teacher_settings is None or self.teacher_config is None:
             return None
         model_class = self._get_model_class(self.teacher_settings, self.teacher_config)
-        model = load_model(self.teacher_settings, self.teacher_config, model_class)
+        model = models.load_model(self.teacher_settings, self.teacher_config, model_class)
         return Teacher(
             model.to(self.accelerator.device),
             hidden_states=self.weights.needs_hidden_states,
@@ -566,13 +524,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def objective(self) -> Objective:
         return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
-    def lengths(self) -> list[int]:
-        return self.rows.lengths()
-
-    def start_epoch(self, epoch: int) -> None:
-        self.rows.start_epoch(epoch)
-
-    def training_batches(self) -> TrainingBatches:
+    def training_batches(self) -> dataloaders.TrainingBatches:
         if isinstance(self.data, UptrainingStream):
             return self.data.training_batches(self.accelerator)
         return super().training_batches()
@@ -597,26 +549,69 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             message = "Training takes %d steps, which is %s of %d pretraining steps, rounded up."
             logger.info(message, steps, settings.alpha, settings.pretraining_steps)
         if steps and isinstance(self.data, UptrainingStream):
-            logger.info("%s", describe_step_size(settings, self.accelerator, self.data.prepare))
-            self.data.warn_about_short_steps(count_sequences_per_step(settings, self.accelerator))
+            sequences, prepare = count_sequences_per_step(settings, self.accelerator), self.data.prepare
+            logger.info(
+                "A step reads %d sequences (processes: %d, batch size per device: %d, accumulation steps: %d). These "
+                "are %d input tokens and %d target tokens.",
+                sequences, self.accelerator.num_processes, settings.per_device_train_batch_size,
+                settings.gradient_accumulation_steps, sequences * prepare.input_length,
+                sequences * prepare.target_length,
+            )  # fmt: skip
+            self.data.warn_about_short_steps(sequences)
 
-    def get_loop_setting_overrides(self, total_steps: int) -> dict[str, Any]:
-        return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
+    def compute_eval_steps(self, total_steps: int) -> int:
+        return self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))
 
     def prepare_evaluation(self) -> bool:
-        settings, held_out = self.settings, self.data.held_out
-        loader = create_eval_dataloader(
-            held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
-        )
-        loader = self.accelerator.prepare(loader)
-        references = None
-        if settings.predict_with_generate and isinstance(held_out, TextRows):
-            references = [target for _, target in held_out.texts]
-        self.evaluator = UptrainingEvaluator(self, loader, references)
+        held_out = self.data.held_out
+        self.loader, _ = self.make_eval_batches(held_out, [0] * len(held_out))  # rows are already sorted by length
+        if self.settings.predict_with_generate and isinstance(held_out, dataloaders.TextRows):
+            self.references = [(target,) for _, target in held_out.texts]
+            self.bleu_tokenizer = resolve_bleu_tokenizer(self.settings, (target for (target,) in self.references))
         return True
 
+    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        return self.evaluator.compute_scores()
+        """Compute "loss", the loss terms, "embedding_cosine" and, with references, "bleu" for the held-out rows."""
+        model, objective = self.model.eval(), self.uptraining_objective
+        sums: dict[str, list[Tensor]] = {}
+        generated: list[str] = []
+        for batch in show_progress(self.accelerator, self.loader, "Evaluating"):
+            terms = objective.compute_terms(model, batch, evaluating=True)
+            # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
+            for name, pair in self.accelerator.gather_for_metrics(terms).items():
+                sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
+            if self.references is not None:
+                generated += self._generate(batch)
+        totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
+        if not all(items for _, items in totals.values()):
+            raise ValueError(
+                "The held-out text must contain tokens that contribute to the loss, but no token is masked or all "
+                "rows are empty. Provide more text with --validation_file."
+            )
+        metrics = {"loss": float(objective.sum_terms(totals))}
+        for name, (total, items) in totals.items():
+            value = float(total / items)
+            metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
+        if self.references is not None:
+            metrics |= score_texts(["bleu"], generated, self.references, tokenize=self.bleu_tokenizer)
+        return metrics
+
+    def _generate(self, batch: dict[str, Tensor]) -> list[str]:
+        """Generate texts for a batch with greedy search."""
+        model = self.accelerator.unwrap_model(self.model)
+        with ignore_saved_length_limits(model):
+            ids = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=_get_target_length(self.settings),
+                do_sample=False,
+                num_beams=1,
+                **({} if supports_decoder_cache(model.config) else {"use_cache": False}),
+            )
+        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
+        ids = self.accelerator.gather_for_metrics(ids)
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings
@@ -640,9 +635,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def before_training(self, loop: TrainingLoop) -> None:
         metrics = self.run_evaluation()
-        best_metric = loop.settings.metric_for_best_model
-        if loop.settings.keep_best and best_metric not in metrics:
-            raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {best_metric!r}.")
+        if self.settings.keeps_best_weights:
+            check_metric(loop.best_metric, list(metrics))
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLossError(
                 f"The held-out loss must be finite before training, got {metrics['loss']}. Check the outputs of the "
@@ -682,7 +676,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
         gain = compare_held_out_losses(before, self.metrics, self.examples_and_steps[1])
-        return {**initial, **gain, **self.evaluator.metric_options, "eval_samples": len(self.data.held_out)}
+        tokenizer = {} if self.references is None else {"bleu_tokenizer": self.bleu_tokenizer}
+        return {**initial, **gain, **tokenizer, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
@@ -690,12 +685,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.num_parameters is not None:
             results["num_parameters"] = self.num_parameters
         if isinstance(self.data, UptrainingStream):
-            sequences = (
-                compute_mean_step_size(*self.examples_and_steps)
-                if self.examples_and_steps[1]
-                else count_sequences_per_step(settings, self.accelerator)
-            )
-            results |= self.data.results() | {"sequences_per_step": sequences}
+            examples, steps = self.examples_and_steps
+            # The mean is smaller than the requested number if a step contains the end of the text.
+            mean = round(examples / steps, 2) if steps else count_sequences_per_step(settings, self.accelerator)
+            prepare = self.data.prepare
+            results |= {"block_length": prepare.block_length, "target_length": prepare.target_length}
+            results["sequences_per_step"] = int(mean) if mean == int(mean) else mean
         return results
 
     def summary(self, results: dict[str, Any]) -> str:
