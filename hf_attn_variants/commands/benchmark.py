@@ -119,6 +119,7 @@ def main(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
+    from ..errors import as_value_error
     from ..inspection.costs import read_checkpoint_config
     from ..inspection.tables import print_text
 
@@ -126,9 +127,11 @@ def main(args: argparse.Namespace) -> Any:
     transformers.logging.set_verbosity_error()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    with as_value_error(f"{args.model_name_or_path} cannot be built and run because its configuration is not valid"):
+        table = _measure_serving(args, config) if args.serving else _measure_speed(args, config)
     if args.serving:
-        return _measure_serving(args, config)
-    table = _measure_speed(args, config)
+        _report_serving(args, table)
+        return table
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
@@ -157,28 +160,29 @@ def _get_common_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
-    from ..errors import as_value_error
+    from ..serving.measure import measure_serving
+
+    return measure_serving(
+        config,
+        **_get_common_options(args),
+        num_beams=args.num_beams,
+        peak_memory=not args.no_peak_memory,
+        compiles=args.compile,
+        variants=args.variants,
+        engines=args.engines,
+    )
+
+
+def _report_serving(args: argparse.Namespace, table: Any) -> None:
+    from ..files import save_plot
     from ..inspection.tables import print_text
-    from ..serving.measure import measure_serving, recommend_engine
+    from ..serving.measure import plot_serving, recommend_engine
 
-    with as_value_error(f"{args.model_name_or_path} cannot be built and run because its configuration is not valid"):
-        table = measure_serving(
-            config,
-            **_get_common_options(args),
-            num_beams=args.num_beams,
-            peak_memory=not args.no_peak_memory,
-            compiles=args.compile,
-            variants=args.variants,
-            engines=args.engines,
-        )
     if args.plot is not None:
-        from ..files import save_plot
-        from ..serving.measure import plot_serving
-
         save_plot(Path(args.plot), lambda: plot_serving(table), dpi=150)
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
-        return table
+        return
     _print_serving(table)
     if any(row.peak_bytes is not None for row in table.rows):
         print_text(PEAK_NOTE)
@@ -188,7 +192,6 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     for name, reason in table.without_peak.items():
         print_text(f"The peak memory of {name} could not be measured: {reason}")
     print_text(recommend_engine(table))
-    return table
 
 
 def _print_serving(table: Any) -> None:
@@ -231,21 +234,19 @@ def _print_speed_table(table: Any) -> None:
 def _measure_speed(args: argparse.Namespace, config: Any) -> Any:
     import torch
 
-    from ..errors import as_value_error
     from ..inspection.speed import measure_speed
 
-    with as_value_error(f"{args.model_name_or_path} cannot be built and run because its configuration is not valid"):
-        return measure_speed(
-            config,
-            **_get_common_options(args),
-            talking_heads=not args.no_talking_heads,
-            latents=not args.no_latents,
-            windows=args.attention_window,
-            kernels=args.attention_kernel,
-            num_beams=1 if args.num_beams is None else args.num_beams,
-            dtype=args.dtype,
-            device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        )
+    return measure_speed(
+        config,
+        **_get_common_options(args),
+        talking_heads=not args.no_talking_heads,
+        latents=not args.no_latents,
+        windows=args.attention_window,
+        kernels=args.attention_kernel,
+        num_beams=1 if args.num_beams is None else args.num_beams,
+        dtype=args.dtype,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+    )
 
 
 def _format_break_even(table: Any) -> str:

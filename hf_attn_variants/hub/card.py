@@ -31,7 +31,7 @@ from ..inspection.costs import (
     list_used_fields,
     variant_config,
 )
-from ..inspection.tables import describe_talking_projections, talking_heads_by_place
+from ..inspection.tables import describe_talking_projections, format_layers, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
@@ -736,12 +736,6 @@ def format_heads_diagram(config: Any, fields: Sequence[str] | None = None) -> st
     if chains := _format_projection_chains(config, kv_fields):
         blocks.append(chains)
     return "\n\n".join(blocks)
-
-
-def format_layers(values: Sequence[Any], value: Any) -> str:
-    """List the layers with a value, for example "layers 0, 2". Layers are counted from 0."""
-    layers = [str(layer) for layer, get_layer_value in enumerate(values) if get_layer_value == value]
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
 def _format_latent_sentence(config: Any, field: str, is_t5: bool) -> str:

@@ -47,19 +47,6 @@ from .code_repository import (
     rewrite_configs,
 )
 
-__all__ = [
-    "PushPlan",
-    "PushResult",
-    "check_hub_access",
-    "check_visibility",
-    "convert_hub_errors",
-    "list_folder_files",
-    "plan_push",
-    "push_checkpoint",
-    "push_trained_model",
-    "resolve_repo_id",
-]
-
 # Patterns of training files and folders that are not pushed.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # Reports that contain local paths, which are removed before a push.

@@ -11,7 +11,6 @@ produce.
 `FrontierFile` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
 
-import copy
 import hashlib
 import itertools
 import json
@@ -41,7 +40,6 @@ from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.variant_config import supports_decoder_cache
 from ..progress import is_interactive, progress_bar
 from ..registration import max_input_length, variant_model_class
 from .costs import (
@@ -54,7 +52,7 @@ from .costs import (
     variant_name,
 )
 from .held_out import MEASURES, make_held_out_text
-from .speed import make_timed_function, time_run
+from .speed import disable_early_stopping, make_timed_function, time_run
 
 Fields = dict[str, Any]
 # The maximum number of key/value head counts to try by default.
@@ -629,7 +627,7 @@ def _make_timer(
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
         decoding = (TIMED_TOKENS, 1) if decodes else None
-        work = make_timed_function(_disable_early_stopping(model), TIMED_BATCH, read, decoding)
+        work = make_timed_function(disable_early_stopping(model), TIMED_BATCH, read, decoding)
 
         def milliseconds() -> float:
             first, end = time_run(work, str(model.device))
@@ -652,15 +650,6 @@ def _make_timer(
         return source_milliseconds[0] * statistics.median(ratios)
 
     return estimate
-
-
-def _disable_early_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
-    """Change the generation config of a model so that it always generates `max_new_tokens` tokens."""
-    if model.can_generate():
-        model.generation_config = copy.deepcopy(model.generation_config)
-        model.generation_config.eos_token_id = None
-        model.generation_config.use_cache = supports_decoder_cache(model.config)
-    return model
 
 
 UNFINISHED = "unfinished"

@@ -530,9 +530,14 @@ def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
 
 def prepare_for_timing(model: Any, device: str) -> Any:
     """Convert a model to float32 on a device, in evaluation mode, and disable early stopping."""
-    model = model.float().eval().to(device)
+    return disable_early_stopping(model.float().eval().to(device))
+
+
+def disable_early_stopping(model: Any) -> Any:
+    """Change the generation config of a model so that it always generates `max_new_tokens` tokens."""
     if model.can_generate():
-        model.generation_config.eos_token_id = None  # a model with random weights may generate this token at any time
+        model.generation_config = copy.deepcopy(model.generation_config)  # other models may share it
+        model.generation_config.eos_token_id = None
         model.generation_config.use_cache = supports_decoder_cache(model.config)
     return model
 

@@ -124,6 +124,12 @@ def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list
     }
 
 
+def format_layers(values: Sequence[Any], value: Any) -> str:
+    """List the layers with a value, for example "layers 0, 2". Layers are counted from 0."""
+    layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+
+
 def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     """Return the types of talking-heads projections in a configuration, with descriptions of their places.
 
@@ -140,8 +146,8 @@ def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tup
         return [] if kinds[0] is None else [(kinds[0], "")]
     places_by_kind: dict[str, list[str]] = {}
     for prefix, layers in by_place.items():
-        for kind in dict.fromkeys(talking.kind for talking in layers if talking.kind is not None):
-            indices = [str(layer) for layer, talking in enumerate(layers) if talking.kind == kind]
-            some = f" (layer{'s' * (len(indices) > 1)} {', '.join(indices)})" if len(indices) < len(layers) else ""
+        by_layer = [talking.kind for talking in layers]
+        for kind in dict.fromkeys(filter(None, by_layer)):
+            some = f" ({format_layers(by_layer, kind)})" if len({*by_layer}) > 1 else ""
             places_by_kind.setdefault(kind, []).append(PLACES[prefix].here + some)
     return [(kind, f" in {' and '.join(places)}") for kind, places in places_by_kind.items()]

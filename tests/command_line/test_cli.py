@@ -145,12 +145,7 @@ def test_command_line_error_prints_the_error_and_the_help_option(argv, message, 
 @pytest.mark.parametrize(
     ("flags", "field", "value", "note"),
     [
-        (
-            ["--method", "mean", "--method", "first"],
-            "method",
-            "first",
-            "note: --method was set twice",
-        ),
+        (["--method", "mean", "--method", "first"], "method", "first", "note: --method was set twice"),
         (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed was set twice"),
         (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, ""),
         (["--token", "hf_first", "--token", "hf_secret"], "token", "hf_secret", "note: --token was set twice"),
@@ -393,16 +388,7 @@ def test_inspect_of_a_hub_id_downloads_only_the_configuration(tmp_path):
 def test_glue_command_trains_a_model(tmp_path):
     model = make_tiny_bert(tmp_path / "tiny")
     argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
-    argv += [
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_train_steps",
-        "2",
-        "--max_length",
-        "48",
-        "--cpu",
-        "--disable_tqdm",
-    ]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "2", "--max_length", "48", "--cpu"]
     assert cli.main(["glue", *argv]) == 0
     assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
 

@@ -147,13 +147,8 @@ def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
 def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields):
     """Check latents of 20 and 4 for ten source tokens; only the first one caches keys and values."""
-    model = T5.model(
-        "T5ForConditionalGeneration",
-        kv_lora_rank=ranks[0],
-        cross_kv_lora_rank=ranks[1],
-        attn_implementation="eager",
-        **fields,
-    )
+    fields |= {"kv_lora_rank": ranks[0], "cross_kv_lora_rank": ranks[1], "attn_implementation": "eager"}
+    model = T5.model("T5ForConditionalGeneration", **fields)
     source, token = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, 1))
     kept = {}
 

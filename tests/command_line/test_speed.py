@@ -186,14 +186,8 @@ def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
 
 def test_decoder_windows_and_kernels_are_timed():
     config = MARIAN.make_upstream_model("MarianMTModel").config.to_dict()
-    options = {
-        "batch_size": 1,
-        "length": 8,
-        "rounds": 1,
-        "max_new_tokens": 2,
-        "talking_heads": False,
-        "latents": False,
-    }
+    options = {"batch_size": 1, "length": 8, "rounds": 1, "max_new_tokens": 2}
+    options |= {"talking_heads": False, "latents": False}
     table = measure_speed(config, kv_heads=[4], windows=[4, 8], kernels=["elu", "hybrid"], **options)
     window, kernel = "attention_window", "attention_kernel"
     assert [row.fields for row in table.rows[2:]] == [

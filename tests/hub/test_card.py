@@ -31,13 +31,8 @@ RESULTS = {
     "train_samples": 67349,
     "epoch": 2.0,
     "task_name": "sst2",
-    "arguments": {
-        "model_name_or_path": "google-bert/bert-base-uncased",
-        "task_name": "sst2",
-        "learning_rate": 2e-5,
-        "output_dir": "/home/somebody/runs/sst2",
-        "seed": 7,
-    },
+    "arguments": {"model_name_or_path": "google-bert/bert-base-uncased", "task_name": "sst2"}
+    | {"learning_rate": 2e-5, "output_dir": "/home/somebody/runs/sst2", "seed": 7},
     "versions": {"torch": "2.13.0"},
 }
 
@@ -145,14 +140,8 @@ def test_scores_of_other_scripts_are_separated_from_counts_and_times(folder, res
 
 
 def test_further_evaluations_are_validated(folder):
-    row = {
-        "task_type": "sentence-similarity",
-        "dataset_type": "sentence-transformers/stsb",
-        "dataset_name": "STS-B",
-        "dataset_split": "validation",
-        "metric_type": "spearmanr",
-        "metric_value": 0.862,
-    }
+    row = {"task_type": "sentence-similarity", "dataset_type": "sentence-transformers/stsb", "dataset_name": "STS-B"}
+    row |= {"dataset_split": "validation", "metric_type": "spearmanr", "metric_value": 0.862}
     assert "| STS-B | validation | spearmanr | 0.862 |" in str(
         model_card(folder, "me/x", CardOptions(evaluations=[row]))
     )
@@ -179,16 +168,7 @@ def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
     width = json.loads((tmp_path / "t5/config.json").read_text())["d_model"]
     convert(tmp_path / "t5", cross_kv_lora_rank=width, output_dir=tmp_path / "exact")
     argv = ["seq2seq", tmp_path / "exact", "--validation_source_file", source, "--validation_target_file", target]
-    argv += [
-        "--num_train_epochs",
-        0,
-        "--max_length",
-        16,
-        "--cpu",
-        "--disable_tqdm",
-        "--output_dir",
-        tmp_path / "scored",
-    ]
+    argv += ["--num_train_epochs", 0, "--max_length", 16, "--output_dir", tmp_path / "scored", "--cpu"]
     assert cli.main([str(item) for item in argv]) == 0
     text = str(model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
@@ -268,13 +248,9 @@ def test_card_of_a_sentence_transformers_folder_shows_its_usage(folder):
 @pytest.mark.parametrize(
     ("architecture", "head"),
     [
-        (BERT, "BertModel"),
-        (BERT, "BertForMultipleChoice"),
-        (T5, "T5Model"),
-        (T5, "T5EncoderModel"),
-        (T5, "T5ForConditionalGeneration"),
-        (MARIAN, "MarianModel"),
-        (MARIAN, "MarianMTModel"),
+        *((BERT, head) for head in ("BertModel", "BertForMultipleChoice")),
+        *((T5, head) for head in ("T5Model", "T5EncoderModel", "T5ForConditionalGeneration")),
+        *((MARIAN, head) for head in ("MarianModel", "MarianMTModel")),
     ],
 )
 def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path):

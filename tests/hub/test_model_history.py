@@ -201,13 +201,7 @@ def test_report_of_a_recorded_step_is_not_added_again(tuned, tmp_path):
     assert (folder / "all_results.json").is_file() and read_history(folder) == before
 
 
-def test_overwriting_removes_the_old_history(tuned, tiny, tmp_path):
-    folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
-    run("glue", "--model_name_or_path", tiny, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
-    assert [step["kind"] for step in read_history(folder).steps] == ["training"]
-
-
-def test_overwriting_removes_the_old_license(tuned, tiny, tmp_path):
+def test_overwriting_removes_the_old_history_and_license(tuned, tiny, tmp_path):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
     (folder / "README.md").write_text(README)
     source = shutil.copytree(tiny, tmp_path / "b")
@@ -215,6 +209,7 @@ def test_overwriting_removes_the_old_license(tuned, tiny, tmp_path):
     run("glue", "--model_name_or_path", source, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
     data = front_matter(model_card(folder, "me/x"))
     assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
+    assert [step["kind"] for step in read_history(folder).steps] == ["training"]
 
 
 @pytest.mark.parametrize("is_continuation, name", [(True, "config.json"), (False, "notes.txt")])

@@ -54,24 +54,10 @@ def environment(hub, home):
 
 @pytest.mark.thorough
 def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted, hub, tmp_path):
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--model_name_or_path",
-        str(converted),
-        "--repo_id",
-        "me/bert-gqa2",
-        "--private",
-    ]
-    package = {"PYTHONPATH": str(SCRIPT.parents[1])}
-    pushed = subprocess.run(
-        command,
-        env=environment(hub, tmp_path / "home") | package,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    flags = ["--model_name_or_path", str(converted), "--repo_id", "me/bert-gqa2", "--private"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600}
+    env = environment(hub, tmp_path / "home") | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    pushed = subprocess.run([sys.executable, str(SCRIPT), *flags], env=env, **options)
     assert pushed.returncode == 0, pushed.stderr[-3000:]
     pinned = hub.head("me/bert-gqa2")
     assert pinned in pushed.stdout and hub.repositories["me/bert-gqa2"].private
@@ -83,14 +69,9 @@ def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted,
         expected = AttnVariantBertModel.from_pretrained(converted).eval()(ids).last_hidden_state
     save_file({"input_ids": ids, "expected": expected}, tmp_path / "tensors.safetensors")
     (tmp_path / "cwd").mkdir()
-    loaded = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, "me/bert-gqa2", pinned, str(tmp_path / "tensors.safetensors")],
-        env=environment(hub, tmp_path / "other-home"),
-        cwd=tmp_path / "cwd",
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", ELSEWHERE, "me/bert-gqa2", pinned, str(tmp_path / "tensors.safetensors")]
+    options |= {"cwd": tmp_path / "cwd", "env": environment(hub, tmp_path / "other-home")}
+    loaded = subprocess.run(command, **options)
     assert loaded.returncode == 0, loaded.stderr[-3000:]
     from transformers import AutoTokenizer
 

@@ -125,13 +125,8 @@ HOSTILE = "a <img src=x onerror=alert(1)> | b ](http://evil) `c` *d* _e_ [f](g) 
 @pytest.mark.parametrize("place", ["dataset_name", "task_name", "teacher", "metric", "versions", "lr_scheduler_type"])
 def test_text_from_results_is_escaped_in_cards(place, folder):
     arguments = {"dataset_name": "d", "task_name": "t", "teacher": "x", "lr_scheduler_type": "linear"}
-    results = {
-        "eval_accuracy": 0.5,
-        "steps": 3,
-        "objective": "mlm",
-        "arguments": arguments,
-        "versions": {"torch": "1"},
-    }
+    results = {"eval_accuracy": 0.5, "steps": 3, "objective": "mlm"}
+    results |= {"arguments": arguments, "versions": {"torch": "1"}}
     if place == "metric":
         results[f"eval_{HOSTILE}"] = 0.25
     elif place == "versions":

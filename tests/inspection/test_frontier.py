@@ -240,26 +240,13 @@ def row(name, size, loss, **others):
 
 
 def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss():
-    rows = [
-        row("source", 100, 0.0),
-        row("a", 50, 0.1),
-        row("beaten", 60, 0.2),
-        row("b", 10, 0.3),
-        row("twin", 10, 0.3),
-    ]
-    rows.append(row("worse", 10, 0.4))
+    sizes = {"source": (100, 0.0), "a": (50, 0.1), "beaten": (60, 0.2), "b": (10, 0.3), "twin": (10, 0.3)}
+    rows = [row(name, *size) for name, size in {**sizes, "worse": (10, 0.4)}.items()]
     marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
-    assert [
-        frontier.find_smallest_variant(loss) and frontier.find_smallest_variant(loss).name
-        for loss in (0.05, 0.1, 0.3, 9.0)
-    ] == [
-        None,
-        "a",
-        "b",
-        "b",
-    ]
+    found = [frontier.find_smallest_variant(loss) for loss in (0.05, 0.1, 0.3, 9.0)]
+    assert [variant and variant.name for variant in found] == [None, "a", "b", "b"]
 
 
 def test_default_variants_are_valid_for_the_model():
@@ -296,10 +283,7 @@ def test_grouped_heads_are_merged_in_whole_groups(architecture, head, fields):
     [
         ({"talking_heads": "both"}, r"talking heads \('both'\)"),
         ({"attention_kernel": "elu"}, "calibration.*softmax.*kernel"),
-        (
-            {"attention_pattern": "memory_compressed", "attention_block_size": 2},
-            "pattern 'memory_compressed'",
-        ),
+        ({"attention_pattern": "memory_compressed", "attention_block_size": 2}, "pattern 'memory_compressed'"),
     ],
 )
 def test_unsupported_source_error_names_the_source(fields, message):
@@ -335,12 +319,8 @@ def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
 
 
 def test_given_values_are_combined_in_a_grid():
-    given = {
-        "num_key_value_heads": [2, 1],
-        "kv_lora_rank": [8, 4],
-        "cross_kv_lora_rank": [16],
-        "encoder_kv_lora_rank": None,
-    }
+    given = {"num_key_value_heads": [2, 1], "kv_lora_rank": [8, 4], "cross_kv_lora_rank": [16]}
+    given |= {"encoder_kv_lora_rank": None}
     assert list_requested_variants(given) == [
         {"kv_lora_rank": 8, "cross_kv_lora_rank": 16},
         {"kv_lora_rank": 4, "cross_kv_lora_rank": 16},

@@ -15,6 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from fixtures.linear_loop import log_of
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
@@ -78,27 +79,15 @@ def test_deepspeed_gets_the_batch_size_and_unsupported_options_raise():
     config = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}
     flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--max_grad_norm", "0.5"]
     configure_deepspeed(parse_args(flags), config)
-    assert config == {
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": 32,
-    }
+    sizes = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 32}
+    assert config == {"gradient_clipping": 0.5, **sizes}
     with pytest.raises(ValueError, match="--gradient_accumulation_steps must be 1"):
         configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
 def _session(tmp_path, *flags):
-    flags = [
-        "--model_name_or_path",
-        "m",
-        "--task_name",
-        "cola",
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--cpu",
-        *flags,
-    ]
-    return open_session(parse_args(flags))
+    needed = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "out"), "--cpu"]
+    return open_session(parse_args([*needed, *flags]))
 
 
 def test_accelerate_environment_does_not_scale_the_gradient(tmp_path, monkeypatch):
@@ -160,8 +149,7 @@ def launch_fsdp():
 
 
 def losses(folder):
-    records = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
+    return [record["loss"] for record in log_of(folder) if "loss" in record]
 
 
 def weights_are_close(one, other):

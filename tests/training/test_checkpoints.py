@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from fixtures.full_disk import full_disk
+from fixtures.linear_loop import log_without_times
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
 from hf_attn_variants.commands.training import glue
@@ -20,41 +21,11 @@ STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside a
 
 
 def flags(tiny_bert, glue, out, *more):
-    return [
-        "--model_name_or_path",
-        str(tiny_bert),
-        "--task_name",
-        "stsb",
-        "--data_dir",
-        str(glue / "STS-B"),
-        "--output_dir",
-        str(out),
-        "--max_length",
-        "48",
-        "--per_device_train_batch_size",
-        "4",
-        "--learning_rate",
-        "1e-3",
-        "--logging_steps",
-        "2",
-        "--max_train_steps",
-        str(STEPS),
-        "--checkpointing_steps",
-        "3",
-        "--eval_steps",
-        "2",
-        "--metric_for_best_model",
-        "loss",
-        "--skip_predict",
-        "--cpu",
-        "--disable_tqdm",
-        *more,
-    ]
-
-
-def records(out):
-    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
+    argv = ["--model_name_or_path", tiny_bert, "--task_name", "stsb", "--data_dir", glue / "STS-B"]
+    argv += ["--output_dir", out, "--max_length", 48, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3"]
+    argv += ["--logging_steps", 2, "--max_train_steps", STEPS, "--checkpointing_steps", 3, "--eval_steps", 2]
+    argv += ["--metric_for_best_model", "loss", "--skip_predict", "--cpu", "--disable_tqdm", *more]
+    return list(map(str, argv))
 
 
 @pytest.mark.thorough
@@ -82,7 +53,7 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
     else:
         assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
     results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
-    assert records(killed) == records(whole)
+    assert log_without_times(killed) == log_without_times(whole)
     untimed = [
         {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
     ]
@@ -108,9 +79,9 @@ def once_trained(tiny_bert, glue, tmp_path_factory):
 
 def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
     out, again = trained
-    before = records(out)
+    before = log_without_times(out)
     again("--resume_from_checkpoint", str(out / "checkpoint-3"))
-    assert records(out) == before
+    assert log_without_times(out) == before
 
 
 @pytest.mark.parametrize(
@@ -175,14 +146,14 @@ def test_resume_with_a_changed_option_error_names_the_option(
         value.write_text(text.replace(" a ", " one ", 1))
     # The schedule's setting needs a schedule that has it; it is built before the checkpoint is read.
     more = ["--lr_scheduler_type", "cosine"] if flag == "--lr_scheduler_kwargs" else []
-    before = records(once_trained)
+    before = log_without_times(once_trained)
     with pytest.raises(ValueError, match=message):
         main(
             parse_args(
                 flags(tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value))
             )
         )
-    assert records(once_trained) == before
+    assert log_without_times(once_trained) == before
 
 
 def test_checkpoint_of_another_folder_needs_an_empty_output_folder(once_trained, tiny_bert, glue, tmp_path):
@@ -194,7 +165,7 @@ def test_checkpoint_of_another_folder_needs_an_empty_output_folder(once_trained,
     assert (tmp_path / "other/train_log.jsonl").read_text() == "precious"
     (tmp_path / "other/train_log.jsonl").unlink()
     assert main(parse_args(argv))["steps"] == STEPS
-    assert records(tmp_path / "other") == records(once_trained)
+    assert log_without_times(tmp_path / "other") == log_without_times(once_trained)
 
 
 @pytest.mark.thorough

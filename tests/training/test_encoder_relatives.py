@@ -98,19 +98,8 @@ def test_encoder_relatives_classify_pairs(call, folders, glue, name):
 def test_converted_encoder_relatives_are_uptrained(call, folders, tmp_path, name, objective):
     source, grouped = folders[name]
     text = make_text(tmp_path)[0]
-    results, out = call(
-        uptrain,
-        grouped,
-        "--teacher",
-        source,
-        "--objective",
-        objective,
-        "--train_file",
-        text,
-        *QUICK,
-        "--max_train_steps",
-        12,
-    )
+    flags = ["--teacher", source, "--objective", objective, "--train_file", text, *QUICK, "--max_train_steps", 12]
+    results, out = call(uptrain, grouped, *flags)
     assert results["steps"] == 12 and results["eval_loss"] < results["initial_eval_loss"]
     tokenizer = json.loads((out / "tokenizer_config.json").read_text())
     known = tokenizer.get("model_input_names", ["token_type_ids"])

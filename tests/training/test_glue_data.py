@@ -177,19 +177,9 @@ def test_labels_and_submissions_have_the_official_format():
     assert format_prediction(TASKS["qnli"], 1) == "not_entailment"
     assert format_prediction(TASKS["mrpc"], 1) == "1"
     assert [format_prediction(TASKS["stsb"], value) for value in (-0.3, 2.34567, 7.0)] == ["0.000", "2.346", "5.000"]
-    assert {t.get_submission_file(s) for t in TASKS.values() for s in t.test_splits} == {
-        "CoLA.tsv",
-        "SST-2.tsv",
-        "MRPC.tsv",
-        "STS-B.tsv",
-        "QQP.tsv",
-        "MNLI-m.tsv",
-        "MNLI-mm.tsv",
-        "QNLI.tsv",
-        "RTE.tsv",
-        "WNLI.tsv",
-        "AX.tsv",
-    }
+    names = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
+    actual = {t.get_submission_file(s) for t in TASKS.values() for s in t.test_splits}
+    assert actual == {f"{name}.tsv" for name in names.split()}
 
 
 def test_first_returns_all_rows_without_a_count(glue):

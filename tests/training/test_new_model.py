@@ -162,14 +162,8 @@ def test_overrides_and_flags_give_equal_configurations():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ["--config_overrides", "num_layrs=2"],
-            "--config_overrides: `num_layrs` is not a field of T5Config",
-        ),
-        (
-            ["--config_overrides", "talking_head=both"],
-            "--config_overrides: `talking_head` is not a field of .*T5Config",
-        ),
+        (["--config_overrides", "num_layrs=2"], "overrides: `num_layrs` is not a field of T5Config"),
+        (["--config_overrides", "talking_head=both"], "overrides: `talking_head` is not a field of .*T5Config"),
         (["--talking_heads_dynamic", "x2l"], "`talking_heads` must .*`talking_heads_dynamic`"),
     ],
 )

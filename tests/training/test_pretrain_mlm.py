@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fixtures.linear_loop import log_of, log_without_times
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordPiece
@@ -198,19 +199,8 @@ def test_vocabulary_may_have_gaps(tmp_path):
     assert find_word_starts(tokenizer)[ids].tolist() == [True, False, True]
     prepare = MaskedLMPreparer(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
-    args = parse_args(
-        [
-            "--tokenizer_name",
-            str(tmp_path),
-            "--output_dir",
-            str(tmp_path),
-            "--train_file",
-            "x",
-            *map(str, STEPS),
-            *scratch(),
-        ]
-    )
-    assert make_new_config(args, tokenizer).vocab_size == 22
+    argv = ["--tokenizer_name", tmp_path, "--output_dir", tmp_path, "--train_file", "x", *STEPS, *scratch()]
+    assert make_new_config(parse_args(list(map(str, argv))), tokenizer).vocab_size == 22
 
 
 def test_byte_level_pieces_are_grouped_into_words():
@@ -234,25 +224,12 @@ def test_sentencepiece_pieces_are_grouped_into_words(shared_data):
     words = []
     for token, begins in zip(tokens, starts, strict=True):
         words = [*words, token] if begins else [*words[:-1], words[-1] + token]
-    assert [word.strip("▁") for word in words if word.strip("▁")] == [
-        "unbelievably",
-        "gargling",
-        "(",
-        "electrolytes",
-        ")",
-        ",",
-        "1998",
-        ".",
-    ]
+    actual = [word.strip("▁") for word in words if word.strip("▁")]
+    assert actual == ["unbelievably", "gargling", "(", "electrolytes", ")", ",", "1998", "."]
 
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
+SIZES |= {"num_hidden_layers": 2}
 
 
 def tiny_models():
@@ -420,7 +397,7 @@ def test_sentence_task_trains_its_head(run, model_type, task, loaded):
     assert results["eval_sentence_loss"] > 0 and results["eval_sentence_accuracy"] in [i / 8 for i in range(9)]
     model = AutoModelForPreTraining.from_pretrained(out)
     assert isinstance(model, loaded) and model.config.num_key_value_heads == 2
-    log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(out)
     assert "eval_sentence_accuracy" in log[-1]
     again, _ = run(
         *("--model_name_or_path", out, "--sentence_task", task, "--num_train_epochs", 0), out=out.parent / "again"
@@ -440,7 +417,7 @@ def test_run_reports_throughput_and_utilization(run):
     seconds = tokens / results["train_tokens_per_second"]
     assert flops < results["train_tflops_per_second"] * 1e12 * seconds < 2 * flops
     assert results["train_mfu"] == pytest.approx(results["train_tflops_per_second"] / 0.5, rel=2e-3)
-    logged = [r for r in map(json.loads, (out / "train_log.jsonl").open()) if "loss" in r]
+    logged = [record for record in log_of(out) if "loss" in record]
     for record, begin in zip(logged, [0, logged[0]["time"]], strict=True):
         assert tokens / 2 / record["tokens_per_second"] == pytest.approx(record["time"] - begin, abs=2e-3, rel=1e-2)
     with pytest.raises(ValueError, match="--peak_tflops must be more than 0, got 0"):
@@ -460,16 +437,11 @@ def test_evaluating_a_sentence_task_with_a_new_head_raises_an_error(run):
 
 def test_continued_training_starts_from_the_checkpoint(run):
     first, out = run(*scratch(), "--max_train_steps", 40, "--learning_rate", "1e-2")
-    log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(out)
     assert log[0]["loss"] - first["eval_loss"] > 1
     run("--model_name_or_path", out, *STEPS, out=out.parent / "more")
-    more = [json.loads(line) for line in (out.parent / "more/train_log.jsonl").read_text().splitlines()]
+    more = log_of(out.parent / "more")
     assert log[0]["loss"] - more[0]["loss"] > 0.7
-
-
-def records(out):
-    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
 
 
 @pytest.mark.thorough
@@ -504,7 +476,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     with pytest.raises(KeyboardInterrupt):
         run(*flags, "--resume_from_checkpoint", "latest", out=cut)
     results, _ = run(*flags, "--resume_from_checkpoint", "latest", out=cut)
-    assert records(cut) == records(whole) and results["eval_loss"] == expected["eval_loss"]
+    assert log_without_times(cut) == log_without_times(whole) and results["eval_loss"] == expected["eval_loss"]
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is now 0\.2"):
         run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
@@ -532,16 +504,6 @@ def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_war
     assert trained["gate_shuffled_loss"] - trained["eval_loss"] == pytest.approx(trained["gate_shuffled_cost"])
 
 
-def test_broken_shard_error_names_the_file(text, tokenizer, tmp_path):
-    for path in text.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    broken = tmp_path / "train-1.txt.gz"
-    broken.write_bytes(broken.read_bytes()[:-300])
-    flags = [*scratch(), "--max_train_steps", 60, "--checkpointing_steps", 1, "--shuffle_buffer_size", 1]
-    with pytest.raises(OSError, match=r"train-1\.txt\.gz"):
-        main(parse_args(argv_of(tmp_path, tokenizer, tmp_path / "out", *flags)))
-
-
 def test_empty_text_raises_before_removing_the_earlier_run(run, tmp_path):
     void = tmp_path / "void.txt"
     void.write_text("\u200b [PAD] \u200b\n")
@@ -556,17 +518,9 @@ def test_empty_text_raises_before_removing_the_earlier_run(run, tmp_path):
 @pytest.mark.thorough
 def test_resumed_run_selects_weights_with_the_same_text(text, tokenizer, tmp_path):
     (tmp_path / "dev.txt").write_text(LICENCE.read_text())
-    flags = [
-        "--train_file",
-        *text.glob("*.gz"),
-        "--validation_file",
-        tmp_path / "dev.txt",
-        "--max_length",
-        24,
-        "--cpu",
-    ]
+    flags = ["--train_file", *text.glob("*.gz"), "--validation_file", tmp_path / "dev.txt", "--max_length", 24]
     flags += ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", tmp_path / "out", "--checkpointing_steps", 3]
-    flags += [*scratch(), *STEPS, "--disable_tqdm"]
+    flags += [*scratch(), *STEPS, "--disable_tqdm", "--cpu"]
 
     def again(*more):
         return main(parse_args([str(flag) for flag in (*flags, *more)]))
@@ -590,35 +544,19 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
     flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
     results = main(parse_args([str(flag) for flag in flags]))
     assert results["steps"] == 6 and results["eval_samples"] > 5
-    with pytest.raises(ValueError, match=r"row 0.*column 'text'"):
-        main(
-            parse_args(
-                [str(flag) for flag in flags if flag not in ("--text_column", "body")] + ["--overwrite_output_dir"]
-            )
-        )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ([], "--model_name_or_path.*--model_type"),
-        (
-            ["--model_type", "bert", "--model_name_or_path", "x"],
-            "--model_type is only supported for a model from scratch",
-        ),
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
         (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
         (scratch("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),
         (scratch("bert", "--metric_for_best_model", "f1"), "must be one of loss, perplexity, accuracy"),
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
-        (
-            ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
-            ".hiden_size. is not a field of .*",
-        ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
-        (scratch("bert", "--max_train_minutes", 0), "--max_train_minutes must be more than 0, got 0"),
-        (scratch("bert", "--max_length", 65), "--max_length must be at most 64, .* got 65"),
     ],
 )
 def test_invalid_mlm_arguments_raise_before_writing(run, tmp_path, more, message):

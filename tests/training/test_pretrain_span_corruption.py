@@ -1,11 +1,11 @@
 """Check span-corruption pretraining on the license text: a whole run, exact resume, and early errors."""
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures.linear_loop import log_of
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoModelForSeq2SeqLM
 
@@ -49,7 +49,7 @@ def run(text, tmp_path):
 @pytest.mark.thorough
 def test_new_t5_variant_learns_and_continues_from_its_checkpoint(run):
     results = run("--max_train_steps", 40, "--eval_steps", 20)
-    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(run.out)
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert results["block_length"] == 34 and results["target_length"] == 8
@@ -81,12 +81,7 @@ def test_resumed_span_corruption_run_is_bitwise_equal(run, tmp_path):
         (["--mean_noise_span_length", 0.5], "--mean_noise_span_length must be at least 1"),
         (["--max_length", 512], "28 sentinels.*got 8"),
         (["--num_train_epochs", 1], "--max_train_steps"),
-        (
-            ["--max_train_steps", 1, "--model_name_or_path", "x"],
-            "--model_type is only supported for a model from scratch",
-        ),
         (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "must be one of loss, perplexity, accuracy"),
-        (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
         (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),
     ],
 )

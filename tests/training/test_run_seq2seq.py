@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from fixtures.linear_loop import log_of
 from fixtures.uptraining import make_t5, make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
@@ -335,7 +336,7 @@ def test_glue_task_trains_text_to_text(run, glue):
     text = ["--task_name", "cola", "--data_dir", glue / "CoLA"]
     results = run("--max_train_steps", 2, "--eval_loss_only", text=text)
     assert "eval_matthews_correlation" in results and results["task_name"] == "cola"
-    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(run.out)
     evaluations = [record for record in log if "eval_loss" in record]
     assert evaluations and all("eval_matthews_correlation" not in record for record in evaluations)
     rows = predictions(run.out)
@@ -370,7 +371,7 @@ def test_resumed_seq2seq_run_keeps_the_best_weights(run):
 
 def test_best_weights_by_bleu_are_kept(run):
     results = run("--max_train_steps", 9, "--eval_steps", 3, "--metric_for_best_model", "bleu")
-    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(run.out)
     scores = {record["step"]: record["eval_bleu"] for record in log if "eval_bleu" in record}
     assert results["eval_bleu"] == max(scores.values()) == scores[results["best_step"]]
 

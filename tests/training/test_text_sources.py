@@ -20,15 +20,8 @@ def open_folder(tmp_path):
     def call(files, **flags):
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
-        settings = MaskedLMSettings(
-            dataset_name=str(tmp_path),
-            model_type="bert",
-            tokenizer_name="bert",
-            output_dir="out",
-            max_train_steps=1,
-            **flags,
-        )
-        return Pretraining.open_text(settings)
+        flags |= {"model_type": "bert", "tokenizer_name": "bert", "output_dir": "out", "max_train_steps": 1}
+        return Pretraining.open_text(MaskedLMSettings(dataset_name=str(tmp_path), **flags))
 
     return call
 
@@ -90,18 +83,8 @@ def test_unreadable_dataset_shard_is_named(open_folder):
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [
-        (
-            "train.jsonl",
-            b"",
-            ValueError,
-            r"\(a file without rows\)",
-        ),
-        (
-            "train.jsonl.gz",
-            gzip.compress(as_lines(ROWS), mtime=0)[:60],
-            OSError,
-            r"\(EOFError",
-        ),
+        ("train.jsonl", b"", ValueError, r"\(a file without rows\)"),
+        ("train.jsonl.gz", gzip.compress(as_lines(ROWS), mtime=0)[:60], OSError, r"\(EOFError"),
         ("train.jsonl", b'{"text": "ab\n', OSError, r"\(train\), train\.jsonl.*row 0"),
         ("train.txt", b"", ValueError, r"\(train\).*row"),
         ("validation.jsonl", as_lines(ROWS), ValueError, "only has validation"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.linear_loop import log_of
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
@@ -42,8 +43,7 @@ def flags(tiny_bert, tmp_path):
 
 
 def records(out):
-    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["lr"]) for line in lines if "loss" in line]
+    return [(record["step"], record["loss"], record["lr"]) for record in log_of(out) if "loss" in record]
 
 
 @pytest.mark.thorough
@@ -129,17 +129,12 @@ def test_unconnected_processes_raise_before_any_work(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variable", "flags", "advice"),
-    [
-        ("SLURM_STEP_NUM_TASKS", [], "unset SLURM_STEP_NUM_TASKS"),
-        ("OMPI_COMM_WORLD_SIZE", [], "--cpu|accelerate launch"),
-    ],
+    ("variable", "advice"),
+    [("SLURM_STEP_NUM_TASKS", "unset SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_SIZE", "--cpu|accelerate launch")],
 )
-def test_unconnected_processes_of_other_launchers_raise_before_any_work(
-    variable, flags, advice, tmp_path, monkeypatch
-):
+def test_unconnected_processes_of_other_launchers_raise_before_any_work(variable, advice, tmp_path, monkeypatch):
     monkeypatch.setenv(variable, "4")
-    argv = ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "no/model", "--task_name", "cola", *flags]
+    argv = ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "no/model", "--task_name", "cola"]
     with pytest.raises(ValueError, match=rf"4 processes were launched \({variable}=4\).*({advice})"):
         run_glue.main(run_glue.parse_args(argv))
     assert not (tmp_path / "out").exists()

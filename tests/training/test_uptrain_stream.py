@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from fixtures.licence_text import LICENCE, write_shards
+from fixtures.linear_loop import log_of
 from fixtures.processes import run_processes, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from fixtures.uptraining import make_bert, make_t5
@@ -105,7 +106,7 @@ def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeyp
 def test_loss_decreases_and_equals_the_pretraining_loss(run, text, t5, tmp_path):
     results = run(*BATCH, "--max_train_steps", 60, "--learning_rate", 2e-2)
     assert results["eval_loss"] == results["eval_cross_entropy"] < 0.8 * results["initial_eval_loss"]
-    log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
+    log = log_of(run.out)
     assert [record["step"] for record in log if "eval_loss" in record] == [0, 12, 24, 36, 48, 60]
     assert (results["block_length"], results["target_length"], results["objective"]) == (34, 8, "span_corruption")
     for folder, expected in ((t5 / "mqa", "initial_eval_loss"), (run.out, "eval_loss")):
@@ -247,8 +248,6 @@ def test_given_settings_change_the_schedule():
         (["--num_train_epochs", 2], "--max_train_steps.*stream"),
         (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
         (["--max_train_steps", 1, "--dataloader_num_workers", 2], "--dataloader_num_workers.*got 2"),
-        (["--max_train_steps", 1, "--noise_density", 1], r"--noise_density must be in \(0, 1\)"),
-        (["--max_train_steps", 1, "--max_length", 512], "28 sentinels.*got 8"),
         (["--max_train_steps", 1, "--total_train_batch_size", 20], "--total_train_batch_size.*32.*got 20"),
         (
             ["--max_train_steps", 1, "--total_train_batch_size", 64, "--gradient_accumulation_steps", 2],

@@ -37,8 +37,6 @@ from .session import (
 from .settings import TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
-__all__ = ["FineTuningTask", "fine_tune", "list_shown_metrics"]
-
 
 def _check_outputs_finite(parts: Sequence[Tensor], name: str) -> None:
     """Raise `NonFiniteLossError` if the outputs [rows, ...] contain NaN or plus infinity."""

@@ -28,8 +28,6 @@ from .optimization import Objective
 from .session import RunLog, save_failed_batches
 from .settings import TrainingSettings, check_metric, get_warmup_steps, is_greater_better
 
-__all__ = ["TrainingCost", "TrainingLoop", "compute_flops_utilization"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -296,16 +296,16 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     with convert_loading_errors(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    _finish_config(settings, config)
-    return config
+    return _finish_config(settings, config)
 
 
-def _finish_config(settings: ModelSettings, config: PreTrainedConfig) -> None:
-    """Check the buckets of relative positions, and apply `dropout_rate`."""
+def _finish_config(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Check the buckets of relative positions, apply `dropout_rate`, and return the configuration."""
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
+    return config
 
 
 def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, ability: str) -> None:
@@ -626,8 +626,7 @@ def make_new_config(
         config = type(default)(**fields, **variant)
     if is_native(model_type):
         variant_class.from_upstream(config)  # Transformers does not check the number of key/value heads
-    _finish_config(settings, config)
-    return config
+    return _finish_config(settings, config)
 
 
 def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:

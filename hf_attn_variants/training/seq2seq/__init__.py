@@ -219,13 +219,12 @@ class Seq2SeqSettings(
         """Check the settings, and that there is exactly one source of text."""
         super().check()
         has_parallel = any(getattr(self, f"{prefix}source_file") for prefix in FLAG_PREFIXES)
-        has_tables = any(getattr(self, f"{split}_file") for split in SPLITS)
+        has_tables = self.task_name is None and any(getattr(self, f"{split}_file") for split in SPLITS)
         for prefix in FLAG_PREFIXES[:2]:
             if (getattr(self, f"{prefix}source_file") is None) != (getattr(self, f"{prefix}target_file") is None):
                 raise ValueError(f"--{prefix}source_file and --{prefix}target_file must be set together. Set both.")
         kinds = {
-            "parallel text (--source_file, ...) or tables (--train_file, ...)": has_parallel
-            or (has_tables and self.task_name is None),
+            "parallel text (--source_file, ...) or tables (--train_file, ...)": has_parallel or has_tables,
             "--dataset_name": self.dataset_name is not None,
             "--task_name": self.task_name is not None,
         }
