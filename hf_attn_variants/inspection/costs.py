@@ -544,7 +544,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     sizes = []
     for site, path, module in model.named_attention_modules():
         numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
-        kernel = module.get_submodule(site.core).kernel
+        kernel = _get_core_module(module, site).kernel
         # The size of a causal kernel's state does not depend on the number of tokens.
         sizes.append((site, 0 if kernel is not None and kernel.is_causal else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
@@ -577,7 +577,7 @@ def kv_cache_bytes(
     )
     sizes = []
     for site, path, module in model.named_attention_modules():
-        core, heads = module.get_submodule(site.core), site.get_heads(model.config, path)
+        core, heads = _get_core_module(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
@@ -598,6 +598,11 @@ def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | 
         cache: The cache size of one sequence in bytes, or None if the model has no cache.
     """
     return None if memory is None or not cache else max(0, (memory - weights) // cache)
+
+
+def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
+    """Return the submodule that calls the attention function."""
+    return module.get_submodule(site.core)
 
 
 def flops_per_token(
@@ -640,7 +645,7 @@ def flops_per_token(
         latent = linears.pop(site.get_latent_path(path), None)  # a latent that layers share is counted once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        core = module.get_submodule(site.core)
+        core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         attended = attended if core.compression is None else core.compression.num_attended_keys(attended)
         if is_local_layer(config, site.get_layer_index(config, path)):
