@@ -327,8 +327,12 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
             )
         accelerator.wait_for_everyone()  # all processes check the folder before any process writes to it
         if accelerator.is_main_process:
-            new_folders = files.make_folders(Path(settings.output_dir))
-            tempfile.TemporaryFile(dir=settings.output_dir).close()  # raise an error early if it is not writable
+            try:
+                new_folders = files.make_folders(Path(settings.output_dir))
+                tempfile.TemporaryFile(dir=settings.output_dir).close()
+            except OSError as error:
+                problem = f"--output_dir {settings.output_dir} cannot be written to ({error.strerror})"
+                raise OSError(f"{problem}. Choose another folder.") from error
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
         with lock as was_in_use, disable_progress_bars(settings.disable_tqdm):
             if was_in_use:
