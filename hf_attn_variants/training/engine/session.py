@@ -327,12 +327,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
             )
         accelerator.wait_for_everyone()  # all processes check the folder before any process writes to it
         if accelerator.is_main_process:
-            try:
-                new_folders = files.make_folders(Path(settings.output_dir))
-                tempfile.TemporaryFile(dir=settings.output_dir).close()
-            except OSError as error:
-                problem = f"--output_dir {settings.output_dir} cannot be written to ({error.strerror})"
-                raise OSError(f"{problem}. Choose another folder.") from error
+            new_folders = _make_output_dir(settings.output_dir)
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
         with lock as was_in_use, disable_progress_bars(settings.disable_tqdm):
             if was_in_use:
@@ -402,6 +397,19 @@ def _check_output_dir(settings: TrainingSettings) -> None:
             "replace the log and the best weights in that folder. Choose an empty folder, or the folder of the "
             "checkpoint."
         )
+
+
+def _make_output_dir(output_dir: str) -> list[Path]:
+    """Create the output folder if necessary, check that it is writable, and return the newly created folders."""
+    new_folders = []
+    try:
+        new_folders = files.make_folders(Path(output_dir))
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        files.remove_empty_folders(new_folders)
+        problem = f"--output_dir {output_dir} cannot be written to ({error.strerror})"
+        raise OSError(f"{problem}. Choose another folder.") from error
+    return new_folders
 
 
 def _describe_how_to_resume(settings: TrainingSettings) -> str:
