@@ -107,7 +107,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
 
 
 def _log_retries_once() -> None:
-    """Let each kind of retry message from the Hub client through only once."""
+    """Show each kind of retry message from the Hub client only once."""
     logged: set[str] = set()
 
     def is_first_retry(record: logging.LogRecord) -> bool:

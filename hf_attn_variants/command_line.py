@@ -22,8 +22,9 @@ MIN_SIMILARITY = 0.7
 class StoreOnce(argparse._StoreAction):
     """Store action that, unlike the one in argparse, does not silently replace an earlier value of the same flag.
 
-    A second list is an error, because users may expect the two lists to be joined. A second single value replaces the
-    first one and a note is printed, so that flags at the end of a command line override those from a script.
+    A second list is an error, because users may expect the two lists to be joined. If a flag with a
+    single value is repeated, a note is printed and the last value is used. This way, flags at the end of a command
+    line override those from a script.
     """
 
     def __call__(
@@ -109,7 +110,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Flag(NamedTuple):
-    """A flag of a command, as arguments of argparse's `add_argument`. The type can be bool or a tuple of choices."""
+    """The definition of a flag, with the arguments for argparse's `add_argument`.
+
+    The type can be bool or a tuple of choices.
+    """
 
     name: str
     type: Any = str
@@ -134,8 +138,8 @@ def add_flags(group: argparse._ActionsContainer, flags: Mapping[Flag, str], *com
 
     Args:
         group: the parser or the group.
-        flags: the help text of each flag.
-        common: the names of the `COMMON_FLAGS` to add after them.
+        flags: the flags to add, with their help texts.
+        common: the names of the `COMMON_FLAGS` to add after `flags`.
     """
     shared_flags = {flag: text for flag, text in COMMON_FLAGS.items() if flag.name in common}
     for flag, text in {**flags, **shared_flags}.items():

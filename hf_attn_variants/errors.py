@@ -27,7 +27,7 @@ def unwind_on_interrupt() -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process launched on this machine, which prints messages for all processes."""
+    """Return whether this is the first process launched on this machine. It prints messages for all processes."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

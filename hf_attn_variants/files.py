@@ -46,8 +46,8 @@ def open_file(path: Path) -> BinaryIO:
     """Open a plain or gzip-compressed text file and return a reader of its uncompressed bytes.
 
     Raises:
-        OSError: if the file does not exist or is not a regular file, or if a .gz file is compressed more strongly than
-            text can be. The compression may also be checked later, when the result is read.
+        OSError: if the file does not exist or is not a regular file, or if the compression ratio of a .gz file is
+            too high for text. The ratio may also be checked later, when the result is read.
         ValueError: if a line is too long. This may also be checked later, when the result is read.
     """
     check_regular_file(path)
@@ -426,7 +426,10 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unwind_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM, which batch schedulers send, unwind the stack like Ctrl-C, unless it already has a handler."""
+    """Make SIGTERM unwind the stack like Ctrl-C, unless a handler for SIGTERM is already installed.
+
+    Batch schedulers send this signal.
+    """
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
         yield

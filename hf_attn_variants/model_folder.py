@@ -105,7 +105,7 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
 
 
 def describe_unfinished_model(folder: Path) -> str | None:
-    """Return how to repair a folder that a killed run left incomplete, or None if the folder is complete."""
+    """Return instructions for repairing a folder that a killed run left incomplete, or None if it is complete."""
     is_notice = is_placeholder_config(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None

@@ -25,7 +25,10 @@ class LogitsKind(Enum):
 
 
 def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
-    """Return the kind of a model's logits, based on its class and `problem_type`, as in the Transformers losses."""
+    """Return the kind of a model's logits.
+
+    As in the loss functions of Transformers, it is determined by the model's class and `problem_type`.
+    """
     name, config = type(model).__name__, model.config
     if name.endswith("ForPreTraining") and config.model_type.endswith("electra"):
         return LogitsKind.TOKENS  # logits [b, n] for the probability that each token was replaced

@@ -353,7 +353,10 @@ def make_missing_column_error(place: str, record: dict[str, Any], column: str, f
 
 
 def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:
-    """Return whether a column contains text. The first value must be a string, and at least one must not be blank."""
+    """Return whether a column contains text.
+
+    The first value must be a string, and at least one value must not be blank.
+    """
     values = (get_column_value(row, column) for row in rows)
     first = next(values, None)
     if not isinstance(first, str):

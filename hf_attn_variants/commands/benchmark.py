@@ -100,7 +100,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_plot(parser: argparse.ArgumentParser, plot: str | None) -> None:
-    """Exit with an error message if the plot could not be written after the measurement."""
+    """Check in advance that the plot can be written after the measurement, and exit with an error message if not."""
     if plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> Any:
 def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
     """Return the header and rows of a `CostTable` as strings.
 
-    With several beams, the first row is the Transformers class, because its cache is larger.
+    With several beams, the first row shows the Transformers class, because the cache of this class is larger.
 
     Args:
         table: the table.

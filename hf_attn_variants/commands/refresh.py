@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _refresh(source: Path, output: Path) -> float:
-    """Write the repository with the current code, and return the largest relative difference between the outputs."""
+    """Write the repository with the current code, and return the largest relative change in the model's outputs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from ..conversion.checkpoint.source import read_config

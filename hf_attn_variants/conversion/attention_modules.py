@@ -202,7 +202,7 @@ def _resolve_linear_tensors(
     Args:
         site, module, heads, entries: See `_build_attention_module`.
         path: Path of the module in the checkpoint.
-        width: Input size of the key and value projections without a latent.
+        width: Input size of the key and value projections if there is no latent.
     """
     tensors, shapes = {}, {}
     for role, linear_path in site.projections.items():

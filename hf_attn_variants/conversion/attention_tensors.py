@@ -1,17 +1,19 @@
 """Defines the tensors and head counts of an attention module, and computes new heads and latents for it.
 
 **Latents.** A latent c = A y [r] of an encoder output y [D] is decoded as R c. A key or value projection W then loses
-W (y - R A y). The effect on the attention output is a quadratic form in the lost part. Let G [D, D] be the Gram matrix
-that measures how an error of y, passed through the projections of all heads, changes the output. Let S [D, D] be the
-second-moment matrix of y, weighted by the attention. Then
+W (y - R A y). The squared effect on the attention output is a quadratic form in y - R A y. Let G [D, D] be the Gram
+matrix that measures how an error in y, passed through the projections of all heads, changes the output. Let S [D, D]
+be the second-moment matrix of y, weighted by the attention. Then
 
     lost energy = tr( G (1 - R A) S (1 - R A)^T ),   total energy = tr( G S )
 
 R = S A^T (A S A^T)^-1 contains the coefficients of a regression of y on c. Each new projection is W R. The best A
-spans the first r right singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2. A latent can
-serve several projections, such as keys and values, or all layers that read the same encoder outputs. Each projection
-then has its own form. Their S matrices are divided by their traces and added, weighted by the energies of the forms.
-Their G matrices are scaled to the same energies under this common S, and added.
+spans the first r right singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2.
+
+Several projections can share a latent, such as keys and values, or all layers that read the same encoder outputs. Each
+projection then has its own quadratic form with its own G and S. The common S is the sum of all S matrices, each
+divided by its trace and multiplied by the energy of its form. The common G is the sum of all G matrices, each scaled
+so that its form has the same energy under the common S as under its own S.
 
 Without text (`compute_weight_forms`), S is the identity matrix, and G follows from products of weights because keys
 are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the
@@ -209,7 +211,10 @@ class AttentionTensors:
         return states if self.latent_weight is None else nn.functional.linear(states, self.latent_weight)
 
     def with_input_projection(self, latent_weight: torch.Tensor) -> AttentionTensors:
-        """Return equivalent projections for key/value inputs to which a linear layer [w, D] is applied first."""
+        """Return projections that first apply a linear layer [w, D] to the key/value inputs.
+
+        The layer becomes part of the latent projection.
+        """
         second = self.latent_weight
         product = latent_weight if second is None else (second.double() @ latent_weight.double()).to(latent_weight)
         return replace(self, latent_weight=product)
@@ -326,13 +331,13 @@ def find_best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Te
 
 @torch.no_grad()
 def compute_energy_loss_by_rank(forms: Sequence[QuadraticErrorForm]) -> torch.Tensor:
-    """Return the shares of energy [D + 1] that the best latents of ranks 0 to D lose over all forms."""
+    """Return the share of energy over all forms that the best latent of each rank r = 0, ..., D loses, [D + 1]."""
     energies = _compute_latent_directions(forms)[0].clamp_min(0)  # ascending
     return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
 
 
 def _compute_latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the candidate directions of a latent as columns [D, D] and their energies [D] in ascending order."""
+    """Return the ascending energies [D] of candidate directions for a latent, and the directions as columns [D, D]."""
     metric: Any = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
     gram = sum(form.gram * (form.energy / (form.gram * metric).sum().clamp_min(1e-300)) for form in forms)

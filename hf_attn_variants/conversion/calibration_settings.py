@@ -1,4 +1,4 @@
-"""Defines the calibration settings, which are the text or audio and the fitting options, without importing torch."""
+"""Defines the calibration settings: the text or audio, and the fitting options. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Calibration:
             greedily.
         tokenizer: The model's tokenizer. If None, it is loaded from the checkpoint folder. Required for models in
             memory.
-        max_length: Maximum number of tokens in a text, or in the output for audio. If None, texts are only truncated
-            if they are longer than the model's number of positions (512 tokens if the model has no limit), and
-            passages of shorter texts have up to 256 tokens. For audio, the default is 224. The output is always
-            limited to half of the model's positions.
+        max_length: Maximum number of tokens in a text or, for audio, in the generated output. If None, texts are only
+            truncated if they are longer than the model's number of positions (512 tokens if the model has no limit),
+            and passages that are joined from shorter texts have up to 256 tokens. For audio, the default is 224, and
+            the output is always limited to half of the model's positions.
         passages: Whether half of the texts are joined with the texts that follow them. If None, texts are joined for
             encoders and decoder-only models that read single texts. Not supported for other models.
         batch_size: Number of examples in a forward pass. Defaults to 32 for text and 4 for audio.
@@ -70,8 +70,8 @@ class Calibration:
         source_lang, target_lang: Languages for a multilingual tokenizer (`model_properties.set_languages`). If None,
             the languages saved with the tokenizer are used.
         device: Device for the computations. If None, a GPU is used if available.
-        audio: Paths of audio files for speech models, which replace the texts. Each file is truncated or padded to
-            the length of one input window. The decoder reads the model's own greedy output.
+        audio: Paths of audio files, which are used instead of texts for speech models. Each file is truncated or
+            padded to the length of one input window. The decoder reads the model's own greedy output.
         feature_extractor: Feature extractor for audio. If None, it is loaded from the checkpoint folder.
         whole_length: Number of tokens in the longest text, limited by the model's number of positions. The conversion
             sets this field (`batches.add_text_lengths`) and evaluates the converted model on texts of up to this
@@ -177,7 +177,7 @@ class Calibration:
 
     @property
     def length(self) -> int:
-        """The maximum number of tokens in a text, or in the output for audio."""
+        """The maximum number of tokens in a text or, for audio, in the generated output."""
         default = self.whole_length or MAX_LENGTH if self.audio is None else MAX_AUDIO_LENGTH
         return default if self.max_length is None else self.max_length
 

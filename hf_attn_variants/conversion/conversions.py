@@ -303,9 +303,9 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Convert a checkpoint and write it to a new folder, with only one attention module in memory at a time.
 
-    The new folder has the same shards, tensor names and other files as the original folder, the remote code for
-    `trust_remote_code=True`, and the returned report as conversion_report.json. It is only created once all files have
-    been written. Takes the same arguments and raises the same errors as `convert`.
+    The new folder has the same shards, tensor names and other files as the original folder. It also contains the
+    remote code for `trust_remote_code=True`, and the returned report as conversion_report.json. The folder is only
+    created once all files have been written. Takes the same arguments and raises the same errors as `convert`.
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -500,8 +500,8 @@ class ConversionRequest:
             config: The original model's config.json.
             entries: The dtypes and shapes of the original model's tensors.
             config_file: Path of `config` for error messages, or None for a model in memory.
-            reader: The tensors of the original model. If None, the conversion is only checked, without weights or
-                text. Ranks and layers that depend on them are then placeholders.
+            reader: The tensors of the original model. If None, the conversion is only checked, and no weights or text
+                are read. Ranks and layers that depend on weights or text are then placeholders.
             source: Function that loads the original model for calibration, or None if calibration is not used.
 
         Raises:
@@ -544,11 +544,11 @@ class ConversionRequest:
         return should_calibrate(plan, self.calibration)
 
     def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
-        """Return a warning about quality loss without examples, or None if it does not apply.
+        """Return a warning that the model loses quality without calibration examples, or None if this does not apply.
 
         Raises:
-            ValueError: if `needs_method` is set and the decoder's outputs would be unusable. The error message is the
-                same warning.
+            ValueError: if `needs_method` is set and the decoder's outputs would be unusable. The error message is this
+                warning.
         """
         if self.requested_method is not None or not plan.reduced_modules or self.calibration is not None:
             return None

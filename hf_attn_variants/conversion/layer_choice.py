@@ -4,7 +4,7 @@
 of size d are equivalent to a latent of rank 2 k d with constrained projections, and a latent of the same rank without
 this constraint loses less.
 
-**Token-matching layers** (`keep_matching_layers`). A model compares two texts with heads that find the same word in
+**Token-matching layers** (`keep_matching_layers`). To compare two texts, a model uses heads that find the same word in
 the other text ("duplicate token heads", arXiv 2211.00593, section 3). Shared keys and kernels make these heads less
 precise. This hardly changes the outputs for single texts, but fine-tuning on pairs of texts then converges slowly or
 not at all (docs/what_did_not_help.md). Only a few layers have such heads, for example two of six in MiniLM. They can
@@ -33,7 +33,7 @@ from .plan import ConversionPlan
 
 
 def num_cached_values(heads: AttentionHeads, width: int) -> int:
-    """Return the number of values that an attention module caches per token, which are a latent or keys and values.
+    """Return the number of values that an attention module caches per token, for a latent or for keys and values.
 
     Args:
         heads: The head counts of the module.
@@ -48,8 +48,8 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
     A latent that all layers share is counted only once. Decoders also cache the keys and values of short source texts
-    (`latent_attention.should_store_expanded_latent`). These are not counted because they are not larger than the
-    projections.
+    (`latent_attention.should_store_expanded_latent`). These are not counted because they are no larger than the
+    projection weights.
 
     Args:
         config: The variant configuration of the model.
@@ -57,8 +57,8 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
 
     Returns:
         {type: bytes}. The sizes for "self" and "decoder" are per generated token, and the size for "cross" is per
-        source token. None if the model has no cache because it is an encoder or because of
-        `supports_decoder_cache`.
+        source token. None if the model has no cache, either because it is an encoder or because
+        `supports_decoder_cache` returns False.
     """
     if not supports_decoder_cache(config):
         return None
@@ -186,7 +186,7 @@ def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence
     ranks = [min(step, max_rank) for max_rank in max_ranks]
 
     def gain(layer: int) -> float:
-        """Return how much energy per value a larger rank would preserve, or -1 if the rank cannot be increased."""
+        """Return how much energy a larger rank preserves per added value, or -1 if the rank cannot be increased."""
         rank = ranks[layer]
         more = min(rank + step, max_ranks[layer])
         if more == rank or sum(ranks) + more - rank > total:
@@ -323,7 +323,7 @@ def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
 
 
 def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return those of `fields` that change the layers of the encoder or decoder with this prefix."""
+    """Return the names in `fields` that change the layers of the encoder or decoder with the given prefix."""
     names = [f"{prefix}{field}" for field in LAYER_FIELDS]
     return [name for name, value in fields.items() if value is not None and name in names]
 

@@ -409,7 +409,7 @@ def _check_all_fields_used(
     changes: Mapping[str, Any],
     modules: list[AttentionModule],
 ) -> None:
-    """Check that the model has attention modules for all numbers of heads and ranks that change."""
+    """Check that every changed head count or rank applies to an attention module in the model."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
     for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
         if unused := [field for field in fields if field in changes and field not in used]:

@@ -31,8 +31,8 @@ they are only truncated at the model's maximum length. The measure depends on th
   mean embedding of all examples.
 
 Each measure is a ratio of sums over examples with a 95 % confidence interval (`compute_ratio_confidence_interval`). If
-the whole interval is within the tolerance, the verdict is "within tolerance". If no part of it is, the verdict is
-"outside tolerance". Otherwise, the verdict is "inconclusive".
+the whole interval is within the tolerance, the verdict is "within tolerance". If the whole interval is outside the
+tolerance, the verdict is "outside tolerance". Otherwise, the verdict is "inconclusive".
 """
 
 import json
@@ -92,7 +92,7 @@ class Quality:
             was not trained on this type of text.
         interval: The 95 % confidence interval of the value. None if there is only one example, or if the report was
             written by version 0.1.
-        is_rare: Whether predictions are excluded if both models make the most frequent prediction.
+        is_rare: Whether the most frequent prediction is excluded if both models make it.
     """
 
     measure: str
@@ -333,8 +333,9 @@ def _compute_relative_error(
 ) -> float | None:
     """Return the relative error of the products of two factors, or None if it is not defined.
 
-    Each factor consists of a weight [h*d, D] and its bias [h*d], or None. `shared` contains the number of heads in the
-    second factor before and after the conversion, which `heads` heads in the first factor share.
+    Each factor consists of a weight [h*d, D] and its bias [h*d], or None. The first factor has `heads` heads, which
+    share the heads in the second factor. `shared` contains the number of heads in the second factor before and after
+    the conversion.
     """
     (left, right), (new_left, new_right) = factors, new_factors
     # Heads are processed in blocks because a float64 copy of all heads would need more memory than the layer.
@@ -528,7 +529,7 @@ class ConversionReport:
         return "\n".join([f"Converted {self.source}{method} into {self.output_dir}", *lines])
 
     def _describe_attention_errors(self) -> list[tuple[str, str]]:
-        """Return summary rows about output errors on held-out text, or about weight errors if these are unknown."""
+        """Return summary rows about output errors on held-out text or, if they are unknown, about weight errors."""
         if self.mean_output_relative_error is None:
             # A new attention pattern changes the outputs but not the weights, so weight errors would be misleading.
             if all(layer.change == "same" for layer in self.layers):
@@ -640,7 +641,10 @@ def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]
 def _compute_cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    """Return the cache size per token before and after for each type of attention, or None without a cache."""
+    """Return the cache size per token before and after the conversion for each type of attention.
+
+    Returns None if the model has no cache.
+    """
     caches = []
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []

@@ -63,7 +63,7 @@ def compute_converted_tensors(
 def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
     """Return the file, dtype and shape of every tensor after the conversion.
 
-    Each tensor stays in the file that replaces its original file.
+    Each original tensor is stored in the file that replaces its original file.
     """
     new_dtype = None if plan.dtype is None else get_safetensors_dtype(plan.dtype)
     shapes = {name: shape for module in plan.modules for name, shape in module.shapes.items()}
@@ -133,7 +133,7 @@ def write_weights(
 def _convert_modules(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> Iterator[tuple[AttentionModule, AttentionTensors, AttentionTensors, dict[str, torch.Tensor]]]:
-    """Yield each module, its projections before and after, and the tensors to store, {name: tensor}."""
+    """Yield each module, its projections before and after the conversion, and the tensors to store, {name: tensor}."""
     latents = {} if calibrated else _compute_shared_latents(plan, reader)
     for module in plan.modules:
         before = module.read_tensors(reader.read)
@@ -148,7 +148,7 @@ def _convert_modules(
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
-    """Compute the new latents that several modules share, {name: latent}, only from the weights.
+    """Return each new latent that several modules share, {name: latent}, computed from the weights only.
 
     Modules are read one at a time, and their quadratic forms are summed.
     """

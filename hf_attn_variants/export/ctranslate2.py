@@ -50,8 +50,8 @@ class CTranslate2Export:
     Args:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
-        quantization: The quantization type of the weights (CTranslate2's name).
-        heads: {key/value head field: (query heads, key/value heads)}. The latter is a list if layers differ.
+        quantization: The quantization type of the weights, as named in CTranslate2.
+        heads: {key/value head field: (query heads, key/value heads)}. The second value is a list if the layers differ.
         agreement: The comparison between the outputs of CTranslate2 and the model for random inputs.
         usage: Python code that uses the exported model.
         unexported_settings: The generation settings that are neither in the exported files nor in `usage`.

@@ -71,7 +71,8 @@ def _make_branch(graph: GraphProto, prefix: str, outputs: list[ValueInfoProto], 
     Args:
         graph: The graph.
         prefix: A prefix for the names of intermediate values, which must be unique in the file.
-        outputs: The outputs of the operator. The graph may lack cross-attention caches, which are inputs of a step.
+        outputs: The outputs of the operator. A decoding step does not compute the cross-attention caches, so the
+            corresponding inputs are returned instead.
         weights: The weights of the file.
     """
     names = {value.name: value.name for value in graph.input}
@@ -92,14 +93,17 @@ def _make_branch(graph: GraphProto, prefix: str, outputs: list[ValueInfoProto], 
 
 
 def _without_sizes(value: ValueInfoProto, name: str) -> ValueInfoProto:
-    """Return a value with the same type and number of dimensions, but another name and variable sizes."""
+    """Return a copy of a value description with the given name and variable sizes for all dimensions."""
     tensor = value.type.tensor_type
     sizes = [f"{value.name}_{number}" for number in range(len(tensor.shape.dim))]
     return helper.make_tensor_value_info(name, tensor.elem_type, sizes)
 
 
 def _rename_values(node: NodeProto, prefix: str, names: dict[str, str]) -> NodeProto:
-    """Return an operator whose inputs and outputs are renamed, with a prefix unless `names` contains them."""
+    """Return an operator with renamed inputs and outputs.
+
+    Inputs that are in `names` are renamed as specified there. For all other inputs and outputs, the prefix is added.
+    """
     renamed = NodeProto()
     renamed.CopyFrom(node)
     renamed.name = f"{prefix}/{node.name}"

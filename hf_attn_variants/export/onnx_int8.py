@@ -1,8 +1,8 @@
 """Quantizes ONNX graphs to int8, and compares them with the float32 graphs.
 
 With dynamic quantization, ONNX Runtime chooses the scale of the inputs in each call. With static quantization, the
-scales are computed from calibration texts, and OpenVINO can fuse more operators. Each form is slow in the other
-runtime.
+scales are computed from calibration texts, and OpenVINO can fuse more operators. Graphs for one runtime are slow
+in the other one.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Int8Export:
 
     Args:
         files: The names of the files.
-        runtime: "ONNX Runtime" or "OpenVINO". The graphs are slow in the other program.
+        runtime: "ONNX Runtime" or "OpenVINO". The graphs are slow in the other runtime.
         measure: "cosine similarity", "equal predictions" or "equal tokens".
         agreement: The value of the measure.
         inputs: A description of the compared inputs.
@@ -118,10 +118,10 @@ def make_text_batches(
 def quantize_dynamically(
     path: Path, int8_path: Path, float32_modules: Sequence[str] = (), quantizes_embeddings: bool = True
 ) -> None:
-    """Write a graph with int8 weights, one scale per output, for ONNX Runtime.
+    """Write a graph with int8 weights and one scale per output channel, for ONNX Runtime.
 
-    The weights have 7 bits. On x86 processors without VNNI, ONNX Runtime adds two products in 16 bits, which could
-    overflow with 8 bits.
+    Only 7 bits are used for the weights. On x86 processors without VNNI, ONNX Runtime adds two products in 16 bits,
+    and the sum could overflow with 8-bit weights.
 
     Args:
         path: The float32 graph.
@@ -167,7 +167,7 @@ def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -
     Args:
         path: The float32 graph.
         int8_path: The file to write.
-        inputs: The inputs for a call with each calibration text.
+        inputs: The model inputs for each calibration text.
     """
     import nncf
     import onnx

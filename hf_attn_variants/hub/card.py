@@ -166,7 +166,7 @@ EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_l
 
 
 def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
-    """Add the values that the template needs to each step.
+    """Extend each step with the values that the template requires.
 
     Args:
         steps: The steps in a `ModelHistory`, without local paths.
@@ -350,9 +350,10 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
 
 
 def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
-    """Return whether the last conversion changed no outputs because it only added cached encoder outputs or inputs.
+    """Return whether the last conversion left the outputs unchanged.
 
-    Returns False for variants with a pattern or a kernel because the steps do not contain these fields.
+    This is the case if it only added cached encoder outputs or cached inputs. The result is False for variants with a
+    pattern or a kernel, because the steps do not contain these fields.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
@@ -377,7 +378,10 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Describe all fields with the given fact that are set in the encoders and decoders to which `fields` belong."""
+    """Describe the fields of one type that are set in the encoders and decoders to which `fields` belong.
+
+    The type is `fact`, which is "pattern" or "kernel".
+    """
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
     rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
@@ -392,7 +396,7 @@ def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
-    """Return the place and the ranks of the latents that a rank field sets, in addition to `_describe_field`."""
+    """Return the result of `_describe_field` for a rank field, with the place and the ranks of its latents."""
     prefix, row = get_field_row(name)
     layers = get_values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})

@@ -277,7 +277,8 @@ def push_checkpoint(
 
     Args:
         plan: The result of `plan_push`.
-        private: Whether a new repository is private. Unless this is None, an existing repository must match.
+        private: Whether a new repository is private. An existing repository must have the same
+            visibility, unless this is None.
         revision: The branch to push to. Defaults to "main".
         commit_message: The commit message.
         overwrite_card: Whether to replace a README.md that was edited on the Hub.

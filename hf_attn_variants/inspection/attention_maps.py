@@ -283,7 +283,7 @@ def _get_key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[st
 
 
 def _get_kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
-    """Return the index of the key/value head that each head reads, or () if no heads share one."""
+    """Return the index of the key/value head that each head reads, or () if no heads are shared."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 

@@ -1,9 +1,9 @@
 """Computes the costs of a checkpoint and its possible variants from its `config.json`.
 
-The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. The weights and
-all other files in the checkpoint are not read. Parameters, FLOPs and cache sizes are counted for a model that can be
-on the meta device. A multiplication and an addition count as two FLOPs. Only matrix products are counted, but not
-softmax, norms and biases.
+There are variants for all possible numbers of key/value heads and for a few latent ranks, and a variant with talking
+heads. The weights and all other files in the checkpoint are not read. Parameters, FLOPs and cache sizes are computed
+from a model, which can be on the meta device. A multiplication and an addition count as two FLOPs. Only matrix
+products are counted. Softmax, norms and biases are ignored.
 """
 
 import re
@@ -371,9 +371,9 @@ def iterate_variant_fields(
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of each variant, with multi-head attention first.
 
-    The variants have `counts` key/value heads with the model's current latents. If the layers have different numbers
-    of heads, the unchanged model is also a variant. Models without latents or talking heads also get variants with
-    these.
+    There is one variant for each number of key/value heads in `counts`, with the model's current latents. If the
+    layers have different numbers of heads, the unchanged model is also a variant. If the model does not have latents
+    or talking heads, variants with latents or talking heads are added.
 
     Args:
         current: The configuration of the model.
@@ -401,7 +401,10 @@ def iterate_variant_fields(
 
 
 def has_latents(config: Any, field: str | None = None) -> bool:
-    """Return whether a configuration has latents in the encoder or decoder of `field`, or in any if it is None."""
+    """Return whether a configuration has latents in the encoder or decoder that `field` belongs to.
+
+    If `field` is None, latents in any encoder or decoder count.
+    """
     names = config.rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
@@ -409,9 +412,9 @@ def has_latents(config: Any, field: str | None = None) -> bool:
 def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of a few latent variants.
 
-    For models with cross-attention, these are cached encoder outputs, a cross-attention latent of a quarter of the
-    width, and this latent combined with a self-attention latent that is as large as a multi-query cache. For other
-    models, the only variant has latents of a quarter of the width.
+    For models with cross-attention, the variants are cached encoder outputs, a cross-attention latent with a quarter
+    of the width, and this latent combined with a self-attention latent that is as large as a multi-query cache. For
+    other models, the only variant has latents with a quarter of the width.
     """
     width, as_multi_query = current.hidden_size, 2 * current.get_attention_head_dim()
     quarter = max(1, width // 4)
@@ -484,7 +487,7 @@ def _has_unconvertible_attention(config: Any) -> bool:
 
 
 def get_score_name(config: Any, prefix: str) -> str | None:
-    """Return the name of the score function that the fields with this prefix set, or None for the dot product."""
+    """Return the name of the score function set by the fields with this prefix, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
@@ -618,9 +621,9 @@ def flops_per_token(
         model: A variant model.
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
-        decodes: Whether the decoder generates one token at a time. If it does, latents are counted in the form that
-            the model uses for this, and otherwise in the expanded form.
-        batch_size: The number of sequences per batch, on which the form for short source texts depends.
+        decodes: Whether the decoder generates one token at a time. If True, latents are counted in the form
+            that the model uses for generation. Otherwise, they are counted in the expanded form.
+        batch_size: The number of sequences per batch. For short source texts, the form depends on this number.
 
     Returns:
         {"encoder": ..., "decoder": ...}, with only the parts that the model has. The encoder includes the keys,

@@ -1,12 +1,12 @@
-"""Measures the trade-off between the loss and the cache size and speed of a checkpoint's variants.
+"""Measures how the variants of a checkpoint trade loss for cache size and speed.
 
 `measure_frontier` converts the checkpoint in memory to variants with fewer key/value heads, with latents, or with
 combinations of latents. No model is written.
 
-A calibrated conversion computes each attention module only from the corresponding module in the base model, or each
-group of modules that share a latent from the corresponding group. `ConvertedAttentions` therefore stores the modules
-from each conversion, and combines modules from several conversions into the model that a single conversion would
-produce.
+In a calibrated conversion, each attention module depends only on the corresponding module in the base model. Modules
+that share a latent depend only on the corresponding group of modules. `ConvertedAttentions` therefore stores the
+modules from each conversion, and combines modules from several conversions into the model that a single conversion
+would produce.
 
 `FrontierFile` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
@@ -232,7 +232,7 @@ Key = tuple[str, Any]
 
 
 class ConvertedAttentions:
-    """Attention modules from several conversions of a base model, which run when a module is first needed."""
+    """Attention modules from several conversions of a base model. Each conversion runs only when it is needed."""
 
     def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
         """Store the attention modules of the base model.
@@ -549,7 +549,7 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
 
 
 def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Mark the variants on the frontier, and sort all rows after the base model from largest to smallest."""
+    """Mark the variants on the frontier, and sort them by size in descending order, with the base model first."""
     return _mark_frontier([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
@@ -594,7 +594,7 @@ def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, 
 def _compute_mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
     """Return the mean difference per word between two losses [texts, 2], and its standard error.
 
-    The standard error is that of a ratio of two sums over texts because the texts are the independent samples.
+    The standard error is computed for a ratio of two sums over texts, because the texts are the independent samples.
     """
     words = losses[:, 1].sum()
     mean = (losses[:, 0] - source[:, 0]).sum() / words

@@ -70,7 +70,7 @@ class HeldOutText:
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
-        """Return the summed loss and the number of words or predictions of each text, float64 [texts, 2]."""
+        """Return the summed loss and the number of words or predictions for each text, as float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
         arguments = with_known_encoder_outputs if self._is_encoder_of(model) else without_known_encoder_outputs
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):

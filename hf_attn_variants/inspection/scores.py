@@ -136,7 +136,7 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
 
 
 def _check_compatible(runs: Sequence[GlueRun]) -> None:
-    """Check that runs on a task have the same dev set, and runs of a model on a task differ only in the seed."""
+    """Check that runs on a task have the same dev set, and that runs of a model on a task differ only in the seed."""
     seen: dict[tuple[str, str, int], GlueRun] = {}
     tasks: dict[str, GlueRun] = {}
     models: dict[tuple[str, str], GlueRun] = {}
@@ -209,7 +209,7 @@ def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[
 
 
 def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
-    """Return the scores of each model. Models with the most tasks and then the best averages come first."""
+    """Return the scores of each model, sorted by the number of tasks and then by the average, in descending order."""
     by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
         by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score

@@ -459,7 +459,7 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
 
 
 def _check_device(device: str) -> None:
-    """Check that a device is available, which raises `ValueError` otherwise."""
+    """Raise `ValueError` if a device is not available."""
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -496,7 +496,10 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
 
 @torch.no_grad()
 def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[], Any], decodes: bool) -> None:
-    """Check that "transformers" equals this package's multi-head model, and decoding with and without the cache.
+    """Check that the outputs of the models are correct.
+
+    The outputs of the model "transformers" must equal those of this package's multi-head model. The other models must
+    decode identically with and without the cache.
 
     Args:
         models: {name: (fields, float32 model)}.
@@ -529,7 +532,7 @@ def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
 
 
 def prepare_for_timing(model: Any, device: str) -> Any:
-    """Convert a model to float32 on a device, in evaluation mode, and disable early stopping."""
+    """Move a model to a device in float32 and evaluation mode, and disable early stopping."""
     return disable_early_stopping(model.float().eval().to(device))
 
 

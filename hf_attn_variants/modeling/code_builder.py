@@ -146,7 +146,7 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
 
 
 def build_single_file(module: str, name: str, paths: Iterable[Path], mechanisms: frozenset[str] = frozenset()) -> str:
-    """Return a file with a definition outside `modeling/` and all code of this package that it uses.
+    """Return the text of a file with a definition from outside `modeling/` and all package code that it uses.
 
     The file only imports torch, Transformers and the standard library.
 
@@ -254,7 +254,7 @@ def _read_module(path: Path, file: str | None = None) -> _Module:
 
 
 def _is_for_type_checkers(node: ast.stmt) -> TypeGuard[ast.If]:
-    """Return True if a statement has a body for type checkers. Repositories only include its `else` branch."""
+    """Return True if a statement is an `if TYPE_CHECKING` block. Repositories only include its `else` branch."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
@@ -376,7 +376,7 @@ def _add_import(
 def _add_plain_import(
     plain: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
 ) -> None:
-    """Add the used names in an import from torch, Transformers or the standard library."""
+    """Add an import from torch, Transformers or the standard library, limited to the names that are used."""
     for alias in node.names:
         shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
         if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
@@ -410,7 +410,7 @@ def _join_statements(parts: list[str]) -> str:
 def _build_definition_text(
     definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]
 ) -> str:
-    """Return the source of a statement, with its inner imports adapted to the repository.
+    """Return the source of a statement, and adapt the relative imports inside it to the files of the repository.
 
     Args:
         names: the used names that the statement defines. A `guarded_imports` block only imports these names.

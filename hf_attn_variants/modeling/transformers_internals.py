@@ -196,7 +196,7 @@ def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
 
 
 def get_auto_class_names(model_type: str) -> dict[str, str]:
-    """Return the name of the Transformers class for a model type in each Auto class, {Auto class: model class}.
+    """Return a model type's Transformers classes as {name of the Auto class: name of the model class}.
 
     Raises:
         TransformersChangedError: if `AutoModel` has no class for the model type.

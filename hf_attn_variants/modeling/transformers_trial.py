@@ -62,13 +62,13 @@ def compare_with_transformers(model_class: Any) -> None:
 
 
 def is_newer(version: str, than: str) -> bool:
-    """Return True if a version belongs to a later minor release than `than`."""
+    """Return True if `version` belongs to a later minor release than the one in `than`."""
     minor = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
     return minor > [int(part) for part in than.split(".")]
 
 
 def _yield_model_fields(model_class: Any) -> Iterator[dict[str, Any]]:
-    """Yield the configuration fields for each kind of model of an architecture."""
+    """Yield the configuration fields that select each kind of model in an architecture, such as a decoder."""
     yield {}
     sites = model_class.attention_sites
     if any(site.is_cross_attention for site in sites) and not hasattr(

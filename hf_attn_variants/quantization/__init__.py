@@ -1,1 +1,1 @@
-"""Quantization of loaded models to int8 linear layers or to bfloat16, for inference on CPUs."""
+"""Quantization of loaded models for inference on CPUs: int8 linear layers, or the whole model in bfloat16."""

@@ -33,7 +33,7 @@ def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers in a model that are large enough to be quantized, as {path: layer}.
 
     Subclasses of `nn.Linear` (the latent projections) are not included. The same applies to layers that are not called
-    because an attention module reads their weight together with latents or encoder outputs.
+    because an attention module that attends to latents or encoder outputs reads their weight directly.
     """
     read = {id(linear) for linear in _iterate_uncalled_linears(model)}
     return {
@@ -83,7 +83,7 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def measure_rounding_errors(
     model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """Run a model once, and measure the output error of each linear layer that is caused by rounding its inputs.
+    """Run a model once, and measure the error that rounding the inputs of each linear layer causes in its outputs.
 
     The error is relative to the variation of the outputs between tokens, because an output that is the same for all
     tokens (due to a very large input, for example) does not carry information.
@@ -120,7 +120,7 @@ def measure_rounding_errors(
 
 
 def _iterate_uncalled_linears(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the linear layers whose weight an attention module reads instead of calling the layer."""
+    """Yield the linear layers that are not called because an attention module reads their weight directly."""
     for module in model.modules():
         if isinstance(module, SharedMemoryMixin) and module.cross_cache == ENCODER_OUTPUTS:
             yield from module.key_value_projections()

@@ -1,4 +1,7 @@
-"""The `quantize` function, which converts a loaded model to int8 linear layers or bfloat16, for inference on CPUs."""
+"""The `quantize` function, which prepares a loaded model for inference on CPUs.
+
+It quantizes the linear layers to int8, or converts the whole model to bfloat16.
+"""
 
 import copy
 import functools
@@ -249,7 +252,9 @@ def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) 
 def _apply_without_cast(
     module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Apply a function to each tensor if it preserves the dtype and device. `to` and `bfloat16` call this method.
+    """Check that a function preserves the dtype and device, and apply it to each tensor.
+
+    `to` and `bfloat16` call this method.
 
     Raises:
         ValueError: If the function changes the dtype or device. In this case, no tensor is modified.

@@ -112,7 +112,7 @@ def linformer_attention(
 
     Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the effective weight of
     each value [b, h, n, m], which is the softmax weights times E. E is also used for the projection F in the paper.
-    Padding counts as zeros.
+    Padding is treated as zeros.
     """
     E = E.expand(Q.shape[0], -1, -1)
     E = E if padding is None else E.masked_fill(~padding[:, None], 0)

@@ -133,8 +133,8 @@ def memory_compressed_attention(
     """Compute memory-compressed attention, in which a convolution shortens keys and values (1801.10198, 4.2.4).
 
     Q [b, h, n, k], K and V [b, G, m, k], C_k and C_v [G, s, k, k] -> [b, h, n, k]. Key J of head g is sum_t K[sJ + t]
-    C_k[g, t], with zeros after the end. Padding counts as zeros, and queries do not attend to keys that consist only
-    of padding.
+    C_k[g, t], with zeros after the end. Padding is treated as zeros, and queries do not attend to keys that consist
+    only of padding.
     """
     m, stride = K.shape[2], C_k.shape[1]
     padding = torch.ones(K.shape[0], m, dtype=torch.bool) if padding is None else padding
@@ -163,7 +163,7 @@ def transient_global_attention(
         P_q: The query projections [h, d, k].
         P_k, P_v: The key and value projections [G, d, k].
         gamma: The scale of the summaries [d].
-        window: The window size. Half of these tokens are on each side of the query.
+        window: The window size in tokens, half of which are on each side of the query.
         block: The number of tokens per block.
         scale: The factor of the logits.
         length: The number of tokens. By default, there is no padding.
@@ -196,7 +196,10 @@ def transient_global_attention(
 
 
 def _select_keys(i: int, near: set[int], far: set[int], part: int | None, causal: bool) -> list[int]:
-    """Return the sorted positions in one part (1: near, 2: far, None: both), only up to i if `causal` is true."""
+    """Return the sorted positions in part 1 (near), part 2 (far) or both (None).
+
+    If `causal` is true, positions after i are omitted.
+    """
     keys = {None: near | far, 1: near, 2: far}[part]
     return sorted(j for j in keys if not causal or j <= i)
 

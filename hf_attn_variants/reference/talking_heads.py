@@ -98,7 +98,10 @@ def _dynamic_projection(X: Tensor, P: Maybe) -> Maybe:
 
 
 def _mix_heads(A: list[Tensor], P: Maybe, at_n: Maybe, at_m: Maybe) -> list[Tensor]:
-    """Mix r heads A [b, n, m] into s heads [b, n, m] with P [r, s], at_n [b, n, r, s] and at_m [b, m, r, s]."""
+    """Mix r heads A [b, n, m] into s heads [b, n, m] with the coefficients P [r, s].
+
+    The terms at_n [b, n, r, s] and at_m [b, m, r, s] are added to P at each query and key position.
+    """
     if P is None:
         if at_n is not None or at_m is not None:
             raise ValueError("A dynamic projection requires a static one. Also pass P_l or P_w.")

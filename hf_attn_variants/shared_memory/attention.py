@@ -116,8 +116,8 @@ else:
 class SharedMemoryMixin(_Attention):
     """Mixin for Transformers cross-attention classes that attends to shared keys and values or to encoder outputs.
 
-    The `forward` method of the Transformers class is called during training, if gradients are recorded, and if there
-    is one row of keys and values per query row.
+    The `forward` method of the Transformers class is called during training, if gradients are recorded, or if there is
+    one row of keys and values per query row.
 
     Class attributes:
         plain: The original class of the module, which is a Transformers class or a subclass.

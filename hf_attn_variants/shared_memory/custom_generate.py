@@ -42,11 +42,11 @@ def generate(model: PreTrainedModel, *args: Any, cross_cache: str = KEYS_AND_VAL
 
 
 def _get_original_generate(model: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the function that generates with a model.
+    """Return a model's original `generate` function.
 
-    `GenerationMixin.generate` passes all its parameters to a custom method. Models such as Whisper override `generate`
-    and have already prepared the inputs in this case. If the folder also contains the model, Transformers sets
-    `model.generate` to the custom method, which then receives only the arguments of the user.
+    `GenerationMixin.generate` passes all its parameters to a custom method. In this case, models such as Whisper,
+    which override `generate`, have already prepared the inputs. If the folder also contains the model, Transformers
+    sets `model.generate` to the custom method, which then only receives the arguments that the user passed.
     """
     names = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs", "custom_generate"}
     return GenerationMixin.generate if names <= kwargs.keys() else type(model).generate

@@ -111,9 +111,9 @@ def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any
 
 
 def _substitute_variables(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Replace each `${NAME}` in a value with the value of that variable, also in nested lists and dictionaries.
+    """Replace each `${NAME}` in a value with the value of that variable, including in nested lists and dictionaries.
 
-    Text that consists of a single `${NAME}` is replaced by the variable's value without converting it to text.
+    If a text consists of a single `${NAME}`, the result is the variable's value, which is not converted to text.
     """
     if isinstance(value, dict):
         return {key: _substitute_variables(inner, variables) for key, inner in value.items()}
@@ -148,7 +148,10 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 
 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
-    """Return the flags that each value of a grid axis sets. If the values are a list, the axis name is the flag."""
+    """Return a dictionary from each value of a grid axis to the flags that it sets.
+
+    If the values are a list, each value is assigned to the flag that has the name of the axis.
+    """
     if isinstance(values, dict):
         named_flags = _parse_named_flags(values, f"`grid`, `{axis}`")
         return {_parse_scalar(value): flags for value, flags in named_flags.items()}
@@ -276,7 +279,8 @@ def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], di
     """Yield each combination of a variant and a grid point, followed by each reference.
 
     Yields:
-        The variant's name, the grid point, the training flags, and the conversion flags (None without a conversion).
+        The variant's name, the grid point, the training flags, and the conversion flags. The conversion flags are None
+        if there is no conversion.
     """
     points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
     for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):

@@ -135,7 +135,7 @@ def _normalize_word(text: str) -> str:
 
 
 def check_source_loss(loss: float | None, vocabulary: int) -> None:
-    """Warn if the original model's loss, in nats per token, is more than half of that of a random guess."""
+    """Warn if the original model's loss, in nats per token, is more than half the loss of a random guess."""
     if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
         logger.warning(
             f"The original model has a loss of {loss:.1f} nats per token on the calibration data, compared with a "
@@ -204,8 +204,8 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
 
     Args:
         texts: The texts.
-        counts: Number of tokens in each text without special tokens. Words are not counted instead because Chinese
-            text and chemical formulas are not divided into words.
+        counts: Number of tokens in each text without special tokens. Tokens are counted instead of words because
+            Chinese text and chemical formulas are not divided into words.
         longest: Maximum number of tokens in a passage.
 
     Returns:
@@ -336,7 +336,7 @@ def group_by_length(
         max_tokens: Maximum number of tokens in a batch, including padding.
 
     Returns:
-        For each batch, its part (0 for fitting, 1 for held out) and the indices of its examples.
+        For each batch, whether it is used for fitting (0) or held out (1), and the indices of its examples.
     """
     chunks: list[tuple[int, list[int]]] = []
     for part, rows in enumerate(split):
@@ -350,7 +350,7 @@ def group_by_length(
 
 
 def make_decoder_arguments(generated: torch.Tensor, pad_token_id: int) -> Batch:
-    """Return the decoder inputs with which a model predicts generated tokens [b, t].
+    """Return the decoder inputs from which a model predicts the given generated tokens [b, t].
 
     The generated tokens must begin with the decoder start token.
     """
@@ -498,7 +498,7 @@ def _tokenize_examples(
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Check that target texts are set if the decoder needs them, which raises `ValueError` otherwise."""
+    """Raise `ValueError` if the decoder needs target texts but none are set."""
     reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
@@ -507,7 +507,7 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
 
 
 def generate_targets(model: Any, batch: Batch, length: int) -> Batch:
-    """Generate greedily from a batch of texts, and return the decoder inputs that predict this output."""
+    """Generate greedily from a batch of texts, and return the output as decoder inputs (`make_decoder_arguments`)."""
     positions = max_input_length(model.config)
     if positions is not None:
         length = min(length, positions - 1)  # one position is reserved for the start token

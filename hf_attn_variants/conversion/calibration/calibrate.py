@@ -98,11 +98,11 @@ def measure_latent_forms(
     source: SourceLoader,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Measure the quadratic forms for latents in the given attention modules, with their original heads.
+    """Measure the quadratic forms that determine the best latents for the given attention modules.
 
     Args:
         plan, reader, source, calibration: See `calibrate`.
-        modules: The attention modules.
+        modules: The attention modules, which are measured with their original heads.
 
     Raises:
         ValueError: See `calibrate`.
@@ -225,7 +225,7 @@ class CalibrationRun:
         return outputs
 
     def find_shared_latents(self) -> None:
-        """Compute the latents that several modules share from the quadratic forms of all these modules."""
+        """Compute each latent that several modules share, based on the quadratic forms of all these modules."""
         sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
@@ -309,7 +309,7 @@ def _add_error_details(
 ) -> AttentionTensors:
     """Add the errors of fitted and averaged heads on held-out text to `details`.
 
-    If averaged heads have a smaller error, they are returned instead. Calibration on too little text can therefore not
+    If averaged heads have a smaller error, they are returned instead. Calibration on too little text therefore cannot
     be worse than averaging.
     """
     details = dict(converted.details)

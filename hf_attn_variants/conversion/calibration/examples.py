@@ -230,7 +230,7 @@ def make_audio_batch(
 
 @torch.no_grad()
 def generate_transcripts(model: Any, batch: Batch, max_length: int) -> Batch:
-    """Generate greedily from a batch of audio, and return the decoder inputs that predict this output."""
+    """Generate greedily from a batch of audio, and return the output as decoder inputs (`make_decoder_arguments`)."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
     # Whisper's code adds the prompt to `max_length`. With `max_new_tokens`, it would warn that both are set.
@@ -248,8 +248,8 @@ def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibr
     """Convert any supported type of calibration data to a `Calibration`. None is returned unchanged.
 
     Args:
-        calibration: A `Calibration`, texts or pairs of texts, the path of a text file, a table or a folder of audio
-            files, or None.
+        calibration: A `Calibration`, a list of texts or pairs of texts, or None. It can also be the path of a text
+            file, of a table, or of a folder with audio files.
         seed: Random seed for selecting examples from a file or folder.
 
     Raises:

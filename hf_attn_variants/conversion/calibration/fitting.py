@@ -184,7 +184,7 @@ class _WhitenedProjections:
 
 
 def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return C^-1/2 and C^1/2 (up to a rotation) for the damped second-moment matrix C of batches of rows [n, D]."""
+    """Return C^-1/2 and C^1/2 (up to a rotation), where C is the damped second-moment matrix of all rows [n, D]."""
     moment: Any = 0.0
     count = 0
     for part in rows:
@@ -239,7 +239,7 @@ def refit_output_projection(
 def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield the results of refitting the output projection towards the current one with each of `REFIT_STRENGTHS`.
+    """Refit the output projection, shrunk towards the current one, and yield a result for each of `REFIT_STRENGTHS`.
 
     Takes the same arguments as `refit_output_projection`.
     """
@@ -344,7 +344,7 @@ class _RidgeRegression:
         self.cross = moments.cross @ self.vectors  # in eigenvector coordinates, [2, out, in]
 
     def factors(self, strength: float) -> torch.Tensor:
-        """Return the factors [in] by which each eigenvector's component of sum y c^T is multiplied."""
+        """Return the factors [in] by which the components of sum y c^T along the eigenvectors are multiplied."""
         return 1 / (self._values + strength * self._scale)
 
     def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -360,7 +360,7 @@ class _RidgeRegression:
 def _measure_errors(
     fit_moments: _Moments, test_moments: _Moments, has_bias: bool
 ) -> list[tuple[tuple[float, int], float]]:
-    """Return the squared error on the test examples for each (strength, base)."""
+    """Return the squared error on the test examples for each pair (strength, base) (see `_RidgeRegression.solve`)."""
     regression = _RidgeRegression(fit_moments, has_bias)
     test_moments = test_moments.centered(*regression.means)
     square = regression.vectors.T @ test_moments.square @ regression.vectors

@@ -2,7 +2,8 @@
 
 **Closed form for heads.** BERT, ALBERT and T5 have no rotary positions in the dot product, so only products of weights
 matter. Head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and it adds W_o,i W_v,i sum_j p_ij y_j to the output.
-Heads can be reordered, and `find_best_groups` chooses the groups that lose the least. For the g heads in a group:
+Heads can be reordered, and `find_best_groups` chooses the groups that lose the least energy. For the g heads in a
+group:
 
 - Keys: The best shared key head (the least-squares solution over the text) spans the first d right singular vectors of
   the stacked T_i^1/2 [K_i] S^1/2. T_i is the second-moment matrix of head i's queries. S is the second-moment matrix
@@ -30,8 +31,8 @@ This is linear in E. Its square along a random output direction e is (q_i^T E a_
 An error in the values changes the output by W_o,i E z_i. If queries and a_i are assumed to be independent (as in
 K-FAC, arXiv 1503.05671), the form for the keys has G = sum_i W_k,i^T E[q q^T] W_k,i, and S is the second-moment matrix
 of a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second-moment matrix of z_i.
-The S of each head is weighted by its share of G. Because both forms measure squared output errors, it is not necessary
-to weight keys against values, or layers that read the same encoder outputs against each other.
+The S of each head is weighted by its share of G. Because both forms measure squared output errors, no further weights
+are needed to balance keys and values, or to balance layers that read the same encoder outputs.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ UNSEEN_SHARE = 1e-4
 def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> LatentForms:
-    """Compute the quadratic forms for a module's keys and values from text, with energies per query.
+    """Compute the quadratic forms for a module's keys and values from text. Their energies are averages over queries.
 
     Args:
         tensors: The projections of an attention module with a softmax and without a latent.
@@ -146,7 +147,10 @@ def _compute_mixture_coefficients(
     batch: AttentionInputs,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the coefficients [b, h, n, m] that express a and z of each query head as sums of the key/value inputs."""
+    """Return the coefficients of a and those of z, each [b, h, n, m].
+
+    The module docstring defines a and z, which are weighted sums of the key/value inputs for each head and query.
+    """
     weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
     probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.key_value_states)  # e
     directions = torch.einsum("bno,hod->bhnd", probe, output.to(probe))
@@ -161,7 +165,7 @@ def _project_states(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the second-moment matrix [D, D] of all heads' mixtures of states, weighted by each head's share."""
+    """Return the second-moment matrix [D, D] of the mixtures of states. Each head is weighted by its share."""
     rows = (mix * shares.sqrt().to(mix)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
     return torch.einsum("bmi,bmj->ij", states, (rows.mT @ rows) @ states).double()
 
@@ -169,13 +173,16 @@ def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tenso
 def _compute_energy(
     mix: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor
 ) -> torch.Tensor:
-    """Return the energy of each head's projected mixtures of states, measured with its metric [d, d], as a sum."""
+    """Return the energy of the projected mixtures of states, summed over all heads and queries.
+
+    The energy of a projected mixture x [d] is x^T M x, where M is its head's matrix in `metric` [h, d, d].
+    """
     mixed = mix @ _project_states(states, weight)  # [b, h, n, d]
     return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
 def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> QuadraticErrorForm:
-    """Return a form with the given energy, after adding the weight of unseen directions to its metric."""
+    """Return a form that is scaled to the given energy. Its metric also gives a small weight to unseen directions."""
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
     return QuadraticErrorForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
@@ -248,7 +255,7 @@ def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_h
 
 
 def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rotations [g, d, d] that bring the heads with joint second moments [g*d, g*d] as close as possible.
+    """Return the rotations [g, d, d] that align heads with joint second moments [g*d, g*d] as closely as possible.
 
     The heads are rotated one at a time towards the sum of the others. The solution to this orthogonal Procrustes
     problem is U V^T for the singular value decomposition U S V^T of the cross-moment.
@@ -501,7 +508,7 @@ def _replace_tensors(
 
 
 def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Add the second moment of projected white noise to `moment`, scaled to the share `UNSEEN` of its energy."""
+    """Add the second moment of projected white noise to `moment`, scaled to `UNSEEN` times the trace of `moment`."""
     white = projection @ projection.T
     return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
@@ -513,7 +520,7 @@ def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torc
 
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor, pairs: RotaryPairs | None = None) -> torch.Tensor:
-    """Return factors [d, 1] to multiply the rows of `second` [d, D] and to divide the rows of `first` [g, d, ...].
+    """Return factors [d, 1] for multiplying the rows of `second` [d, D] and dividing the rows of `first` [g, d, ...].
 
     Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16. Both rows of a
     pair have the same factor.

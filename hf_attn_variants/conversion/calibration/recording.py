@@ -230,7 +230,7 @@ def _compute_mask_and_bias(
     position_bias: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the additive mask and bias with which full attention is equivalent to the module's attention pattern."""
+    """Return the additive mask and bias that make full attention equivalent to the module's attention pattern."""
     bias = position_bias
 
     @roll_padded_rows  # reorders rows, and restores their order in the result (the mask)
@@ -300,7 +300,7 @@ def group_modules(
 
 
 def _count_positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Return the numbers of positions in a batch that the encoder (or a decoder-only model) and the decoder read.
+    """Return how many positions in a batch the encoder (or decoder-only model) reads, and how many the decoder reads.
 
     For audio features [b, bins, frames], the encoder reads every second frame.
     """

@@ -43,7 +43,7 @@ SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
 
 def make_source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
-    """Return a function that builds the original model of a plan from a model in memory."""
+    """Return a function that builds the original model for a plan from the tensors of a model in memory."""
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
@@ -170,7 +170,7 @@ class SourceOutputs:
         return _compute_loss(self._source_outputs)
 
     def compare_with(self, model: PreTrainedModel) -> Quality:
-        """Measure the quality of a converted model, which must have the same class."""
+        """Measure the quality of a converted model, which must have the same class as the original model."""
         training = model.training
         with self._use_generation_config(model):
             outputs = self._compute_outputs(model.eval())
@@ -284,7 +284,7 @@ class SourceOutputs:
         return outputs
 
     def _generate(self, model: Any, batch: Batch) -> Batch:
-        """Generate greedily, and return the decoder inputs that predict this output."""
+        """Generate greedily, and return the output as decoder inputs (see `make_decoder_arguments`)."""
         if "input_features" in batch:
             return make_audio_batch(model, list(batch["input_features"]), self._length)
         return generate_targets(model, _remove_decoder_inputs(batch), self._length)
@@ -349,7 +349,7 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
 
 
 def _sum_token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Return the summed label loss and the number of labels for each example, [b, 2]."""
+    """Return the sum of the token losses and the number of labels for each example, [b, 2]."""
     logits = output.prediction_logits if "prediction_logits" in output else output.logits
     labels = labels.to(logits.device)
     chosen = labels >= 0
@@ -380,7 +380,10 @@ def _compute_embeddings(output: Any, batch: Batch) -> torch.Tensor:
 def _compute_differences(
     measure: str, source: torch.Tensor, others: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numerator and denominator of each example's loss [b, 2], or its scores [b, s] or embedding [b, D]."""
+    """Return the numerator and denominator of the measure for each example.
+
+    `source` and `others` are the original and converted models' losses [b, 2], scores [b, s] or embeddings [b, D].
+    """
     if measure == "loss":
         return others[:, 0] - source[:, 0], source[:, 1]
     if measure == "scores":
@@ -397,5 +400,5 @@ def _are_all_equal(embeddings: torch.Tensor) -> bool:
 
 
 def _count_runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
-    """Return the number of examples for which the converted model generates more than twice as many tokens."""
+    """Return the number of examples for which the converted output has over twice as many tokens as the original."""
     return sum(len(b) > 2 * max(len(a), MIN_RUNAWAY_LENGTH) for a, b in zip(source, converted, strict=True))

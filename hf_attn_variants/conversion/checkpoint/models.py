@@ -27,7 +27,7 @@ _TOKENIZER_FILE_SUFFIXES = tuple("tokenizer.json vocab.txt vocab.json merges.txt
 
 @contextmanager
 def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
-    """Yield the name from which to load a checkpoint, and convert all loading errors to `OSError` or `ValueError`.
+    """Yield a checkpoint's path or Hub id, and convert all errors while loading it to `OSError` or `ValueError`.
 
     Args:
         source: A folder or a Hub id.
@@ -86,12 +86,12 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
-    """Check that a tokenizer was loaded from files, because Transformers v5 otherwise creates an empty tokenizer.
+    """Check that a tokenizer was loaded from files. If they are missing, Transformers v5 creates an empty tokenizer.
 
     Args:
         tokenizer: A tokenizer that was loaded with Transformers.
         source: The folder or Hub id from which the tokenizer was loaded.
-        advice: The end of the error message, which begins with punctuation and says what to do.
+        advice: The end of the error message. It begins with punctuation and says what to do.
 
     Raises:
         OSError: if the tokenizer has no vocabulary. The message lists the files in the folder.

@@ -66,7 +66,7 @@ def explain_unsafe_path(path: Path, folder: Path) -> str | None:
 
 
 def check_files(folder: Path) -> None:
-    """Check that the files that are read when a checkpoint is loaded exist and are safe to read.
+    """Check that every file that is read to load a checkpoint exists and is safe to read.
 
     Raises:
         OSError: if a file is a link out of the folder, a broken link, a pipe or a device, or if the program that wrote
@@ -86,7 +86,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_complete_model(folder: Path, allow_pickle: bool = False) -> None:
-    """Check that a folder does not contain an adapter or, unless they are allowed, only pickled weights.
+    """Check that a folder contains no adapter and, if `allow_pickle` is False, that not all weights are pickled.
 
     Missing files are not reported.
 
@@ -395,7 +395,7 @@ def _convert_download_errors(name: str) -> Iterator[None]:
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Check that a repository does not only have pickled weights, and warn about modules that only have these.
+    """Check that not all weights in a repository are pickled, and warn about modules that only have pickled weights.
 
     Raises:
         ValueError: if the repository only has pickled weights.

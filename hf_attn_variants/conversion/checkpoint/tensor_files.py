@@ -2,8 +2,9 @@
 
 A reader holds at most one tensor, or one chunk of a tensor, in memory. A safetensors file consists of the length of
 the header (8 bytes, little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the data.
-`safetensors.safe_open` only checks the files. It does not read tensors because it maps files into memory. The process
-would crash (SIGBUS) if a file is truncated while it is read, and the mapped pages count as used memory.
+`safetensors.safe_open` is only used to check the files. It is not used to read tensors because it maps files into
+memory. The process would crash (SIGBUS) if a file were truncated while it is read, and the mapped pages count as used
+memory.
 
 **Positions.** The number of positions in a checkpoint with learned position embeddings can be increased. "tiled"
 repeats the existing embeddings (arXiv 2004.05150, section 5). "interpolated" stretches them to the new number by
@@ -507,8 +508,8 @@ def extend_positions(
         not contain `max_position_embeddings`.
 
     Raises:
-        ValueError: if the model does not have learned positions like BERT, if the number is not larger than before, if
-            the extension is unknown, or if the kernel depends on the number of positions (Linformer).
+        ValueError: if the model does not have learned positions as BERT does, if the number is not larger than before,
+            if the extension is unknown, or if the kernel depends on the number of positions (Linformer).
     """
     positions, extension = fields.get(POSITIONS_FIELD), fields.get(EXTENSION_FIELD) or EXTENSIONS[0]
     if positions is None:

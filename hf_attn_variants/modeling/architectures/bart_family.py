@@ -61,5 +61,5 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         return super().forward(*args, **kwargs)
 
     def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
-        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        """Apply the output projection to the outputs of all heads [b, n, h_v d_v]."""
         return self.out_proj(output)

@@ -56,13 +56,13 @@ WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForCondition
 
 
 def _get_variant_auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
-    """Return the name of the variant model class for each Auto class, {Auto class: model class}.
+    """Return the names of the variant model classes as {name of the Auto class: name of the model class}.
 
     Args:
         model_type: the model type in Transformers.
         name: the prefix of the Transformers model class names.
-        heads: the suffixes of the model classes in the modeling file. Later Transformers releases may add model
-            classes that have no variant.
+        heads: the suffixes of the model classes in the modeling file. Other Transformers classes are omitted, because
+            later releases may add model classes that have no variant.
     """
     here = {f"{name}{head}" for head in heads}
     return {auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in here}
@@ -110,7 +110,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     auto_classes = _get_variant_auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
-        """Return the number of layers that can have different values. Repetitions of a group share their values."""
+        """Return the number of layers that can have different values. Repetitions of a layer have the same values."""
         return self.num_hidden_groups * self.inner_group_num
 
 
@@ -187,8 +187,8 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
         """Check the variant fields, and check that sinusoidal positions are not enabled in two ways.
 
         Raises:
-            ValueError: if both `sinusoidal_pos_embds`, which is a table of parameters, and sinusoidal
-                `position_embedding_type` are set.
+            ValueError: if `sinusoidal_pos_embds`, which selects a table of parameters, is combined with
+                `position_embedding_type="sinusoidal"`.
         """
         super().check_variant()
         if self.sinusoidal_pos_embds and has_sinusoids(self):
@@ -227,10 +227,10 @@ class AttnVariantModernBertConfig(AttnVariantConfigMixin, ModernBertConfig):
 
 
 def _register_with_sentence_transformers(config_class: Any) -> None:
-    """Make sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
+    """If sentence-transformers is imported, make it load T5 and UMT5 encoders with their Auto class.
 
-    A table in the library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
-    row before it that selects the Auto class, which also finds the encoder in remote code.
+    A table in this library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
+    new first row that selects the Auto class, because the Auto class also finds the encoder in remote code.
     """
     library = sys.modules.get("sentence_transformers.base.modules.transformer")
     table = getattr(library, "_ENCODER_ONLY_MODELS", None)
@@ -253,7 +253,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
         _register_with_sentence_transformers(type(self))
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Return the text configuration. For the decoder, its `num_layers` is the number of decoder layers.
+        """Return the text configuration. For a decoder, set `num_layers` in it to the number of decoder layers.
 
         `generate` creates one cache layer per decoder layer. Transformers reads the number from `decoder_layers`,
         which T5 does not have, and would therefore use the number of encoder layers.
@@ -286,7 +286,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     auto_classes = _get_variant_auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields, and check that layers that share a position bias have equally many softmax heads.
+        """Check the variant fields. Layers that share a position bias must have the same number of softmax heads.
 
         Raises:
             ValueError: if layers have different numbers of softmax heads.
@@ -349,7 +349,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
-        """Check the variant fields, and check that talking-heads fields are only shared if the head counts are equal.
+        """Check the variant fields. Shared talking-heads fields require equal head counts in the encoder and decoder.
 
         Raises:
             ValueError: if the encoder and the decoder share talking-heads fields but have different numbers of heads.

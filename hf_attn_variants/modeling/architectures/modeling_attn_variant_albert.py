@@ -46,7 +46,7 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
-        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        """Apply the output projection, residual connection and layer norm to the head outputs [b, n, h_v d_v]."""
         return self.LayerNorm(states + self.output_dropout(self.dense(output)))
 
 
@@ -83,7 +83,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
     @classmethod
     def count_module_runs(cls, config: Any, path: str) -> int:
-        """Return how many times a forward pass runs a module, which is once for each layer in its group."""
+        """Return how many times a forward pass runs a module: once for each layer that uses the module's group."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1

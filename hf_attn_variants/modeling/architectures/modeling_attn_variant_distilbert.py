@@ -40,7 +40,7 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
     def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
-        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        """Apply the output projection to the outputs of all heads [b, n, h_v d_v]."""
         return self.out_lin(output)
 
 

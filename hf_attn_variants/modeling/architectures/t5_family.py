@@ -105,8 +105,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         """Initialize the talking-heads parameters and the bias for summaries.
 
         The bias for summaries is initialized like the token bias in Transformers. If value heads and key heads have
-        different sizes, the output projection is initialized again with the scale that Transformers uses for its
-        input size.
+        different sizes, the output projection is initialized again. It follows the same rule as in Transformers, but
+        for its own input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:

@@ -25,7 +25,7 @@ __all__ = ["eager_attention_forward", "get_attention_function", "limit_masks_to_
 
 
 def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Wrap a mask function so that masks only cover padding in models with a pattern or a kernel.
+    """Wrap a mask function so that, in models with a pattern or a kernel, masks only cover padding.
 
     In all other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. The
     attention modules then handle causality and windows themselves, because a mask [n, m] would be larger than all of

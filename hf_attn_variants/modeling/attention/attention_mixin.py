@@ -75,7 +75,7 @@ class AttentionVariantMixin(_Attention):
         return self.compute_output(output, states), weights
 
     def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
-        """Return the output of the attention module for the outputs of all heads [b, n, h_v d_v]."""
+        """Compute the module's output from the head outputs [b, n, h_v d_v]. By default, return them unchanged."""
         return output
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:

@@ -193,7 +193,7 @@ def get_latent(
 ) -> tuple[Tensor, Any]:
     """Return the latent c [b, 1, m, r], starting with the cached latent, and the cache layer that stores it.
 
-    In self-attention, the cache stores c as its keys, and its values have size 0. The returned cache layer is None.
+    In self-attention, the cache stores c as keys, with values of size 0, and None is returned as the cache layer.
 
     Args:
         module: the attention module.
@@ -374,7 +374,7 @@ def count_latent_flops(
     is_step: bool,
     is_latent_cached: bool,
 ) -> tuple[int, int]:
-    """Return the number of floating-point operations per key token and per query token in the cheaper form.
+    """Return the floating-point operations per key token and per query token in the cheaper form of latent attention.
 
     The projection that computes the latent is not included.
 
@@ -442,7 +442,7 @@ def _attend_in_absorbed_form(
 
 
 def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if attention weights may have row sums other than 0 and 1, by which the value bias is multiplied."""
+    """Return True if the value bias must be multiplied by the weights' row sums, which can differ from 0 and 1."""
     return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
@@ -458,7 +458,7 @@ def _find_queries_with_keys(mask: Tensor | None, batch: int) -> Tensor | None:
 
 
 def multiply_per_head(states: Tensor, weight: Tensor, head_dim: int, transposed: bool = False) -> Tensor:
-    """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].
+    """Multiply each head in states [b, k g, n, x] by the rows of a weight [k d, r] that belong to the head's group.
 
     The head size x changes from d to r, or from r to d if `transposed` is True.
     """

@@ -45,7 +45,7 @@ def attend_with_kernel(
     Args:
         module: the attention module, which contains its `kernel` and the kernel's parameters.
         mask: a boolean or additive mask that is the same for all queries, broadcastable to [b, 1, 1, m]. If it covers
-            more keys, only its last m columns are used.
+            more than m keys, only its last m columns are used.
         query, key, value, scaling, state: see `AttentionKernel.attend`, which also describes the result.
 
     Raises:
@@ -83,7 +83,7 @@ def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
 def kernel_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute linear attention for an attention call with its cache, and return the weights if requested.
+    """Compute linear attention for one call, using the call's cache, if any. Return the weights if requested.
 
     Args:
         module, query, key, value, mask: see `attend_with_kernel`.

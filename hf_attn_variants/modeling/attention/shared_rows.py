@@ -112,7 +112,9 @@ _SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: Shar
 
 
 def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
-    """Make an empty cache layer store one row per sentence. Return False if this is not possible, as with windows.
+    """Make an empty cache layer store one row per sentence.
+
+    The result is False if this is not possible, for example if the layer has a window.
 
     Args:
         cache: the cache of an encoder-decoder.

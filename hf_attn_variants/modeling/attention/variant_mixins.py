@@ -61,9 +61,9 @@ class AttnVariantModelMixin(_Model):
     """A mixin that adds the attention variants to a Transformers model class.
 
     It must precede the Transformers class in the list of base classes. After the original constructor has built the
-    model, the classes of its attention modules, and of the base model inside a model with a head, are changed in
-    place. torch's `fully_shard` works the same way. No module is built twice, and no Transformers constructor is
-    copied.
+    model, this mixin changes the classes of the attention modules in place. In a model with a head, it also changes
+    the class of the base model. torch's `fully_shard` changes classes in the same way. No module is built twice, and
+    no Transformers constructor is copied.
 
     Class attributes:
         attention_sites: the declarations of all attention modules in the architecture. Conversion and inspection also
@@ -88,7 +88,10 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register the class as in Transformers, unless it belongs to this package, which saves its own code."""
+        """Register the class as Transformers does.
+
+        Classes of this package are skipped, because their code is saved separately.
+        """
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
@@ -105,7 +108,7 @@ class AttnVariantModelMixin(_Model):
         self._update_generation_settings()
 
     def post_init(self) -> None:
-        """Turn the modules that the original constructor built into variants, and call the original `post_init`.
+        """Convert the modules created by the original constructor to variants, and call the original `post_init`.
 
         Transformers constructors call this method last.
         """
@@ -139,7 +142,10 @@ class AttnVariantModelMixin(_Model):
             self.generation_config.use_cache = False
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        """Create a cache as in Transformers, and add window layers before the search prepares to remove tokens."""
+        """Create a cache as in Transformers, and add layers for sliding windows.
+
+        These layers must exist before assisted generation prepares the cache for the removal of tokens.
+        """
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(get_cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
@@ -244,14 +250,17 @@ class AttnVariantModelMixin(_Model):
 
 
 def _yield_added_key_patterns(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
-    """Yield a regular expression for the new parameters of each module to which loading adds talking heads."""
+    """Yield a regular expression for each module that receives talking heads during loading.
+
+    The expression matches the names of the module's new parameters.
+    """
     for site, path, _ in model.named_attention_modules() if added else ():
         if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
 def _change_class(module: Any, variant: Any, config: Any) -> None:
-    """Turn a module that Transformers built into an instance of its variant class.
+    """Convert a module created by Transformers to an instance of its variant class.
 
     Assigning `__class__` only changes the methods of the object. Its parameters, hooks and attributes, and all
     references to it, stay the same:

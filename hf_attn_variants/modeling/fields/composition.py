@@ -114,7 +114,7 @@ class UnsupportedPair(NamedTuple):
     reason: str
 
     def message(self, one: tuple[str, Any], other: tuple[str, Any]) -> str:
-        """Return the error message for the fields and values of both mechanisms."""
+        """Return the error message, given the field and the value of each mechanism."""
         return f"`{one[0]}` and `{other[0]}` cannot be combined, got {one[1]!r} and {other[1]!r}. {self.reason}"
 
 

@@ -31,7 +31,7 @@ OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "i
 def find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     """Return the known name that is most similar to a name, or None if no name is similar.
 
-    The order of the words and place prefixes, such as `decoder_` in `decoder_num_kv_heads`, are ignored.
+    Word order is ignored, and so are place prefixes, such as `decoder_` in `decoder_num_kv_heads`.
     """
     name = name.lower()
     if (bare := remove_place_prefix(name)) in known:
@@ -96,7 +96,7 @@ def check_buckets(config: Any) -> None:
     """Check the buckets of the relative position bias in a T5 configuration.
 
     Raises:
-        ValueError: if there are too few buckets, or if the largest distance has its own bucket.
+        ValueError: if there are fewer than 4 buckets, or if the maximum distance is at most half of the bucket count.
     """
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
     # An encoder uses half of the buckets for each side. Half of the buckets for a side contain a single distance each,
@@ -110,7 +110,9 @@ def check_buckets(config: Any) -> None:
 
 @contextmanager
 def explain_type_errors() -> Iterator[None]:
-    """Convert errors from Transformers, which does not check the types of most fields, into `ValueError`.
+    """Convert Transformers errors caused by values of the wrong type to `ValueError`.
+
+    Transformers does not check the types of most fields.
 
     Raises:
         ValueError: if a field has a value of the wrong type.

@@ -65,11 +65,11 @@ class Field(NamedTuple):
         return tuple(prefix + self.name for prefix in self.prefixes)
 
     def get_default(self, prefix: str = "") -> Any:
-        """Return the default value of the field with a prefix."""
+        """Return the field's default value for the given prefix."""
         return None if prefix and self.inherits else self.default
 
     def get_choices(self, prefix: str = "") -> tuple[str, ...]:
-        """Return the allowed values of the field with a prefix, or () if all values of its type are allowed.
+        """Return the field's allowed values for the given prefix, or () if all values of its type are allowed.
 
         A per-place field that can inherit its value has the additional choice "none", because None selects the
         inherited value.
@@ -168,7 +168,7 @@ def with_table_fields(*prefixes: str, inherits: bool = False) -> Callable[[type]
 
 
 class Place(NamedTuple):
-    """The words that describe a place in field descriptions and on model cards."""
+    """The words that describe a place, such as the encoder, in field descriptions and on model cards."""
 
     attention: str
     layer: str
@@ -212,8 +212,8 @@ class FieldDescriptions(NamedTuple):
     Args:
         help: the one-line description.
         card: the description of the value on a model card.
-        not_in_transformers: a property of models that Transformers classes do not support, in the plural.
-        unconvertible: a property of checkpoints that cannot be converted, in the plural.
+        not_in_transformers: a plural noun phrase for a model property that Transformers classes do not support.
+        unconvertible: a plural noun phrase for a property that prevents the conversion of a checkpoint.
     """
 
     help: str

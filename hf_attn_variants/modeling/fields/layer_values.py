@@ -24,8 +24,8 @@ DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     """Check the `per_layer_values` of a configuration and return the fields that differ between layers.
 
-    Each of these fields is also set to a value for the whole model, which summarizes the layers: the largest number,
-    the only kernel, or all talking-heads projections that any layer uses.
+    Each of these fields is also set to a value for the whole model, which summarizes the layers. This value is the
+    largest number, the single kernel in use, or all talking-heads projections that any layer uses.
 
     Raises:
         ValueError: if a field is unknown, a list has the wrong length, a value is invalid, a field is also set for the
@@ -87,7 +87,7 @@ def merge_per_layer_config(
 
 
 def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration, model-wide or per layer, that `fields` does not replace."""
+    """Return the model-wide and per-layer values of a configuration without those that `fields` replaces."""
     by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []

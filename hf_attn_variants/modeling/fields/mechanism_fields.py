@@ -62,8 +62,8 @@ class KernelFields(_Config):
             "favor", "rfa", "hybrid" (with a softmax within `attention_window`) and "linformer" (encoders only). None
             selects the softmax, and can also be used for individual layers in `per_layer_values`.
         attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
-            ("favor", "rfa") or the number of rows ("linformer"). The defaults are d, 4 d, 2 d and 4 d, where d is the
-            head size. The default for "linformer" is at most the number of positions.
+            ("favor", "rfa") or the number of rows ("linformer"). The respective defaults are d, 4 d, 2 d and 4 d,
+            where d is the head size. The default for "linformer" is at most the number of positions.
         attention_kernel_seed: the seed of the random vectors.
     """
 

@@ -92,7 +92,7 @@ def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict
 def drop_default_value_head_dim(
     config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return new fields without `value_head_dim` if it is the same as the size of the query heads.
+    """Return the new fields, but omit `value_head_dim` if it is the same as the size of the query heads.
 
     Args:
         config_class: the class of the variant configuration.
@@ -134,7 +134,10 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register the class as in Transformers, unless it belongs to this package, which saves its own code."""
+        """Register the class as Transformers does.
+
+        Classes of this package are skipped, because their code is saved separately.
+        """
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
@@ -308,7 +311,7 @@ def _check_kernel_unchanged(source: Any, old: Any, new: Any) -> None:
 
 
 def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
-    """Return the attention modules that have talking heads in the wanted configuration but not in the checkpoint.
+    """Return the attention modules that have talking heads in the new configuration but not in the checkpoint.
 
     Talking heads can be added to a checkpoint, but learned projections must not be dropped when it is loaded.
 

@@ -60,7 +60,7 @@ __all__ = [
 
 
 def register_with_peft(config_class: Any) -> None:
-    """Add a variant's model type to PEFT's tables of default target modules, with the modules of the base model."""
+    """Give a variant's model type the same default target modules in PEFT as the original model type."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
@@ -297,7 +297,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return (*query_fields, *kv_fields, *(name for name in names if getattr(self, name) is not None))
 
     def get_talking_heads(self, prefix: str, layer: int) -> TalkingHeadsSettings:
-        """Return the talking-heads settings of a layer at the place with the prefix "", "encoder_" or "cross_"."""
+        """Return the talking-heads settings of a layer. The prefix "", "encoder_" or "cross_" selects the place."""
         return TalkingHeadsSettings.from_config(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
@@ -305,7 +305,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
 
     def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return the number of query heads that share the key/value heads in a field."""
+        """Return the number of query heads in the attention modules that a key/value heads field applies to."""
         return getattr(self, self.query_heads_field(kv_heads_field))
 
     @classmethod
@@ -382,13 +382,13 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return cls(**(drop_replaced_values(values, fields) | fields))
 
     def get_attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d, the size of a query or key head, for the key/value heads in a field."""
+        """Return d, the query and key head size in the attention modules that a key/value heads field applies to."""
         if self.head_dim_field is not None:  # the total size of the heads may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
     def get_attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d_v, the size of a value head, for the attention modules that a key/value head field applies to."""
+        """Return d_v, the size of a value head, for the attention modules that a key/value heads field applies to."""
         return self.get_attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property

@@ -77,7 +77,7 @@ class AdditiveScore(Mechanism, nn.Module):
     def count_flops(self) -> tuple[int, int]:
         """Return the number of floating-point operations per key token and per query token.
 
-        The product with v is not included, because it is counted instead of the dot product of query and key.
+        The product with v is not included, because it is already counted as the dot product that it replaces.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 

@@ -40,7 +40,10 @@ class HeadSharing(Mechanism):
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, int] | None:
-        """Return the key/value heads field of a place and its smallest value, or None for other kinds of sharing."""
+        """Return the key/value heads field of a place and the smallest value of this field in any layer.
+
+        The result is None if the place does not use this kind of head sharing.
+        """
         field = get_kv_heads_field(prefix)
         if not hasattr(config, field):
             return None
@@ -79,7 +82,10 @@ def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
 
 
 def get_consecutive_groups(heads: int, count: int) -> list[list[int]]:
-    """Return the query heads in each of `count` groups. Group i contains heads g*i to g*i + g - 1."""
+    """Return the query heads in each of `count` groups.
+
+    Group i contains heads g*i to g*i + g - 1, where g is the number of heads per group.
+    """
     size = heads // count
     return [list(range(size * i, size * (i + 1))) for i in range(count)]
 

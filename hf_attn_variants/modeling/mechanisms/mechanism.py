@@ -27,7 +27,7 @@ class Mechanism:
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
-        """Return the field that requests the mechanism at a place and its value, or None if no field requests it.
+        """Return the name and the value of the field that requests the mechanism at a place, or None if no field does.
 
         Args:
             config: any configuration.

@@ -54,8 +54,8 @@ class SinusoidalPositions(Mechanism, nn.Module):
         width: the size of an embedding.
         spread: the factor by which the embeddings are multiplied.
         first: the position id of the first token in a text.
-        like: the table that the embeddings replace. They have the same dtype as this table, which also changes if the
-            model is converted with `to`.
+        like: the table that the embeddings replace. The embeddings have the dtype of this table, and converting the
+            model with `to` also changes their dtype.
     """
 
     like: Tensor

@@ -117,7 +117,10 @@ class DynamicTerms(Mechanism):
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
-        """Return the unprefixed field and the terms that any layer at a place uses, or None if there are no terms."""
+        """Return the field for input-dependent terms, without a prefix, and the terms that any layer at a place uses.
+
+        The result is None if no layer at the place uses such terms.
+        """
         terms = get_dynamic_terms(config, prefix) if prefix in get_talking_heads_places(config) else []
         return (cls.field, terms) if terms else None
 

@@ -45,7 +45,7 @@ def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | No
     Args:
         known: the results of previous trials by kind. The function adds the new result.
         kind: the properties of a call that the kernel depends on, including its `device`.
-        trial: a function that returns the reason if the kernel does not work, and None otherwise.
+        trial: a function that returns None if the kernel works, and otherwise the reason why it does not.
         fallback_message: the first part of the warning, before the reason.
     """
     if kind not in known:
@@ -113,7 +113,7 @@ def get_tolerance(dtype: torch.dtype) -> float:
 
 
 def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
-    """Return the largest error of a query or key, relative to the root mean square over all queries or keys."""
+    """Return the largest error at any query or key position, relative to the root mean square over all positions."""
     difference = (actual.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
     if axis is None:  # parameter gradients are sums over all queries and keys
@@ -202,7 +202,7 @@ def _describe_layout(tensor: Tensor | None) -> str:
 
 
 def _describe_triton_disagreement(kind: _TritonKernelKey) -> str | None:
-    """Run a trial with both backends, and return the reason if the kernels disagree, or None if they agree."""
+    """Run a trial with both backends. Return the reason why the kernels must not be used, or None if they agree."""
 
     def errors() -> dict[str, float]:
         actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")

@@ -102,7 +102,7 @@ class _QueryBlock:
         self.length, self.key_length = _get_span_length(self.rows), sum(map(_get_span_length, self.spans))  # r, m
 
     def read(self, states: Tensor, axis: int) -> Tensor:
-        """Return the part of a tensor that belongs to the block's keys, which are on axis 2 or 3."""
+        """Select the block's keys in a tensor. `axis` is the key axis of the tensor, which is 2 or 3."""
         parts = [states[(slice(None),) * axis + (span,)] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -166,7 +166,7 @@ class _BlockedCall:
             self.rows_without_keys = without_keys.expand(batches, -1, length, 1)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Split a tensor [1, h, n, x] into parts and return a view [parts, h, n / parts, x]."""
+        """Split a tensor [1, h, n, x] into `self.parts` parts along axis n. Return a view [parts, h, n / parts, x]."""
         if tensor.shape[2] == 1:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
@@ -267,7 +267,10 @@ class _BlockedCall:
         return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
     def masks(self, block: _QueryBlock) -> tuple[Tensor | None, list[Tensor]]:
-        """Return a mask broadcastable to [B, h, r, m] (None for all keys), and the terms to add to the logits."""
+        """Return a mask broadcastable to [B, h, r, m], and the terms to add to the logits.
+
+        The mask is None if no keys need to be masked.
+        """
         added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
         if self.is_causal and block.key_length > block.rows.start + 1:
@@ -299,7 +302,10 @@ class _BlockedCall:
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
     def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _QueryBlock) -> None:
-        """Add a block's gradient of the position bias. With windows, `finish_gradients` adds the last part."""
+        """Add a block's contribution to the gradient of the position bias.
+
+        With windows, `finish_gradients` adds the last contribution.
+        """
         if self.windows is None:
             add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
         else:
@@ -448,7 +454,10 @@ def _get_span_length(span: slice) -> int:
 
 
 def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slice) -> None:
-    """Add a block's logits gradient [B, h, r, m] to the bias gradient, summed over axes that the bias broadcasts."""
+    """Add a block's logits gradient [B, h, r, m] to the gradient of the position bias.
+
+    The logits gradient is first summed over the axes along which the bias is broadcast.
+    """
     axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
     part = d_logits.sum(axes, keepdim=True) if axes else d_logits
     places = (batch, slice(None), rows, slice(d_logits.shape[-1]))

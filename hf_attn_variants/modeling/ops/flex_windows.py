@@ -204,7 +204,8 @@ def _get_compiled_flex_attention() -> Callable[..., Tensor]:
 def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
     """Return an integer as a scalar tensor, because torch would compile a separate kernel for each Python integer.
 
-    The role is part of the cache key, because torch also compiles another kernel if two roles share a tensor.
+    The role is part of the cache key, so that two roles never share a tensor. Otherwise, torch would compile another
+    kernel if their values were equal.
     """
     with torch.inference_mode(False):  # the same tensor is used in later calls, which may need gradients
         return torch.tensor(value, device=device)
@@ -260,7 +261,10 @@ def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device
 
 
 def _order_blocks(read: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key blocks that each query block reads, and all block indices with these blocks first."""
+    """Return the number of key blocks that each query block reads, and the indices of all key blocks.
+
+    The indices of the blocks that are read come first.
+    """
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
@@ -292,7 +296,11 @@ def find_attended_blocks(
 
 
 def get_flex_mismatch_reason(kind: FlexCallKind) -> str | None:
-    """Return the reason if FlexAttention and the blocked backend disagree in small calls of this kind, or None."""
+    """Compare FlexAttention with the blocked backend in small calls of this kind.
+
+    Returns:
+        The reason why FlexAttention must not be used, or None if the results agree.
+    """
 
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}

@@ -173,7 +173,7 @@ class BlockWindows:
         return self.rows * _num_keys_per_block(self.key_range, self.rows)
 
     def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        """Yield the queries in each block and the slices of keys that they read, without duplicates.
+        """Yield the queries in each block and the slices of keys that they read. The slices share no keys.
 
         Args:
             global_rows: the maximum number of queries in a block that reads all keys.
@@ -215,8 +215,8 @@ class BlockWindows:
     def add_bias_gradient(self, d_table: Tensor, d_logits: Tensor) -> None:
         """Add the gradient of the last block's logits, [B, h, r, m], to the gradient of the bias table.
 
-        Gradients of equivalent blocks are summed before they are scattered, because scattering takes longer.
-        `finish_bias_gradient` scatters the last sum.
+        The gradients of equivalent blocks are summed before they are scattered to the table, because scattering takes
+        longer than summing. `finish_bias_gradient` scatters the last sum.
         """
         self.d_table, by_head = d_table, d_logits.sum(0)
         self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)

@@ -294,7 +294,10 @@ def choose_launch_settings(query: Tensor, latent: Tensor) -> LaunchSettings:
 
 
 def _partition_keys(query: Tensor, latent: Tensor, launch: LaunchSettings) -> tuple[int, int]:
-    """Return the number of parts of a latent and the number of keys per part, a multiple of the block size."""
+    """Return the number of parts into which a latent is divided, and the number of keys per part.
+
+    The number of keys per part is a multiple of the block size.
+    """
     programs = query.shape[0] * -(-query.shape[2] // launch.rows)
     blocks = -(-latent.shape[2] // launch.block)
     parts = max(1, min(launch.programs // programs, blocks))
@@ -338,7 +341,11 @@ def run_latent_kernels(
 
 
 def _get_latent_mismatch_reason(kind: _LatentKernelKey, launch: LaunchSettings) -> str | None:
-    """Return the reason if the kernels and the formula disagree in a small call of this kind, or None."""
+    """Compare the kernels with the formula in a small call of this kind.
+
+    Returns:
+        The reason why the kernels must not be used, or None if the results agree.
+    """
     # The keys form one or two parts with several blocks each, and the last block is incomplete.
     length = 5 * launch.block - 3
     launch = launch._replace(programs=4 if kind.in_parts else 1)

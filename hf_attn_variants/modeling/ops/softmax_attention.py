@@ -66,8 +66,9 @@ def attention_with_weights(
         key: [b, k, m, d].
         value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head.
         mask: a boolean mask (True = attend) or an additive mask, broadcastable to [b, h, n, m]. If a query has no
-            allowed keys, its weights are zero for a boolean mask, and for a mask with minus infinity if `is_causal` is
-            False. They are uniform if the mask contains finite numbers, as Transformers masks do.
+            allowed keys, its weights are zero if the mask is boolean. They are also zero if the mask contains minus
+            infinity and `is_causal` is False. They are uniform if the mask contains finite numbers, as Transformers
+            masks do.
         position_bias: a bias that is added to the logits of the softmax heads, broadcastable to [b, h, n, m].
         scaling: the factor by which the dot products are multiplied.
         is_causal: if True, query i only attends to keys 0 to i.

@@ -230,7 +230,10 @@ if triton is not None:
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, D_BIAS: tl.constexpr,
         PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Replace scores and d(weights) with d(scores) and weights. Store contributions to dP_l and dP_w."""
+        """Replace the scores with their gradient, and the gradient of the weights with the weights.
+
+        The kernel also stores this row's contributions to dP_l and dP_w.
+        """
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
@@ -386,7 +389,10 @@ def allows_tf32() -> bool:
 
 
 def _yield_chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Yield batch and query slices with whole sequences if they fit into the workspace, or parts of a sequence."""
+    """Yield the batch slice and the query slice of each chunk.
+
+    A chunk contains whole sequences if they fit into the workspace, and otherwise a part of one sequence.
+    """
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
     if fitting >= rows:
         step = max(1, min(batches, fitting // rows))
@@ -477,7 +483,7 @@ def _get_padded_row_size(key_length: int) -> int:
 def _view_workspaces(
     call: _TritonCall, workspaces: list[Tensor], batch: slice, row: slice, key_length: int
 ) -> list[Tensor]:
-    """Return the parts of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
+    """Return views of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
     batches, rows, size = batch.stop - batch.start, row.stop - row.start, _get_padded_row_size(key_length)
     counts = (call.heads_in, call.heads_out, call.heads)
     return [

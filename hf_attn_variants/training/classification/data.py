@@ -102,13 +102,13 @@ def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
 
 
 def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str:
-    """Infer the problem type from the form of the training labels.
+    """Infer the problem type from the format of the training labels.
 
-    Lists indicate multi-label classification. Whole numbers and words are classes. If some numbers have a decimal
-    point, the problem is regression.
+    Lists of labels indicate multi-label classification. Words and whole numbers indicate single-label classification.
+    If some numbers have a decimal point, the labels indicate regression.
 
     Raises:
-        ValueError: If a row has no label, if the labels have different forms, or if their meaning is ambiguous. The
+        ValueError: If a row has no label, if the labels have different formats, or if their meaning is ambiguous. The
             message names an affected row.
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
@@ -417,7 +417,10 @@ def find_label_column(
 
 
 def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
-    """Map lowercase names to column names. If two column names differ only in case, use the lowercase name."""
+    """Map the lowercase form of each column name to the column name.
+
+    If several column names differ only in case, only the lowercase one is included.
+    """
     names = [str(name) for name in record if name not in excluded]
     lowered = [name.strip().lower() for name in names]
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
@@ -466,7 +469,7 @@ def make_in_memory_dataset(columns: dict[str, list]) -> Dataset:
 
 
 def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
-    """Return a short hash of the texts and labels in a split, which depends on the order of the rows."""
+    """Return a short hash of the texts and labels in a split. The hash depends on the order of the rows."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -634,7 +637,8 @@ def _resolve_columns(
     Args:
         first: The name and the rows of the first split.
         settings: The settings of the run.
-        absent_label_column: The label column that the model was trained on if the rows lack this column, or None.
+        absent_label_column: The label column that the model was trained on, if it is missing from the rows. None
+            otherwise.
     """
     name, source = first
     record = source.first
@@ -646,7 +650,10 @@ def _resolve_columns(
 
 
 def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
-    """Return whether the labels of a test split are unknown: all empty, or all -1 as in datasets on the Hub."""
+    """Return whether the labels of a test split are unknown.
+
+    Labels are unknown if all of them are empty, or if all of them are -1, as in datasets on the Hub.
+    """
     distinct = set(cells)
     return distinct <= {None, ()} or (
         len(distinct) == 1 and distinct <= tables.UNKNOWN_LABELS and not distinct & {*scheme.names}
@@ -675,7 +682,7 @@ def _infer_training_scheme(
 def _infer_checkpoint_scheme(
     settings: ClassificationSettings, config: PreTrainedConfig, class_names: Sequence[str] | None
 ) -> LabelScheme:
-    """Infer the label scheme of a run that only evaluates from the settings and the checkpoint."""
+    """Infer the label scheme from the settings and the checkpoint, for a run that only evaluates."""
     model_name: Any = settings.model_name_or_path
     id2label: Any = config.id2label or {}
     names = tuple(str(id2label[i]) for i in sorted(id2label))

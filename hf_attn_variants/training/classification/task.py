@@ -263,7 +263,7 @@ def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> Any:
 
 
 def shorten_class_name(name: str) -> str:
-    """Shorten a class name for the plot to a single line of visible characters."""
+    """Shorten a class name to a single line of visible characters for the plot."""
     line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in name)
     line = " ".join(line.split())
     return f"{line[: MAX_NAME_LENGTH - 1]}…" if len(line) > MAX_NAME_LENGTH else line
@@ -273,8 +273,8 @@ def make_classification_objective(weights: Tensor | None = None) -> Objective:
     """Create the training objective for a classifier or regressor. The loss depends on the type of the labels.
 
     For class ids [b], the loss is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
-    squared error. For indicators [b, L] (0 or 1 per label), it is the mean of the binary cross-entropies over the
-    labels, where `weights` multiplies the terms of the labels that an example has.
+    squared error. For indicators [b, L] (0 or 1 per label), it is the binary cross-entropy, averaged over the
+    labels. In this case, `weights` only multiplies the terms of the labels whose indicator is 1.
 
     Args:
         weights: One weight per label [L], in the order of the model's outputs. If None, all weights are 1.

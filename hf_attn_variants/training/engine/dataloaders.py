@@ -200,8 +200,8 @@ class MaskedLMPreparer:
         sentence_task: "nsp" (next sentence prediction), "sop" (sentence order prediction) or None.
 
     Raises:
-        ValueError: If the tokenizer lacks one of these tokens, or if `whole_words` is True and it does not mark word
-            starts.
+        ValueError: If the tokenizer lacks one of the special tokens, or if `whole_words` is True but the tokenizer
+            does not mark word starts.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class MaskedLMPreparer:
         return example
 
     def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
-        """Split a block into two segments, change half of the pairs, and return the segments and the label."""
+        """Split a block into two segments, change this pair with probability 0.5, and return it with its label."""
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
@@ -328,7 +328,10 @@ class TextRows(Dataset):
         return self.texts[index], (self.epoch, index)
 
     def lengths(self) -> list[int]:
-        """Return the number of characters in each row, by which rows can be grouped. For pairs, this is the sum."""
+        """Return the number of characters in each row, so that rows can be grouped by length.
+
+        For a pair, this is the total number of characters in both texts.
+        """
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
     def sort_longest_first(self) -> "TextRows":
@@ -338,7 +341,7 @@ class TextRows(Dataset):
 
 
 def hash_texts(texts: list[Any]) -> str:
-    """Return a hash of all texts or text pairs, with which a resumed run checks that the data has not changed."""
+    """Return a hash of all texts or text pairs, which a resumed run uses to check that the data has not changed."""
     digest = hashlib.sha256()
     for row in texts:
         for text in row if isinstance(row, tuple) else (row,):

@@ -1,4 +1,4 @@
-"""The training loop that all commands share, which also measures throughput and model FLOPs utilization.
+"""The training loop shared by all training commands. It also measures throughput and model FLOPs utilization.
 
 Accelerate distributes the training, and the task's objective computes the loss. Model FLOPs utilization is defined in
 arXiv 2204.02311, appendix B.
@@ -93,9 +93,10 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
     """Compute the forward FLOPs per token in the encoder and the decoder.
 
     Returns:
-        A dictionary with the keys "encoder" and "decoder", as far as the model has these parts. Each value consists of
-        the FLOPs per token without attention scores, and a pair with the FLOPs per token and key in self-attention and
-        in cross-attention. The dictionary is empty if this package does not support the architecture.
+        A dictionary with the keys "encoder" and "decoder", or only one of them if the model lacks the other part. The
+        first item of each value is the number of FLOPs per token without attention scores. The second item is a pair
+        with the FLOPs per token and key in self-attention and in cross-attention. The dictionary is empty if this
+        package does not support the architecture.
     """
     from ...inspection.costs import flops_per_token, variant_config
 
@@ -477,7 +478,10 @@ class TrainingLoop:
             return float(self.state.epoch)
 
     def _is_interval_end(self, interval: int | str | None, epoch_ended: bool) -> bool:
-        """Return whether the current step ends an interval, which is a number of steps, "epoch", or None for never."""
+        """Return whether the current step is at the end of an interval.
+
+        The interval is a number of steps or "epoch". If it is None, this function always returns False.
+        """
         if isinstance(interval, int):
             return self.state.step % interval == 0
         return interval == "epoch" and epoch_ended
@@ -523,7 +527,7 @@ def _compute_rate(amount: float, seconds: float) -> float | None:
 
 
 def _group_batches(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
-    """Yield lists of `size` batches, each with a flag that is True for the last list, which may be shorter."""
+    """Yield lists of `size` batches, each with a flag that is True for the last list. The last list may be shorter."""
     iterator = iter(batches)
     group = list(itertools.islice(iterator, size))
     while group:

@@ -451,7 +451,7 @@ def load_model_and_unexpected_keys(
 
 
 def _check_weights(model: PreTrainedModel, name: str | None) -> None:
-    """Check that no weight is NaN, because the predictions of such a model would be arbitrary but could be scored."""
+    """Check that no weight is NaN. Otherwise, the predictions would be arbitrary, but could still be scored."""
     # The sum is fast to compute, and is NaN if any weight is NaN. It can also be NaN for huge weights, so the weights
     # of these tensors are checked individually.
     with torch.no_grad():

@@ -258,8 +258,8 @@ def save_failed_batches(
     gradients are accumulated.
 
     Returns:
-        A predicate for messages, which states where the batches are or why they could not be saved. Its subject is
-        "The batches".
+        The end of a sentence for messages, which states where the batches are or why they could not be saved. The
+        sentence begins with "The batches".
     """
     path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
     named = ((f"{i}.{name}", tensor) for i, batch in enumerate(batches) for name, tensor in batch.items())
@@ -294,8 +294,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
 
     Raises:
         ValueError: If the machine does not support the settings, if the checkpoint to resume from does not exist, if
-            the output folder is not empty or is in use, or if several processes were launched that are not connected
-            to each other.
+            the output folder is not empty or is in use, or if the launched processes are not connected to each other.
         OSError: If the output folder is not writable.
         KeyboardInterrupt, TerminatedError: If the run raises these errors. Instructions for resuming are added to the
             message.

@@ -160,7 +160,10 @@ def _check_value(
 
 
 def _convert_type(value: Any, annotation: Any) -> Any:
-    """Convert a value to the type of its field: paths to text, and text or lists to tuples for tuple fields."""
+    """Convert a value to the type of its field.
+
+    Paths are converted to text. If the field is a tuple, text and lists are converted to tuples.
+    """
     if isinstance(value, PathLike):
         value = fspath(value)
     if any(get_origin(kind) is tuple for kind in get_field_types(annotation)) and isinstance(value, list | str):

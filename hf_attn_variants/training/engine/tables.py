@@ -137,7 +137,7 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
 
 
 def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
-    """Yield the rows of a split from a `datasets` source. In messages, the split is called `place`."""
+    """Yield the rows of a split from a `datasets` source. `place` is the name of the split in messages."""
     for number, row in enumerate(rows, start=1):
         yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
@@ -171,13 +171,14 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
 
     Args:
         name: The name of the split.
-        source: The rows of the split. Checks are added to its iterator, which run while the rows are read.
+        source: The rows of the split. Checks that run while the rows are read are added to the iterator.
         column: The column that should contain the labels.
         flag: The flag that sets the column, for messages.
 
     Raises:
-        ValueError: If the first row of a split other than "test" lacks the column. While the rows are read, also if
-            the first row of another file lacks the column, or if a row of a test split without labels has the column.
+        ValueError: If the first row of a split other than "test" lacks the column. While the rows are read, this
+            error is also raised if the first row of another file lacks the column, or if a row of a test split without
+            labels has the column.
     """
     if column is None:
         return None
@@ -242,7 +243,7 @@ SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 def fill_in_training_columns(
     settings: SettingsT, first: dict[str, Any] | None, columns: Mapping[str, Sequence[str]], others: Sequence[str] = ()
 ) -> SettingsT:
-    """Fill in missing settings of a run that only evaluates with the values that were used to train the model.
+    """Fill in missing settings with the values that were used to train the model, if the run only evaluates.
 
     The values are read from `all_results.json` in the model folder, and are logged.
 
@@ -277,8 +278,8 @@ def fill_in_training_columns(
 def find_missing_training_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
     """Return the column on which the model was trained if the data lacks this column, and None otherwise.
 
-    If a column is returned, the run must not guess another column by its name because it may have other contents. The
-    result is also None if the settings of the run select a column.
+    If a column is returned, the run must not choose another column by its name, because that column may have different
+    contents. The result is also None if the settings of the run select a column.
 
     Args:
         settings: The settings of the run, before `fill_in_training_columns`.
@@ -295,7 +296,7 @@ def _format_value(value: Any) -> str:
 
 
 def warn_about_max_length(settings: TrainingSettings) -> None:
-    """Warn if a run that only evaluates truncates texts to a different length than in the model's training."""
+    """Warn if the run only evaluates and its maximum text length differs from that in the model's training."""
     length = _load_training_record(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
         message = "Texts are truncated to %d tokens, but the model was trained with --max_length %s."
@@ -303,7 +304,10 @@ def warn_about_max_length(settings: TrainingSettings) -> None:
 
 
 def _load_training_record(settings: TrainingSettings) -> dict[str, Any]:
-    """Load the training arguments and results of the model if the run only evaluates and the model records them."""
+    """Load the arguments and results of the model's training from the model folder.
+
+    The result is empty if the run is not evaluation-only, or if the folder contains no readable training results.
+    """
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}
     path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME

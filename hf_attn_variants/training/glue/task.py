@@ -97,7 +97,10 @@ def _decode_line(path: Path, number: int, line: bytes) -> list[str]:
 
 
 def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
-    """Return the position of the first of `names` that occurs in a header, ignoring case, or None."""
+    """Return the position of a column in a header, ignoring case, or None if the header lacks the column.
+
+    The column can have any of the given names. Earlier names take precedence.
+    """
     lowered = [cell.strip().lower() for cell in header]
     return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
 
@@ -105,7 +108,10 @@ def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
 def _split_header(
     path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Separate the header from the rows. Files without a header get the task's header for rows of this length."""
+    """Separate the header from the rows.
+
+    If the file has no header, the task's default header for this number of columns is used.
+    """
     first = rows[0][1]
     required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
     missing = [names for names in required if _find_column(first, names) is None]

@@ -214,7 +214,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
 
     Args:
         predictions: The predicted tags for each sentence.
-        references: The true tags for each sentence, which must be as many as the predicted tags.
+        references: The true tags for each sentence. Each sentence must have as many true tags as predicted tags.
 
     Returns:
         The values by metric name, in the range from 0 to 1.

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class PreparedBlocks(Dataset):
-    """A dataset of held-out blocks, which are prepared identically in all evaluations of runs with the same seed."""
+    """A dataset of held-out blocks. In runs with the same seed, all evaluations prepare the blocks identically."""
 
     def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparer):
         self.blocks, self.prepare = blocks, prepare

@@ -82,7 +82,7 @@ class TextFile:
 
 
 def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
-    """Yield the lines of a file. Lines that are longer than an article are split, between words if possible."""
+    """Yield the lines of a file. Lines that exceed the maximum article size are split, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""

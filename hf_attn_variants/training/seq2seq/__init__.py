@@ -216,7 +216,7 @@ class Seq2SeqSettings(
         check_text_metrics(self.metrics or (), self.trust_remote_code)
 
     def check(self) -> None:
-        """Check the settings, and that there is exactly one source of text."""
+        """Check that the settings are valid, and that there is exactly one source of text."""
         super().check()
         has_parallel = any(getattr(self, f"{prefix}source_file") for prefix in FLAG_PREFIXES)
         has_tables = self.task_name is None and any(getattr(self, f"{split}_file") for split in SPLITS)

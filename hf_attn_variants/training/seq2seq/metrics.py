@@ -73,7 +73,10 @@ def resolve_bleu_tokenizer(settings: Any, references: Iterable[str]) -> str:
 
 
 def _count_scripts(texts: Iterable[str]) -> Counter[str]:
-    """Count letters by script: as "ASCII", by the name of the script if it is in `UNSPACED`, or as "" otherwise."""
+    """Count the letters of each script.
+
+    The keys are "ASCII", the names of the scripts in `UNSPACED`, and "" for all other scripts.
+    """
     characters: Counter[str] = Counter()
     for text in texts:
         characters.update(text)

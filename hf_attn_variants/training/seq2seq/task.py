@@ -353,7 +353,9 @@ def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
 
 
 def get_beam_suffix(position: int, num_beams: int) -> str:
-    """Return the suffix of metric names for a number of beams, which is empty for the first number of beams.
+    """Return the suffix that metric names have for a given number of beams.
+
+    The suffix is empty for the first entry in the list of numbers of beams.
 
     Args:
         position: The index in the list of numbers of beams.
@@ -428,7 +430,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             raise ValueError("There is neither a dev nor a test split to evaluate. Add one of them.")
 
     def _warn_about_metric_direction(self) -> None:
-        """Warn about the assumed direction if a custom metric selects the best weights."""
+        """Warn whether higher or lower values are assumed to be better if a custom metric selects the best weights."""
         settings = self.settings
         metric = (settings.metric_for_best_model or self.main_metric).removeprefix("eval_")
         known_metrics = {"loss", *(name for metric in TEXT_METRICS.values() for name in metric.names)}

@@ -151,9 +151,9 @@ def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer,
 
 
 def _check_answer_start(text: str, start: Any, context: str, place: str) -> int:
-    """Check that an answer occurs at its start in the context, and return the start as an integer.
+    """Check that the context contains an answer at its start position, and return the position as an integer.
 
-    The start may be a string that contains a whole number.
+    The start position may be a string that contains a whole number.
     """
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
@@ -244,7 +244,7 @@ def check_answers_exist(source: str, questions: Iterable[Question], version_2: b
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
-    """Return a hash of the questions, with which a resumed run checks that the data has not changed."""
+    """Return a hash of the questions, which a resumed run uses to check that the data has not changed."""
     digest = hashlib.blake2b(digest_size=8)
     for item in questions:
         digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())
@@ -615,7 +615,7 @@ def compute_token_f1(prediction: str, truth: str, score_if_both_empty: float = 0
 def score_answer(prediction: str, truths: Sequence[str], score_if_both_empty: float = 0.0) -> tuple[float, float]:
     """Compute the best exact match and the best F1 over all correct answers.
 
-    If there are no correct answers, the empty text is correct.
+    If there are no correct answers, the empty string counts as correct.
     """
     truths = truths or [""]
     return (

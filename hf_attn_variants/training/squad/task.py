@@ -119,7 +119,10 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the official metrics on the dev split, and the mean "loss" over windows for the first answers."""
+        """Compute the official metrics and the mean loss on the dev split.
+
+        The value "loss" is the mean over all windows, with the first correct answer to each question as the target.
+        """
         self.dev_predictions, loss = self._predict_answers(self.dev)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
         null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)

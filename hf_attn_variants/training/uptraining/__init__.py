@@ -262,7 +262,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         }
 
     def _get_t5_defaults(self) -> dict[str, Any]:
-        """Return the defaults for span corruption, with which T5's pretraining is continued."""
+        """Return the defaults for span corruption, which continue T5's pretraining."""
         is_adafactor = self.optim in (None, "adafactor")
         # The inverse_sqrt schedule in Transformers decreases with 1 / sqrt(timescale + step), which continues T5's
         # schedule. If pretraining ended within T5's first 10,000 steps, in which the rate is constant, the schedule

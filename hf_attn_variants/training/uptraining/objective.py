@@ -125,7 +125,10 @@ class TextPieces(NamedTuple):
     length: int
 
     def join(self, states: Tensor) -> Tensor:
-        """Join outputs for pieces [pieces, l, ...] into outputs for texts [b, n, ...]. Omitted pieces are 0."""
+        """Join outputs for pieces [pieces, l, ...] into outputs for texts [b, n, ...].
+
+        Pieces that were omitted are filled with zeros.
+        """
         whole = states.new_zeros(len(self.real), *states.shape[1:])
         whole[self.real] = states
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
@@ -192,9 +195,9 @@ class Teacher:
         return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measure the variances of the activations over tokens and of the scores over examples.
+        """Measure the variances of the activations (over tokens) and of the scores (over examples).
 
-        The variances are stored in `variances`. Errors are divided by them.
+        The results are stored in `variances`. The loss terms divide errors by these variances.
 
         Args:
             batches: For each batch, the model inputs and a dictionary that maps "encoder" and "decoder" to masks
@@ -301,7 +304,7 @@ def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> 
     """Compute the squared error of each example's scores [b, scores], relative to the variance (a scalar).
 
     Returns:
-        The error [b] and the number of items, which is 1, for each example [b].
+        For each example, the error [b] and the number of items [b], which is always 1.
     """
     errors = (student.float() - teacher.float()).square().mean(-1) / variance
     return errors, torch.ones_like(errors)
@@ -316,7 +319,7 @@ def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -
         mask: A mask [b, n] that is 1 for tokens that are not padding.
 
     Returns:
-        The distance (1 - cosine similarity) [b] and the number of items, which is 1, for each example [b].
+        For each example, the distance (1 - cosine similarity) [b] and the number of items [b], which is always 1.
     """
     student_embedding, teacher_embedding = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     distance = 1 - functional.cosine_similarity(student_embedding, teacher_embedding, dim=-1)

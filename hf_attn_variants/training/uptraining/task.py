@@ -108,7 +108,10 @@ class UptrainingStream:
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
     def warn_about_short_steps(self, sequences: int) -> None:
-        """Warn if the text has fewer sequences than a training step requires, because a step ends with the text."""
+        """Warn if the text has fewer sequences than a training step requires.
+
+        A step ends at the end of the text, so all steps would be smaller than requested.
+        """
         count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
         if count < sequences:
             logger.warning(

@@ -169,7 +169,7 @@ class AttentionKernel(Mechanism, ABC):
 
     @abstractmethod
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the number of floating-point operations per key and key head, and per query and query head.
+        """Return the floating-point operations for one key in one key head, and for one query in one query head.
 
         Args:
             heads: the head counts of the attention module.

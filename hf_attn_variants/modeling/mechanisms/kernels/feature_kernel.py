@@ -158,13 +158,14 @@ class FeatureKernel(AttentionKernel):
     def replace_window_weights(
         self, module: Any, weights: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
     ) -> Tensor:
-        """Return the unnormalized weights [b, h, n, m]. Subclasses may replace those inside a window."""
+        """Return the given unnormalized weights [b, h, n, m]. Subclasses may replace the weights inside a window."""
         return weights
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the number of floating-point operations per key and key head, and per query and query head.
+        """Return the floating-point operations for one key in one key head, and for one query in one query head.
 
-        They include computing the features and, for a key, updating the sums or, for a query, multiplying by the sums.
+        Both counts include computing the features. The count for a key also includes updating the sums, and the count
+        for a query also includes multiplying by the sums.
         """
         count = 2 * self.num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
         return count, count
@@ -201,7 +202,10 @@ class TokenwiseKernel(FeatureKernel):
 def _rescale_to_common_divisor(
     features: Tensor, log_scale: Tensor | None, state: KernelState
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rescale new features and earlier sums to the larger of their divisors, and also return its logarithm."""
+    """Rescale new features and earlier sums to a common divisor, and also return its logarithm.
+
+    The common divisor is the larger of the two original divisors.
+    """
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None
     both = torch.maximum(log_scale, state.log_scale)

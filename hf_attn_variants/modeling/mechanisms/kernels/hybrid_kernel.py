@@ -190,7 +190,7 @@ class Hybrid(Hedgehog):
         return compute_hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations of Hedgehog, plus a query's dot products and weighted sums in the window."""
+        """Return the operation counts of Hedgehog, plus a query's dot products and weighted sums in the window."""
         of_key, of_query = super().count_flops(heads, attended)
         return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
 
@@ -267,7 +267,7 @@ def _compute_window_weights(logits: Tensor, log_factor: Tensor) -> Tensor:
 def _sum_other_keys(
     features: Tensor, values: Tensor, sums: Tensor | None, block: int, around: int, is_causal: bool
 ) -> Tensor:
-    """Return the sums over the keys before each block's span and, unless attention is causal, after it.
+    """Return each block's sums over all keys before its span and, unless attention is causal, all keys after it.
 
     A span starts at the first position in its block and is `around` positions longer than the block. The sums have the
     shape [b, k, N, F, d_v + 1].

@@ -1,4 +1,7 @@
-"""The table of attention kernels. It does not import torch, because the commands use these names in their flags."""
+"""The table of attention kernels.
+
+This module does not import torch, because the commands use these names in their flags.
+"""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any

@@ -102,7 +102,7 @@ class Linformer(AttentionKernel):
         return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key (for the projection to rows) and per query (for attention to the rows)."""
+        """Return the operation counts per key (projection to rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 

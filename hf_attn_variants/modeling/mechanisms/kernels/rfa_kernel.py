@@ -51,5 +51,5 @@ class Rfa(TokenwiseKernel):
         return 2 * self.features
 
     def divisor(self, sums: Tensor) -> Tensor:
-        """Return the sums, limited from below by a positive minimum."""
+        """Return the sums, clamped to a positive minimum."""
         return sums.clamp_min(LEAST_SUM)

@@ -55,7 +55,7 @@ class BlockPattern(NamedTuple):
 
     @property
     def before(self) -> int:
-        """The maximum size, because the cache keeps all tokens."""
+        """The largest possible number of earlier keys (`MAX_SIZE`), because the cache keeps all tokens."""
         return MAX_SIZE
 
     @property
@@ -89,7 +89,7 @@ class BlockPattern(NamedTuple):
         return min(key_length, read + self.global_tokens)
 
     def covers_all_keys(self, length: int, key_length: int) -> bool:
-        """Return True if queries at the last `length` positions attend to all keys (if causal, all earlier keys)."""
+        """Return True if the last `length` positions attend to all keys, or to all earlier keys if causal."""
         return self.kind.covers_all_keys(self, key_length) and not self.heads
 
     def get_allowed_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class ScatteredPattern(AttentionPattern):
 
     @staticmethod
     def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
-        """Return True if each of `key_length` positions attends to all positions (if causal, to all earlier ones)."""
+        """Return True if each of `key_length` positions attends to all positions, or to all earlier ones if causal."""
         return key_length <= pattern.block
 
 
@@ -211,7 +211,7 @@ class DilatedBlocks(ScatteredPattern):
 
     @staticmethod
     def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
-        """Return True if each position attends to all positions, which only applies to a single position."""
+        """Return True if each position attends to all positions, which is only possible for a single position."""
         return key_length <= 1
 
 

@@ -1,4 +1,4 @@
-"""Memory-compressed attention, which shortens keys and values with a strided convolution (arXiv 1801.10198, 4.2.4).
+"""Memory-compressed attention: a strided convolution shortens keys and values (arXiv 1801.10198, section 4.2.4).
 
 All queries attend to all n / s compressed keys. The convolution is as wide as its stride s, so that its inputs do not
 overlap. Each key/value head has its own convolution. It is initialized as the mean of s tokens, so that checkpoints
