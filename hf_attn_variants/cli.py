@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import MODEL_NAMES, CommandParser, find_documentation, package_version
+from .command_line import MODEL_NAMES, CommandParser, find_readme, package_version
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
@@ -143,7 +143,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Multi-query, grouped-query, latent, linear and talking-heads attention for Transformers "
         f"checkpoints: {MODEL_NAMES}.",
         epilog=f"{groups}\n\nRun `attn-variants COMMAND --help` to see the options of a command."
-        + (f"\n\ndocumentation:\n  {pages}" if (pages := find_documentation()) is not None else ""),
+        + (f"\n\ndocumentation:\n  {pages}" if (pages := find_readme()) is not None else ""),
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="one of the commands below")

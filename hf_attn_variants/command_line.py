@@ -206,7 +206,7 @@ def package_version() -> str:
     return match[1]
 
 
-def find_documentation() -> Path | None:
+def find_readme() -> Path | None:
     """Return the path of the README that links to the documentation, or None if it is not installed."""
     root = Path(__file__).parents[1]
     if (root / "docs" / "tour.md").is_file():  # a clone

@@ -17,12 +17,12 @@ def exit_on_interrupt() -> None:
     Call this function only while there is nothing to clean up. Signal handlers installed by the user are not replaced.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_at_once)
+        signal.signal(signal.SIGINT, _exit_immediately)
 
 
 def unwind_on_interrupt() -> None:
     """Undo `exit_on_interrupt`, so that Ctrl-C raises KeyboardInterrupt and the running code can clean up."""
-    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+    if signal.getsignal(signal.SIGINT) is _exit_immediately:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -31,10 +31,10 @@ def is_first_process() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _exit_at_once(number: int, frame: Any) -> None:
+def _exit_immediately(signum: int, frame: Any) -> None:
     if is_first_process():
         os.write(2, f"{INTERRUPTED}.\n".encode())
-    os._exit(128 + number)
+    os._exit(128 + signum)
 
 
 STDOUT_ERROR = "error: Cannot write to the standard output ({}). All files written before the output are complete."

@@ -505,12 +505,12 @@ def _find_existing_ancestor(path: Path) -> Path:
     return path
 
 
-def save_plot(path: Path, plot: Callable[[], Any], **options: Any) -> None:
+def save_plot(path: Path, make_figure: Callable[[], Any], **options: Any) -> None:
     """Save a plot as a PNG file, or log a warning if it cannot be rendered.
 
     Args:
         path: the file.
-        plot: a function that returns a Matplotlib figure.
+        make_figure: a function that returns a Matplotlib figure.
         options: keyword arguments for `savefig`.
 
     Raises:
@@ -518,7 +518,7 @@ def save_plot(path: Path, plot: Callable[[], Any], **options: Any) -> None:
     """
     image = io.BytesIO()
     try:
-        plot().savefig(image, format="png", **options)
+        make_figure().savefig(image, format="png", **options)
     except Exception as error:  # from Matplotlib's parsers or fonts, or because of a lack of memory
         reason = " ".join(str(error).split())[:200]
         logger.warning("Could not save %s (%s: %s). All other files were written.", path, type(error).__name__, reason)

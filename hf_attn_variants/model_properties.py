@@ -116,7 +116,7 @@ SHOWN_LANGUAGES = 8
 
 
 @dataclass(frozen=True)
-class TargetStart:
+class TargetStartTokens:
     """The first tokens of target texts in a given language.
 
     Attributes:
@@ -143,7 +143,7 @@ def set_languages(
     source: str | None,
     target: str | None,
     forced_bos_token: str | None = None,
-) -> TargetStart | None:
+) -> TargetStartTokens | None:
     """Set the source and target languages of a tokenizer, like the Transformers script `run_translation.py`.
 
     The languages are also stored in the arguments that are saved with the tokenizer.
@@ -194,7 +194,7 @@ def set_languages(
     forced_language = target if first == language else None
     if forced_bos_token is not None:
         forced_language = forced_bos_token
-    return TargetStart(start, None if forced_language is None else known[forced_language])
+    return TargetStartTokens(start, None if forced_language is None else known[forced_language])
 
 
 def _get_language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -80,14 +80,14 @@ def read_table_rows(path: Path) -> Iterator[TableRow]:
     yield from _read_csv_rows(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
 
 
-def _read_csv_rows(path: Path, tabs: bool) -> Iterator[TableRow]:
+def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
     csv.field_size_limit(MAX_CELL_LENGTH)
     lines = iterate_lines_with_endings(path)
     begin = _read_until_first_text_line(lines)
     if begin and JSON_START.match(begin[-1]):
         raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
-    separator = "\t" if tabs else _detect_separator(path, begin)
-    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
+    separator = "\t" if is_tsv else _detect_separator(path, begin)
+    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if is_tsv else {}
     reader = csv.reader(itertools.chain(begin, lines), strict=True, delimiter=separator, **options)
     header: list[str] = []
     header_location = ""
@@ -110,14 +110,14 @@ def _read_csv_rows(path: Path, tabs: bool) -> Iterator[TableRow]:
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
-        spaced = None if tabs or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
+        spaced = None if is_tsv or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
         if spaced is not None:
             has_warned = True
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
             logger.warning(message, place, spaced)
         if len(cells) != len(header):
             what = "a comma" if separator == "," else f"the separator {separator!r}"
-            rule = "A tab always separates cells." if tabs else f"Put a cell that contains {what} in quotes."
+            rule = "A tab always separates cells." if is_tsv else f"Put a cell that contains {what} in quotes."
             names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "
@@ -136,14 +136,17 @@ def _read_until_first_text_line(lines: Iterator[str]) -> list[str]:
     return read
 
 
-def _detect_separator(path: Path, begin: list[str]) -> str:
-    header = begin[-1].strip("\r\n") if begin else ""
+def _detect_separator(path: Path, first_lines: list[str]) -> str:
+    header = first_lines[-1].strip("\r\n") if first_lines else ""
     unquoted = "".join(header.split('"')[::2])
     most_frequent = max(OTHER_SEPARATORS, key=unquoted.count)
     if "," in unquoted or most_frequent not in unquoted:
         return ","
     logger.info(
-        "%s, line %d: the header contains no comma. %r is used as the separator.", path, len(begin), most_frequent
+        "%s, line %d: the header contains no comma. %r is used as the separator.",
+        path,
+        len(first_lines),
+        most_frequent,
     )
     return most_frequent
 
@@ -302,11 +305,12 @@ def read_columns(
     return rows
 
 
-def check_unused_column(row: dict[str, Any], column: str | None, place: str) -> None:
+def check_unused_column(row: dict[str, Any], column: str | None, location: str) -> None:
     """Raise ValueError if a row contains text in a column that is ignored because it is empty in the first row."""
     if column is not None and isinstance(text := get_column_value(row, column), str) and not is_blank(text):
         raise ValueError(
-            f"{place}: column {column!r} contains text in this row, but not in the first row. Fill this column in all "
+            f"{location}: column {column!r} contains text in this row, but not in the first row. Fill this column in "
+            f"all "
             "rows or in none."
         )
 
@@ -316,28 +320,28 @@ def _make_location_function(path: Path, lines: Sequence[int | None]) -> Callable
 
 
 def find_complete_rows(
-    place: str, what: str, rows: list[tuple[str, ...]], describe_location: Callable[[int], str]
+    location: str, row_label: str, rows: list[tuple[str, ...]], describe_location: Callable[[int], str]
 ) -> list[int]:
     """Return the indices of the rows that contain no blank text, and log a warning about the other rows.
 
     Args:
-        place: the file or files that contain the rows.
-        what: the word to use for a row in the warning, such as "line".
+        location: the file or files that contain the rows.
+        row_label: the word to use for a row in the warning, such as "line".
         rows: the texts in each row.
         describe_location: a function that returns the location of the row with a given index.
     """
     is_blank_row = [any(map(is_blank, texts)) for texts in rows]
     if left_out := [i for i, has_blank in enumerate(is_blank_row) if has_blank]:
         message = "%s: Skipping %d of %d %ss because they contain a blank text. The first one is %s."
-        logger.warning(message, place, len(left_out), len(rows), what, describe_location(left_out[0]))
+        logger.warning(message, location, len(left_out), len(rows), row_label, describe_location(left_out[0]))
     return [i for i, has_blank in enumerate(is_blank_row) if not has_blank]
 
 
-def make_missing_column_error(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
+def make_missing_column_error(location: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
     """Return an error about a missing column, with a suggestion if there is a column with a similar name.
 
     Args:
-        place: the location of the column names.
+        location: the location of the column names.
         record: the values of a row.
         column: the name of the missing column.
         flag: the flag or flags that set this name.
@@ -349,7 +353,7 @@ def make_missing_column_error(place: str, record: dict[str, Any], column: str, f
     advice = f" Choose another column with {flag}." if flag else ""
     if nearest is not None:
         advice = f" Did you mean {stripped[nearest]!r}?"
-    return ValueError(f"{place}: there is no column {column!r}. The columns are {listed}.{advice}")
+    return ValueError(f"{location}: there is no column {column!r}. The columns are {listed}.{advice}")
 
 
 def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS, UNSUPPORTED_WITH_ROTARY
 from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, FIELDS, Field
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
-from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias
+from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import RelativePositionBias
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/fields.md"
 TEXT = Path(__file__).with_suffix(".md")
@@ -59,7 +59,7 @@ def pairs_of() -> str:
 
 def _setting_of(mechanism: type[Mechanism]) -> str:
     """Return the configuration setting that selects a mechanism."""
-    if mechanism is DistanceBias:
+    if mechanism is RelativePositionBias:
         return "the distance bias of T5 and UMT5"
     name = getattr(mechanism, "name", None)
     return f"`{mechanism.field}`" if name is None else f'`{mechanism.field}="{name}"`'

@@ -194,7 +194,7 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
     sharing = importlib.import_module(f"{mechanisms}.head_sharing")
-    names |= {item.label for item in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
+    names |= {item.label for item in (sharing.HeadSharing, sharing.MultiQueryAttention, sharing.GroupedQueryAttention)}
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
     assert not literals(

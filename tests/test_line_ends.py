@@ -7,7 +7,7 @@ import pytest
 
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.text_files import read_lines, read_pairs, read_table_rows
-from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.glue.task import read_glue_tsv
 from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining.text_stream import TextFile
@@ -46,7 +46,7 @@ def test_tables_are_read_with_every_line_end(tmp_path, end):
         assert [tuple(record.values.values()) for record in read_table_rows(path)] == [("c", "d"), ("e", "f")]
     task = get_task("sst2")
     path = Path(write(tmp_path / "dev.tsv", ["sentence\tlabel", "good\t1", "bad\t0"], end))
-    assert read_tsv(path, task)["text1"] == ["good", "bad"]
+    assert read_glue_tsv(path, task)["text1"] == ["good", "bad"]
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -8,7 +8,7 @@ import pytest
 
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
-from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.glue.task import read_glue_tsv
 from hf_attn_variants.training.ner.task import _format_conll, read_conll
 from hf_attn_variants.training.squad.data import read_squad
 
@@ -194,11 +194,11 @@ def test_wrong_answers_error_names_the_question(tmp_path, start, qa, message):
 def test_empty_cells_of_glue_give_a_warning(tmp_path, caplog):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\t1\n\t0\n \t1\n")
     with caplog.at_level(logging.WARNING):
-        assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
+        assert read_glue_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
     assert "2 of 3 rows have an empty cell" in caplog.text
     (tmp_path / "dev.tsv").write_text("sentence\tsentence\tlabel\na\tb\t1\n")
     with pytest.raises(ValueError, match=r"line 1: .*'sentence' twice"):
-        read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])
+        read_glue_tsv(tmp_path / "dev.tsv", TASKS["sst2"])
 
 
 @pytest.mark.parametrize(

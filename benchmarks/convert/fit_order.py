@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--model_name_or_path", str(subject.source), "--output_dir", "x", "--seed", str(seed)]
-            given: Any = command.read_calibration_arguments(
+            given: Any = command.read_calibration_from_args(
                 command.parse_args([*flags, *subject.calibration_flags(Path(folder), seed)])
             )
         given = replace(given, tokenizer=subject.tokenizer)

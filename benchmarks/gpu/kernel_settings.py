@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.cells import Cells, main
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants.modeling.ops import triton_attention
-from hf_attn_variants.modeling.ops.blocked_attention import Operands
+from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
 
 HEADS, HEAD_DIM, TOKENS = 12, 64, 16384
 LENGTHS = (2048, 512, 8192)
@@ -62,7 +62,7 @@ def passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     shape = (max(1, (2 * length if args.tiny else TOKENS) // length), heads, length, HEAD_DIM)
     states = [torch.randn(shape, device=args.device, dtype=dtype) for _ in range(3)]
     mixes = [torch.eye(heads, device=args.device) + 0.1 * torch.randn(heads, heads, device=args.device) for _ in "lw"]
-    operands = Operands(*states, None, None, *mixes, None, HEAD_DIM**-0.5, False, 0.0, None)
+    operands = AttentionOperands(*states, None, None, *mixes, None, HEAD_DIM**-0.5, False, 0.0, None)
     output, statistics = triton_attention.triton_forward(operands)
     direction = torch.randn_like(output)
     return {

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from benchmarks.gpu.cells import Cells, main
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
-from hf_attn_variants.training.engine.loop import TrainingCost
+from hf_attn_variants.training.engine.loop import TrainingCostCounter
 
 BERT = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -94,7 +94,7 @@ def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     peak = matmul_flops_per_second(args.device, number_format)
     rows = {}
     for name, model in models.items():
-        tokens, flops = TrainingCost(model).count(batch, 0)
+        tokens, flops = TrainingCostCounter(model).count(batch, 0)
         if (milliseconds := times[name]) is None:
             rows[name] = {"out_of_memory": True}
             continue

@@ -137,7 +137,7 @@ def launches(
         logits, weights: whether there is P_l, P_w.
     """
     from hf_attn_variants.modeling.ops import triton_attention as kernels
-    from hf_attn_variants.modeling.ops.blocked_attention import Operands
+    from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -149,7 +149,7 @@ def launches(
         "boolean": empty(1, 1, length, length, of=torch.bool),
         "additive": empty(1, 1, length, length),
     }
-    operands = Operands(
+    operands = AttentionOperands(
         query,
         key,
         value,

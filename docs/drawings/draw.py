@@ -132,7 +132,7 @@ def patterns() -> Drawing:
     window = partial(formulas.keys_in_window, window=4)
     stride = partial(formulas.keys_in_strided_pattern, stride=4)
     fixed = partial(formulas.keys_in_fixed_pattern, block=4, summary=1)
-    drawn = partial(formulas.keys_in_random_blocks, block=2, random=1, seed=1)
+    drawn = partial(formulas.keys_in_random_blocks, block=2, num_random=1, seed=1)
     block = partial(formulas.keys_in_local_block, block=4)
     panels: list[tuple[str, list[Callable[[int, int], list[int]]], int, int]] = [
         ("sliding_window, 1 global", [window], 1, 0),

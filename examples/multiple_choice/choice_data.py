@@ -13,7 +13,7 @@ from hf_attn_variants.files import is_blank, parse_json
 from hf_attn_variants.text_files import column_names, get_column_value, has_column, make_missing_column_error
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset, parse_label_cell
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
+from hf_attn_variants.training.engine.tables import DatasetSplit, TableRow, get_column_text, map_class_ids_to_names
 
 # Common column names. Columns with these names do not need a flag. Choices may also be in ending0, ending1, and so on.
 COMMON_NAMES = {
@@ -101,15 +101,15 @@ def _find_numbered_columns(stem: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name in names, (f"{stem}{i}" for i in numbers)))
 
 
-def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[ChoiceRow]:
+def _read_rows(name: str, source: DatasetSplit, columns: dict[str, Any]) -> list[ChoiceRow]:
     """Read the questions in a split."""
     answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
-        context, question = (texts[flag] and get_text(record, texts[flag], f"--{flag}") for flag in texts)
+        context, question = (texts[flag] and get_column_text(record, texts[flag], f"--{flag}") for flag in texts)
         value = get_column_value(record.values, answer_column) if answer_column else None
-        value = value if names is None else get_label_name(value, names)
+        value = value if names is None else map_class_ids_to_names(value, names)
         answer = parse_label_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.models import (
-    check_appends_end_token,
+    check_appends_eos_token,
     check_max_length,
     check_trained_head,
     configure_token_types,
@@ -44,7 +44,7 @@ class ChoiceHead:
         self.settings, self.config, multiple = settings, config, settings.pad_to_multiple_of
         self.tokenizer = load_tokenizer(settings, config)
         configure_token_types(self.tokenizer, config)
-        check_max_length(settings.max_length, config, self.tokenizer, pair=True, multiple=multiple)
+        check_max_length(settings.max_length, config, self.tokenizer, pair=True, pad_to_multiple_of=multiple)
         self.collate = ChoiceCollator(self.tokenizer, multiple)
 
     def load_model(self) -> PreTrainedModel:
@@ -111,8 +111,8 @@ class ChoiceLikelihood:
                 "--model_name_or_path must be an encoder, or a monolingual encoder-decoder such as T5 or BART, "
                 f"got {settings.model_name_or_path} ({config.model_type}). Use another model."
             )
-        check_appends_end_token(settings, self.tokenizer)
-        check_max_length(settings.max_length, config, self.tokenizer, multiple=multiple)
+        check_appends_eos_token(settings, self.tokenizer)
+        check_max_length(settings.max_length, config, self.tokenizer, pad_to_multiple_of=multiple)
         self.collate = LikelihoodCollator(self.tokenizer, config.decoder_start_token_id, multiple)
 
     def load_model(self) -> PreTrainedModel:

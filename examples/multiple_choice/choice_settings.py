@@ -8,7 +8,7 @@ from hf_attn_variants.training.engine.settings import (
     AT_LEAST_1,
     WITH_BEST_WEIGHTS,
     TableSettings,
-    check_metric,
+    check_metric_for_best_model,
     option,
 )
 
@@ -36,4 +36,4 @@ class MultipleChoiceSettings(TableSettings):
     def check(self) -> None:
         """Check the settings, in addition to the checks for all tasks with tables."""
         super().check()
-        check_metric(self.metric_for_best_model, ("loss", "accuracy"))
+        check_metric_for_best_model(self.metric_for_best_model, ("loss", "accuracy"))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_attn_variants.training.engine.settings import FineTuningSettings, check_metric, option
+from hf_attn_variants.training.engine.settings import FineTuningSettings, check_metric_for_best_model, option
 
 DATASET = "aps/super_glue"  # on the Hub
 
@@ -74,4 +74,6 @@ class SuperGlueSettings(FineTuningSettings):
         """Check the settings, in addition to the checks for all tasks."""
         super().check()
         task = get_superglue_task(self.task_name)
-        check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))
+        check_metric_for_best_model(
+            self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric)))
+        )

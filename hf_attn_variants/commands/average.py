@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for model in models:
         part = f" ({len(model.tasks)} of {len(GLUE_METRICS)})" if model.missing else ""
-        spreads = [_format_spread(spread) for spread in (*map(model.tasks.get, tasks), model.average)]
+        spreads = [_format_mean_std(spread) for spread in (*map(model.tasks.get, tasks), model.average)]
         rows.append([model.model, *spreads[:-1], spreads[-1] + part])
     print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)
     print()
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def _format_spread(spread: Any) -> str:
+def _format_mean_std(spread: Any) -> str:
     if spread is None:
         return "-"
     deviation = "" if spread.deviation is None else f" ± {100 * spread.deviation:.1f}"

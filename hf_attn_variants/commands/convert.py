@@ -225,7 +225,7 @@ def main(args: argparse.Namespace) -> Any:
         OSError: if a file cannot be read or written.
     """
     from ..conversion.conversions import convert_checkpoint
-    from ..hub.card import write_card
+    from ..hub.card import write_model_card
     from ..progress import disable_progress_bars
     from ..registration import PREFIX
 
@@ -233,7 +233,7 @@ def main(args: argparse.Namespace) -> Any:
     with disable_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(**options)
     print(report.summary(args.attention_errors))
-    if write_card(Path(args.output_dir).expanduser()):
+    if write_model_card(Path(args.output_dir).expanduser()):
         print(f"{CARD_NAME} is the model card. `attn-variants push` adds the name of the repository to it.")
     if report.architecture.startswith(PREFIX):
         print("To load the model, use from_pretrained(..., trust_remote_code=True), or import hf_attn_variants first.")
@@ -258,7 +258,7 @@ def _get_conversion_options(args: argparse.Namespace) -> dict[str, Any]:
     options = vars(args).copy()
     for name in (*CALIBRATION_OPTIONS, "quick", "attention_errors", "disable_tqdm"):
         options.pop(name)
-    return options | {"calibration": read_calibration_arguments(args), "needs_method": True}
+    return options | {"calibration": read_calibration_from_args(args), "needs_method": True}
 
 
 def _set_quick_defaults(args: argparse.Namespace) -> None:
@@ -276,7 +276,7 @@ def _set_quick_defaults(args: argparse.Namespace) -> None:
         args.fit_steps = 0
 
 
-def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
+def read_calibration_from_args(args: argparse.Namespace) -> Calibration | None:
     """Draw the calibration examples from the text or recordings specified on the command line.
 
     Returns:

@@ -18,7 +18,7 @@ from ..command_line import (
     package_version,
     parse_with_checkpoint,
 )
-from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_arguments
+from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_from_args
 from .inspect import SOURCE_LENGTH_FLAG
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> Any:
 
     output_dir = Path(args.output_dir).expanduser()
     saved = FrontierFile(output_dir / FRONTIER_JSON)
-    calibration, held_out = _read_texts(args)
+    calibration, held_out = _read_calibration_and_held_out(args)
     model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
     options = select_variants(model, {flag.name: getattr(args, flag.name) for flag in VARIANT_FLAGS})
     is_audio = calibration.audio is not None
@@ -135,7 +135,7 @@ def main(args: argparse.Namespace) -> Any:
                 length=args.length,
                 source_length=args.source_length,
                 seed=args.seed,
-                known=known,
+                saved_rows=known,
                 on_row=saved.save,
             )
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def main(args: argparse.Namespace) -> Any:
     return frontier
 
 
-def _save_frontier_plot(frontier: Any, loss: float | None, path: Path) -> bool:
+def _save_frontier_plot(frontier: Any, loss_limit: float | None, path: Path) -> bool:
     """Save the plot and return True, or return False if Matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("Skipping %s because matplotlib is not installed. Run `pip install matplotlib`.", path.name)
@@ -165,18 +165,18 @@ def _save_frontier_plot(frontier: Any, loss: float | None, path: Path) -> bool:
     from ..files import save_plot
     from ..inspection.frontier_plot import plot_frontier
 
-    save_plot(path, lambda: plot_frontier(frontier, loss), dpi=130)
+    save_plot(path, lambda: plot_frontier(frontier, loss_limit), dpi=130)
     return True
 
 
-def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
+def _read_calibration_and_held_out(args: argparse.Namespace) -> tuple[Any, Any]:
     """Read the calibration examples and the held-out examples (texts or recordings)."""
     import sys
 
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..inspection.frontier import select_held_out_examples
 
-    calibration: Any = read_calibration_arguments(args)  # not None, because `parse_args` requires one of the flags
+    calibration: Any = read_calibration_from_args(args)  # not None, because `parse_args` requires one of the flags
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
     else:

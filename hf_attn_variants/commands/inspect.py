@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> Any:
     header, rows = format_cost_table(table, args.details)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_format_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
-    print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
+    print_table(title, header, rows, split_before=next(cache_columns, None) if args.details else None)
     for note in _list_notes(table, args.details):
         print_text(note)
     return table

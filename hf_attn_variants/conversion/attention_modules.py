@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.attention.attention_sites import AttentionSite, get_kernel
+from ..modeling.attention.attention_sites import AttentionSite, create_kernel
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
@@ -78,15 +78,15 @@ class AttentionModule:
         return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
     @property
-    def new_latent(self) -> str | None:
+    def shared_latent_name(self) -> str | None:
         """The tensor name of the new latent if the module shares it with other modules, otherwise None."""
         shared = self.heads.latent_change == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
-    def read_tensors(self, read: Callable[[str], torch.Tensor], converted: bool = False) -> AttentionTensors:
-        """Return the original or converted projections. `read` returns the tensor with a given name."""
+    def read_tensors(self, read_tensor: Callable[[str], torch.Tensor], converted: bool = False) -> AttentionTensors:
+        """Return the original or converted projections. `read_tensor` returns the tensor with a given name."""
         names = self.new_tensors if converted else self.tensors
-        stored = {name: read(name) for name in dict.fromkeys(names.values())}
+        stored = {name: read_tensor(name) for name in dict.fromkeys(names.values())}
         tensors = {part: stored[name] for part, name in names.items()}
         for kind in ("weight", "bias") if self.site.is_fused else ():
             if (name := names.get(f"query_{kind}")) is not None:
@@ -154,14 +154,14 @@ def _build_attention_module(
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
-            tensor_names[LATENT] = f"{prefix}{site.get_latent_path(path)}.weight"
+            tensor_names[LATENT] = f"{prefix}{site.get_latent_projection_path(path)}.weight"
     if heads.rank[0] is not None:
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if heads.rank[1] is not None:
         shapes[new_tensors[LATENT]] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    source_kernel = get_kernel(site, source_config, path, getattr(core_module, "is_causal", False))
+    source_kernel = create_kernel(site, source_config, path, getattr(core_module, "is_causal", False))
     kernel = (source_kernel, getattr(core_module, "kernel", None))
     new_kernel_tensors = get_kernel_tensors(core_module)
     if kernel[0] is not None and kernel[0].tensors_per_key_head and heads.change != "same":
@@ -184,7 +184,7 @@ def _build_attention_module(
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
         projections = {}
-    present = {extension.field for extension in get_requested_extensions(source_config, site.place_prefix)}
+    present = {extension.field for extension in get_requested_extensions(source_config, site.field_prefix)}
     extensions = {f"{core}{name}.": item for name, item in get_extensions(core_module).items() if name not in present}
     return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel, extensions)
 
@@ -194,7 +194,7 @@ def _resolve_linear_tensors(
     path: str,
     module: nn.Module,
     heads: HeadCounts,
-    width: int,
+    hidden_size: int,
     entries: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """Return the tensor names of a module's linear layers and their new shapes, after checking the old shapes.
@@ -202,7 +202,7 @@ def _resolve_linear_tensors(
     Args:
         site, module, heads, entries: See `_build_attention_module`.
         path: Path of the module in the checkpoint.
-        width: Input size of the key and value projections if there is no latent.
+        hidden_size: Input size of the key and value projections if there is no latent.
     """
     tensors, shapes = {}, {}
     for role, linear_path in site.projections.items():
@@ -213,7 +213,7 @@ def _resolve_linear_tensors(
                 expected[0] = (heads.query + heads.key[0] + heads.value[0]) * heads.head_dim
             elif role in ("key", "value"):
                 # The original input size may also differ because keys and values are computed from the latent.
-                expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
+                expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or hidden_size][: len(expected)]
             _check_tensor(name, entries, expected)
             tensors[field_name], shapes[name] = name, tuple(parameter.shape)
     return tensors, shapes
@@ -235,7 +235,7 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
             getattr(heads, check)
         except ValueError as error:
             raise ValueError(f"`{name}`: {error}") from None
-    dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.place_prefix)}
+    dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.field_prefix)}
     terms = sorted(name for name in dynamic if name.startswith("m"))
     if site.shares_latent and heads.latent_change != "same" and terms:
         raise ValueError(
@@ -285,14 +285,14 @@ def find_stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str,
     )
 
 
-def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[int]) -> None:
+def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected_shape: list[int]) -> None:
     """Check that a tensor exists and has the expected shape and a floating-point dtype."""
     if name not in entries:
         raise ValueError(f"The checkpoint has no tensor {name!r}. Check that config.json belongs to this checkpoint.")
     entry = entries[name]
-    if list(entry.shape) != expected:
+    if list(entry.shape) != expected_shape:
         raise ValueError(
-            f"{name!r} must have shape {expected} for the head counts in config.json, got {list(entry.shape)}. "
+            f"{name!r} must have shape {expected_shape} for the head counts in config.json, got {list(entry.shape)}. "
             "Correct the head counts."
         )
     if not entry.is_floating:
@@ -302,7 +302,7 @@ def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[
 
 
 def check_other_tensor_shapes(
-    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
+    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], error_prefix: str
 ) -> None:
     """Check that the shapes of all other tensors match the configuration, so that the converted model can be loaded.
 
@@ -310,7 +310,7 @@ def check_other_tensor_shapes(
         target: The converted model, on the meta device.
         entries: All tensors in the original model.
         modules: The attention modules. Their tensors are not checked because the conversion computes them.
-        wrong: The beginning of error messages about an invalid configuration.
+        error_prefix: The beginning of error messages about an invalid configuration.
 
     Raises:
         ValueError: if a tensor has a different shape. The message names the first such tensor.
@@ -322,13 +322,13 @@ def check_other_tensor_shapes(
         model_name = next((key for key in (name, prefix + name, name.removeprefix(prefix)) if key in shapes), None)
         if model_name is not None and name not in converted and shapes[model_name] != tuple(entry.shape):
             raise ValueError(
-                f"{wrong}: it implies the shape {list(shapes[model_name])} for {name!r}, but the shape in the "
+                f"{error_prefix}: it implies the shape {list(shapes[model_name])} for {name!r}, but the shape in the "
                 f"checkpoint is {list(entry.shape)}."
             )
 
 
 def check_no_missing_tensors(
-    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
+    target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], error_prefix: str
 ) -> None:
     """Check that the checkpoint is complete, because `from_pretrained` would initialize missing tensors randomly.
 
@@ -336,8 +336,8 @@ def check_no_missing_tensors(
     head. A missing pooler is ignored because many BERT checkpoints do not have one.
 
     Args:
-        target, entries, modules, wrong: See `check_other_tensor_shapes`. The tensors of `modules` have already been
-            checked.
+        target, entries, modules, error_prefix: See `check_other_tensor_shapes`. The tensors of `modules` have already
+            been checked.
 
     Raises:
         ValueError: if a base-model tensor is missing. The message names the first such tensor.
@@ -362,7 +362,7 @@ def check_no_missing_tensors(
     if missing_in_base:
         more = f" and {len(missing_in_base) - 1} more" if len(missing_in_base) > 1 else ""
         raise ValueError(
-            f"{wrong}, or the checkpoint is incomplete: it has no tensor {missing_in_base[0]!r}{more}, and "
+            f"{error_prefix}, or the checkpoint is incomplete: it has no tensor {missing_in_base[0]!r}{more}, and "
             "`from_pretrained` would initialize missing tensors randomly."
         )
     if missing:

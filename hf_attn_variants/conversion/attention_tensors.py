@@ -15,9 +15,9 @@ projection then has its own quadratic form with its own G and S. The common S is
 divided by its trace and multiplied by the energy of its form. The common G is the sum of all G matrices, each scaled
 so that its form has the same energy under the common S as under its own S.
 
-Without text (`compute_weight_forms`), S is the identity matrix, and G follows from products of weights because keys
-are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the
-computation with text.
+Without text (`compute_error_forms_from_weights`), S is the identity matrix, and G follows from products of weights
+because keys are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for
+the computation with text.
 """
 
 from __future__ import annotations
@@ -133,21 +133,22 @@ def join_heads(heads: torch.Tensor) -> torch.Tensor:
     return heads.reshape(-1, *heads.shape[2:])
 
 
-def group_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Reshape a projection with `source` heads to `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
+def group_heads(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
+    """Reshape a projection with `source_heads` heads to `target_heads` groups of consecutive heads: [h*d, ...] -> [k,
+    g, d, ...].
 
     Each group is consecutive because query heads g*i ... g*i + g - 1 share key/value head i in Transformers.
     """
-    heads = split_heads(projection, source)  # [h, d, ...]
-    return heads.reshape(target, source // target, *heads.shape[1:])
+    heads = split_heads(projection, source_heads)  # [h, d, ...]
+    return heads.reshape(target_heads, source_heads // target_heads, *heads.shape[1:])
 
 
-def repeat_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def repeat_heads(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
     """Repeat each head of a projection, [source*d, ...] -> [target*d, ...], which preserves the attention output.
 
     Head i of the result is head i // (target / source) of the original projection.
     """
-    return join_heads(split_heads(projection, source).repeat_interleave(target // source, dim=0))
+    return join_heads(split_heads(projection, source_heads).repeat_interleave(target_heads // source_heads, dim=0))
 
 
 @dataclass(frozen=True)
@@ -251,10 +252,10 @@ class AttentionTensors:
             return {f"{role}_weight": joined}
         return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
 
-    def apply_to_role(self, role: str, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Apply `change` to a role's weight and bias and return {field: tensor}."""
+    def apply_to_role(self, role: str, transform: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Apply `transform` to a role's weight and bias and return {field: tensor}."""
         parts = zip((f"{role}_weight", f"{role}_bias"), self.weight_and_bias(role), strict=True)
-        return {name: change(tensor) for name, tensor in parts if tensor is not None}
+        return {name: transform(tensor) for name, tensor in parts if tensor is not None}
 
 
 def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]]) -> AttentionTensors:
@@ -307,7 +308,7 @@ class QuadraticErrorForm(NamedTuple):
         return (self.gram * self.metric).sum()
 
 
-class LatentForms(NamedTuple):
+class KeyValueErrorForms(NamedTuple):
     """The quadratic forms for the keys and values of an attention module.
 
     Attributes:
@@ -355,7 +356,9 @@ def compute_preserved_energy_share(form: QuadraticErrorForm, latent: torch.Tenso
 
 
 @torch.no_grad()
-def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: LatentForms) -> AttentionTensors:
+def project_onto_latent(
+    tensors: AttentionTensors, latent: torch.Tensor, forms: KeyValueErrorForms
+) -> AttentionTensors:
     """Return projections that compute keys and values from a latent A [r, D], by regressing the input on the latent.
 
     The shares of key and value energy that the latent preserves are added to `details`.
@@ -379,7 +382,7 @@ def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: 
 
 
 @torch.no_grad()
-def compute_weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
+def compute_error_forms_from_weights(tensors: AttentionTensors, heads: HeadCounts) -> KeyValueErrorForms:
     """Compute a module's quadratic forms from its weights only, with equal energies for keys and values."""
     pairs = (
         ("key", tensors.join_weight_and_bias("query").double(), heads.query),
@@ -395,7 +398,7 @@ def compute_weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> Latent
         metric = torch.eye(len(gram)).to(gram)
         forms.append(QuadraticErrorForm(gram / gram.trace().clamp_min(1e-300), metric))
     key_form, value_form = forms
-    return LatentForms(key_form, value_form)
+    return KeyValueErrorForms(key_form, value_form)
 
 
 def _compute_regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:
@@ -431,13 +434,13 @@ class AttentionInputs:
     rotary: RotaryPositions | None = None
     softcap: float | None = None
 
-    def rows(self, index: torch.Tensor) -> AttentionInputs:
+    def rows(self, indices: torch.Tensor) -> AttentionInputs:
         """Return the inputs for the given examples in the batch."""
-        key_value_states = self.key_value_states[index]
-        states = key_value_states if self.key_value_states is self.states else self.states[index]
-        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        rotary = None if self.rotary is None else self.rotary.rows(index)
-        shared: dict[str, Any] = {"mask": mask, "valid": self.valid[index], "rotary": rotary}
+        key_value_states = self.key_value_states[indices]
+        states = key_value_states if self.key_value_states is self.states else self.states[indices]
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[indices]
+        rotary = None if self.rotary is None else self.rotary.rows(indices)
+        shared: dict[str, Any] = {"mask": mask, "valid": self.valid[indices], "rotary": rotary}
         return replace(self, states=states, key_value_states=key_value_states, **shared)
 
     def get_key_mask(self) -> torch.Tensor:
@@ -493,7 +496,7 @@ class CalibratedLatent:
     """
 
     weight: torch.Tensor
-    forms: LatentForms
+    forms: KeyValueErrorForms
     is_shared: bool
 
 
@@ -502,7 +505,7 @@ class ConversionMethod(Protocol):
 
     The `method` argument of `convert` accepts an instance or the name of a registered method. Methods that need text
     must be subclasses of `CalibratedMethod`. With all other methods, latents are computed from the weights
-    (`attention_tensors.compute_weight_forms`).
+    (`attention_tensors.compute_error_forms_from_weights`).
 
     Example:
 
@@ -573,10 +576,10 @@ class CalibratedMethod(ABC):
         )
 
 
-def average_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def average_heads(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
     """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
     # The mean of identical heads is exact in float64. Processing one group at a time avoids a large float64 copy.
-    groups = group_heads(projection, source, target)
+    groups = group_heads(projection, source_heads, target_heads)
     return join_heads(torch.stack([group.double().sum(0).div_(len(group)).to(group.dtype) for group in groups]))
 
 
@@ -590,9 +593,9 @@ class MeanPooling:
         return pool_key_value(tensors, heads, average_heads)
 
 
-def select_first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def select_first_heads(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
     """Return the first head of each group of consecutive heads: [source*d, ...] -> [target*d, ...]."""
-    return join_heads(group_heads(projection, source, target)[:, 0])
+    return join_heads(group_heads(projection, source_heads, target_heads)[:, 0])
 
 
 class FirstHead:
@@ -605,7 +608,7 @@ class FirstHead:
         return pool_key_value(tensors, heads, select_first_heads)
 
 
-class RandomHeads:
+class RandomInitialization:
     """Initializes new key and value projections randomly, with zero biases, as a baseline for uptraining."""
 
     name = "random"

@@ -74,7 +74,7 @@ class Calibration:
             padded to the length of one input window. The decoder reads the model's own greedy output.
         feature_extractor: Feature extractor for audio. If None, it is loaded from the checkpoint folder.
         whole_length: Number of tokens in the longest text, limited by the model's number of positions. The conversion
-            sets this field (`batches.add_text_lengths`) and evaluates the converted model on texts of up to this
+            sets this field (`batches.set_length_statistics`) and evaluates the converted model on texts of up to this
             length.
         cut_share: Share of the texts that are truncated. The conversion sets this field together with `whole_length`.
 

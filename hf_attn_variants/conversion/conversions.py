@@ -35,9 +35,9 @@ from .attention_tensors import (
     ConversionMethod,
     FirstHead,
     MeanPooling,
-    RandomHeads,
+    RandomInitialization,
     compute_energy_loss_by_rank,
-    compute_weight_forms,
+    compute_error_forms_from_weights,
 )
 from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble_model, build_model_from_tensors
@@ -48,18 +48,18 @@ from .checkpoint.tensor_files import (
     TensorEntry,
     extend_positions,
     open_checkpoint,
-    update_tokenizer_length,
+    update_tokenizer_max_length,
 )
 from .layer_choice import (
     PROBE_FIELDS,
-    check_cache_bytes,
-    check_has_cache,
+    check_cache_budget,
     check_matching_layers,
+    check_supports_cache_budget,
     choose_ranks_for_budget,
     compute_matching_shares,
     exclude_matching_layers,
 )
-from .plan import ConversionPlan, explain_why_not_calibrated, make_plan
+from .plan import ConversionPlan, get_calibration_blocker, make_plan
 from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
 from .writing import OutputFolder, compute_converted_tensors, read_generation_config
 
@@ -330,7 +330,7 @@ def convert_checkpoint(
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
-            update_tokenizer_length(stage, config, fields)
+            update_tokenizer_max_length(stage, config, fields)
             report = build_conversion_report(
                 plan,
                 layers,
@@ -400,7 +400,7 @@ def _make_calibrated_method(name: str) -> Any:
 
 
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
-    **{method.name: method for method in (MeanPooling, FirstHead, RandomHeads)},
+    **{method.name: method for method in (MeanPooling, FirstHead, RandomInitialization)},
     "aligned": partial(_make_calibrated_method, "Aligned"),
     "calibrated": partial(_make_calibrated_method, "Calibrated"),
 }
@@ -449,7 +449,7 @@ class ConversionRequest:
         self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
         if self.kv_cache_bytes is not None:
             fields = self.fields | {"num_key_value_heads": self.num_key_value_heads}
-            check_cache_bytes(self.kv_cache_bytes, fields)
+            check_cache_budget(self.kv_cache_bytes, fields)
         self.calibration = None
         if self.requested_calibration is not None:
             from .calibration.examples import as_calibration
@@ -476,13 +476,15 @@ class ConversionRequest:
 
         return make_source_loader_for_folder(reader, folder, self.calibration)
 
-    def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceLoader | None") -> CalibrationResult:
+    def fit(
+        self, plan: ConversionPlan, reader: TensorSource, source_loader: "SourceLoader | None"
+    ) -> CalibrationResult:
         """Fit the attention modules to the calibration data. The result is empty if calibration is not used."""
-        if self.calibration is None or source is None:
+        if self.calibration is None or source_loader is None:
             return CalibrationResult({})
         from .calibration.calibrate import calibrate
 
-        return calibrate(plan, reader, source, self.calibration)
+        return calibrate(plan, reader, source_loader, self.calibration)
 
     def plan(
         self,
@@ -490,7 +492,7 @@ class ConversionRequest:
         entries: Mapping[str, TensorEntry],
         config_file: Path | None,
         reader: TensorSource | None = None,
-        source: "SourceLoader | None" = None,
+        source_loader: "SourceLoader | None" = None,
     ) -> ConversionPlan:
         """Plan the conversion and check that it is possible.
 
@@ -502,7 +504,7 @@ class ConversionRequest:
             config_file: Path of `config` for error messages, or None for a model in memory.
             reader: The tensors of the original model. If None, the conversion is only checked, and no weights or text
                 are read. Ranks and layers that depend on weights or text are then placeholders.
-            source: Function that loads the original model for calibration, or None if calibration is not used.
+            source_loader: Function that loads the original model for calibration, or None if calibration is not used.
 
         Raises:
             ValueError: if the conversion is not possible.
@@ -513,23 +515,23 @@ class ConversionRequest:
         make = partial(make_plan, config, entries, self.method, **options)
         fields: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         if self.kv_cache_bytes is not None:
-            check_has_cache(config)
+            check_supports_cache_budget(config)
             probe = make(fields=fields | PROBE_FIELDS)
-            losses = partial(self._measure_latent_losses, probe, reader, source)
+            losses = partial(self._measure_latent_losses, probe, reader, source_loader)
             budget = choose_ranks_for_budget(probe, self.kv_cache_bytes, entries, losses)
             by_layer = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
             fields |= budget | {"per_layer_values": by_layer}
         if self.matching_layers is not None:
             probe = make(fields=fields)
             check_matching_layers(probe, fields, self.matching_layers, self.calibration)
-            if source is not None and self.calibration is not None:
+            if source_loader is not None and self.calibration is not None:
                 self._should_calibrate(probe)  # raises an error if calibration is not possible
-                model, tokenizer = source(probe)
+                model, tokenizer = source_loader(probe)
                 tokenizer = self.calibration.processor or tokenizer
                 self.matching_shares = compute_matching_shares(probe, model, tokenizer, self.calibration)
                 fields = exclude_matching_layers(probe, fields, self.matching_shares, self.matching_layers)
         plan = make(fields=fields)
-        if (warning := self._describe_loss_without_examples(plan)) is not None and reader is not None:
+        if (warning := self._get_quality_loss_warning(plan)) is not None and reader is not None:
             logger.warning(warning)
         if reader is None:
             self._should_calibrate(plan)  # raises an error if calibration is not possible
@@ -543,7 +545,7 @@ class ConversionRequest:
 
         return should_calibrate(plan, self.calibration)
 
-    def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
+    def _get_quality_loss_warning(self, plan: ConversionPlan) -> str | None:
         """Return a warning that the model loses quality without calibration examples, or None if this does not apply.
 
         Raises:
@@ -556,7 +558,7 @@ class ConversionRequest:
         adds_kernel = any(module.adds_kernel for module in plan.reduced_modules)
         cause, examples = QUALITY_LOSS_TEXTS["kernel" if adds_kernel else "pool" if pools else "compress"]
         kind, flag = ("audio", "--calibration_audio_dir") if plan.reads_audio else ("text", "--calibration_file")
-        if (reason := explain_why_not_calibrated(plan)) is not None:
+        if (reason := get_calibration_blocker(plan)) is not None:
             advice = f"Calibration is not possible because {reason}."
         else:
             advice = f"Set `calibration` ({flag}) to fit the converted model to {kind}."
@@ -574,7 +576,7 @@ class ConversionRequest:
         self,
         plan: ConversionPlan,
         reader: TensorSource | None,
-        source: "SourceLoader | None",
+        source_loader: "SourceLoader | None",
         modules: list[AttentionModule],
     ) -> list[torch.Tensor]:
         """Return the share of energy that a latent of each rank loses in each module.
@@ -583,13 +585,15 @@ class ConversionRequest:
         """
         if reader is None:
             return [torch.zeros(1) for _ in modules]
-        if source is not None and self.calibration is not None and self._should_calibrate(plan):
-            from .calibration.calibrate import measure_latent_forms
+        if source_loader is not None and self.calibration is not None and self._should_calibrate(plan):
+            from .calibration.calibrate import measure_error_forms
 
-            forms = measure_latent_forms(plan, modules, reader, source, self.calibration)
+            forms = measure_error_forms(plan, modules, reader, source_loader, self.calibration)
         else:
             forms = [
-                compute_weight_forms(replace(module.read_tensors(reader.read), latent_weight=None), module.heads)
+                compute_error_forms_from_weights(
+                    replace(module.read_tensors(reader.read), latent_weight=None), module.heads
+                )
                 for module in modules
             ]
         return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in forms]

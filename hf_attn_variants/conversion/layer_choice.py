@@ -32,15 +32,15 @@ from .checkpoint.tensor_files import TensorEntry
 from .plan import ConversionPlan
 
 
-def num_cached_values(heads: AttentionHeads, width: int) -> int:
+def num_cached_values(heads: AttentionHeads, input_dim: int) -> int:
     """Return the number of values that an attention module caches per token, for a latent or for keys and values.
 
     Args:
         heads: The head counts of the module.
-        width: Input size of the key and value projections, which is the maximum size of a latent.
+        input_dim: Input size of the key and value projections, which is the maximum size of a latent.
     """
     if heads.rank is not None:
-        return min(heads.rank, width)
+        return min(heads.rank, input_dim)
     return heads.key * heads.head_dim + heads.value * heads.value_dim
 
 
@@ -80,7 +80,7 @@ PROBE_FIELDS = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
 RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 
-def check_cache_bytes(kv_cache_bytes: Sequence[int], fields: Mapping[str, Any]) -> None:
+def check_cache_budget(kv_cache_bytes: Sequence[int], fields: Mapping[str, Any]) -> None:
     """Check the cache budget, which consists of the bytes per source token and per generated token.
 
     Args:
@@ -102,7 +102,7 @@ def check_cache_bytes(kv_cache_bytes: Sequence[int], fields: Mapping[str, Any]) 
             raise ValueError(f"`kv_cache_bytes` cannot be combined with `{name}` because it determines this field.")
 
 
-def check_has_cache(config: Mapping[str, Any]) -> None:
+def check_supports_cache_budget(config: Mapping[str, Any]) -> None:
     """Check that a config.json belongs to an encoder-decoder, for which a cache budget is supported.
 
     Raises:
@@ -118,27 +118,27 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
 
 
 def choose_ranks_for_budget(
-    probe: ConversionPlan,
+    probe_plan: ConversionPlan,
     kv_cache_bytes: Sequence[int],
     entries: Mapping[str, TensorEntry],
-    losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
+    measure_losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
     """Choose the latent ranks whose cache fits into the budget, and return them as configuration fields.
 
     Args:
-        probe: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
+        probe_plan: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
-        losses: Function that returns the share of energy lost at each rank (`compute_energy_loss_by_rank`) for each of
-            the given modules.
+        measure_losses: Function that returns the share of energy lost at each rank (`compute_energy_loss_by_rank`) for
+            each of the given modules.
 
     Raises:
         ValueError: if the budget is less than one value per latent and token, or is not below the current cache size.
     """
-    config, width = probe.source_config, probe.source_config.hidden_size
+    config, width = probe_plan.source_config, probe_plan.source_config.hidden_size
     sizes, numbers = [], {}
-    for module in probe.modules:
-        itemsize = (probe.dtype or entries[module.tensors["key_weight"]]).itemsize
+    for module in probe_plan.modules:
+        itemsize = (probe_plan.dtype or entries[module.tensors["key_weight"]]).itemsize
         numbers[module.name] = num_cached_values(module.site.get_heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
     old_sizes = cache_bytes_per_token(config, sizes) or {}
@@ -147,7 +147,7 @@ def choose_ranks_for_budget(
             "`kv_cache_bytes` is not supported because this model's dynamic talking heads do not allow a cache."
         )
     source, generated = (size // itemsize for size in kv_cache_bytes)
-    layers = [module for module in probe.modules if module.site.name == "decoder"]
+    layers = [module for module in probe_plan.modules if module.site.name == "decoder"]
     if source < 1 or generated < len(layers):
         raise ValueError(
             f"`kv_cache_bytes` must be at least {itemsize} bytes per source token and {itemsize * len(layers)} bytes "
@@ -158,7 +158,7 @@ def choose_ranks_for_budget(
         fields["cross_kv_lora_rank"] = min(source, width)
     if generated * itemsize < old_sizes["decoder"]:
         max_ranks = [min(numbers[module.name], width) for module in layers]
-        ranks = allocate_ranks(losses(layers), generated, max_ranks)
+        ranks = allocate_ranks(measure_losses(layers), generated, max_ranks)
         # A layer whose cache does not have to shrink keeps its latent, or its keys and values.
         new_ranks = [
             module.site.get_heads(config, module.name).rank if rank == numbers[module.name] else rank
@@ -174,24 +174,24 @@ def choose_ranks_for_budget(
     return fields
 
 
-def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
+def allocate_ranks(energy_losses: Sequence[torch.Tensor], total_rank: int, max_ranks: Sequence[int]) -> list[int]:
     """Choose a rank for each layer such that all layers together lose the least energy.
 
     Args:
-        lost: For each layer, the share of energy lost at each rank, starting at rank 0. It must be convex.
-        total: Maximum sum of all ranks, which must be at least the number of layers.
+        energy_losses: For each layer, the share of energy lost at each rank, starting at rank 0. It must be convex.
+        total_rank: Maximum sum of all ranks, which must be at least the number of layers.
         max_ranks: Maximum rank of each layer.
     """
-    step = RANK_STEP if total >= MIN_STEPPED_RANK * len(lost) else 1
+    step = RANK_STEP if total_rank >= MIN_STEPPED_RANK * len(energy_losses) else 1
     ranks = [min(step, max_rank) for max_rank in max_ranks]
 
     def gain(layer: int) -> float:
         """Return how much energy a larger rank preserves per added value, or -1 if the rank cannot be increased."""
         rank = ranks[layer]
         more = min(rank + step, max_ranks[layer])
-        if more == rank or sum(ranks) + more - rank > total:
+        if more == rank or sum(ranks) + more - rank > total_rank:
             return -1.0
-        losses = lost[layer]
+        losses = energy_losses[layer]
         return float(losses[min(rank, len(losses) - 1)] - losses[min(more, len(losses) - 1)]) / (more - rank)
 
     while max(gains := [gain(layer) for layer in range(len(ranks))]) >= 0:
@@ -266,7 +266,7 @@ def compute_matching_shares(
     Raises:
         ValueError: if no example contains a word twice, or if the tokenizer does not belong to the model.
     """
-    from .calibration.batches import pad_rows, tokenize_texts
+    from .calibration.batches import pad_sequences, tokenize_texts
 
     config, texts = model.config, calibration.texts[:MAX_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -279,10 +279,10 @@ def compute_matching_shares(
     size = calibration.resolved_batch_size
     for start in progress_bar(range(0, len(texts), size), desc="finding token-matching layers", leave=False):
         rows = slice(start, start + size)
-        batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
+        batch = pad_sequences(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
-            batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
-        same = _find_same_tokens(batch, special)
+            batch["token_type_ids"] = pad_sequences(segments[rows], 0)["input_ids"]
+        same = _make_identical_token_mask(batch, special)
         if getattr(config, "is_decoder", False):
             same = same.tril()
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -328,9 +328,9 @@ def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
     return [name for name, value in fields.items() if value is not None and name in names]
 
 
-def _find_same_tokens(batch: dict[str, torch.Tensor], special: torch.Tensor) -> torch.Tensor:
+def _make_identical_token_mask(batch: dict[str, torch.Tensor], special_token_ids: torch.Tensor) -> torch.Tensor:
     """Return a boolean mask [b, n, n] of pairs of identical tokens, excluding padding and special tokens."""
     ids = batch["input_ids"]
-    is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
+    is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special_token_ids)
     same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]
     return same & ~torch.eye(ids.shape[1], dtype=torch.bool)

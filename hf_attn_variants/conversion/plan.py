@@ -36,9 +36,9 @@ from ..modeling.mechanisms.talking_heads import (
     KIND,
     OUTPUT,
     SOFTMAX,
-    get_projection_std,
     get_settings_prefix,
-    get_talking_heads_places,
+    get_talking_heads_init_std,
+    get_talking_heads_prefixes,
     has_talking_heads,
 )
 from ..native.native_config import explain_rotary_latent
@@ -53,7 +53,7 @@ from .attention_tensors import (
     AttentionTensors,
     ConversionMethod,
     LayerContext,
-    compute_weight_forms,
+    compute_error_forms_from_weights,
     find_best_latent,
     pool_key_value,
     project_onto_latent,
@@ -95,7 +95,7 @@ class ConversionPlan:
         return self.model_class.main_input_name == "input_features"
 
     @cached_property
-    def converted_names(self) -> frozenset[str]:
+    def converted_tensor_names(self) -> frozenset[str]:
         """The names of all attention tensors in the checkpoint, before and after the conversion."""
         name_maps = [names for module in self.modules for names in (module.tensors, module.new_tensors)]
         return frozenset(name for names in name_maps for name in names.values())
@@ -152,8 +152,8 @@ class ConversionPlan:
         else:
             new = self.with_new_heads(module, replace(tensors, latent_weight=None))
             if module.heads.latent_change == "compress":
-                forms = compute_weight_forms(new, module.heads)
-                latent = latents.get(module.new_latent or "")
+                forms = compute_error_forms_from_weights(new, module.heads)
+                latent = latents.get(module.shared_latent_name or "")
                 if latent is None:
                     latent = find_best_latent([forms.key, forms.value], module.heads.rank[1])
                 new = project_onto_latent(new, latent, forms)
@@ -184,7 +184,7 @@ class ConversionPlan:
         init = module.site.get_heads(self.config, module.name).talking_init
         tensors = {}
         for name, shape in module.projections.items():  # as in `AttentionVariantMixin.init_projections`
-            std = get_projection_std(name.rsplit(".", 1)[-1], shape, init)
+            std = get_talking_heads_init_std(name.rsplit(".", 1)[-1], shape, init)
             new = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
             tensors[name] = new.to(dtype)
         for prefix, extension in module.extensions.items():
@@ -253,7 +253,7 @@ def make_plan(
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
-def explain_why_not_fittable(config: Any) -> str | None:
+def get_unsupported_calibration_reason(config: Any) -> str | None:
     """Return the reason why a model with this configuration cannot be calibrated, or None if it can."""
     if has_talking_heads(config):
         names = [name for name in config.talking_heads_fields() if name.endswith(KIND)]
@@ -275,9 +275,9 @@ def explain_why_not_fittable(config: Any) -> str | None:
     return None
 
 
-def explain_why_not_calibrated(plan: ConversionPlan) -> str | None:
+def get_calibration_blocker(plan: ConversionPlan) -> str | None:
     """Return the reason why calibration is not possible for a plan, or None if it is possible."""
-    if (reason := explain_why_not_fittable(plan.source_config)) is not None:
+    if (reason := get_unsupported_calibration_reason(plan.source_config)) is not None:
         return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
     if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced_modules):
@@ -434,7 +434,7 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
     talking_changes = [name for name in source.talking_heads_fields() if name in {*changes, *new_lists}]
     pairs = {
         (prefix, layer): (source.get_talking_heads(prefix, layer), new.get_talking_heads(prefix, layer))
-        for prefix in get_talking_heads_places(source)
+        for prefix in get_talking_heads_prefixes(source)
         for layer in range(source.layer_count(prefix + KIND))
     }
     changed = {place for place, (before, after) in pairs.items() if before != after}

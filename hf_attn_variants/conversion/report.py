@@ -329,13 +329,13 @@ def compute_bilinear_squared_norms(
 
 
 def _compute_relative_error(
-    factors: Sequence[Any], new_factors: Sequence[Any], heads: int, shared: tuple[int, int], head_dim: int
+    factors: Sequence[Any], new_factors: Sequence[Any], heads: int, kv_head_counts: tuple[int, int], head_dim: int
 ) -> float | None:
     """Return the relative error of the products of two factors, or None if it is not defined.
 
     Each factor consists of a weight [h*d, D] and its bias [h*d], or None. The first factor has `heads` heads, which
-    share the heads in the second factor. `shared` contains the number of heads in the second factor before and after
-    the conversion.
+    share the heads in the second factor. `kv_head_counts` contains the number of heads in the second factor before and
+    after the conversion.
     """
     (left, right), (new_left, new_right) = factors, new_factors
     # Heads are processed in blocks because a float64 copy of all heads would need more memory than the layer.
@@ -343,7 +343,7 @@ def _compute_relative_error(
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
     difference = reference = 0.0
     for indices in torch.arange(heads).split(block):
-        before, after = (indices // (heads // count) for count in shared)
+        before, after = (indices // (heads // count) for count in kv_head_counts)
         lefts = _select_heads(left, indices, head_dim)
         new_lefts = lefts if unchanged else _select_heads(new_left, indices, head_dim)
         rights, new_rights = _select_heads(right, before, head_dim), _select_heads(new_right, after, head_dim)
@@ -455,22 +455,22 @@ class ConversionReport:
     @property
     def mean_logits_relative_error(self) -> float | None:
         """The mean error of the logits over all attention modules that changed."""
-        return self._mean("logits_relative_error")
+        return self._compute_mean_error("logits_relative_error")
 
     @property
     def mean_value_relative_error(self) -> float | None:
         """The mean error of the value products over all attention modules that changed."""
-        return self._mean("value_relative_error")
+        return self._compute_mean_error("value_relative_error")
 
     @property
     def mean_output_relative_error(self) -> float | None:
         """The mean output error of the calibrated modules on held-out text, or None if calibration was not used."""
-        return self._mean_detail("output_relative_error")
+        return self._compute_mean_detail("output_relative_error")
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
         """The mean output error with averaged heads, or None if it was not measured."""
-        return self._mean_detail("output_relative_error_averaged")
+        return self._compute_mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:
         """Return the summary."""
@@ -543,18 +543,18 @@ class ConversionReport:
         rows = [("error of attention outputs", value)]
         fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if fits:
-            before = _format_error(self._mean_detail("relative_error_closed_form"))
+            before = _format_error(self._compute_mean_detail("relative_error_closed_form"))
             rows.append(("... of the closed form", f"{before}, before fitting"))
         if unfitted := [name for name, is_fitted in fits.items() if not is_fitted]:
             value = f"in {len(unfitted)} of {len(fits)} attention modules, where fitting is not better: "
             rows.append(("closed form used", f"{value}{_summarize_names(unfitted)}"))
         return rows
 
-    def _mean_detail(self, name: str) -> float | None:
+    def _compute_mean_detail(self, name: str) -> float | None:
         """Return the mean of an entry in `details` over all modules that have this entry."""
         return _compute_mean_ignoring_none(layer.details.get(name) for layer in self.layers)
 
-    def _mean(self, name: str) -> float | None:
+    def _compute_mean_error(self, name: str) -> float | None:
         """Return the mean of an error over the modules that changed, or over all modules if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
         return _compute_mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
@@ -610,7 +610,7 @@ def build_conversion_report(
         architecture=plan.model_class.__name__,
         heads=plan.heads,
         other_fields=plan.other_fields,
-        talking_heads=_describe_new_projections(plan),
+        talking_heads=_list_talking_heads_shapes(plan),
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
         kv_cache_bytes_per_token=_compute_cache_bytes(plan, before, after),
@@ -619,7 +619,7 @@ def build_conversion_report(
     )
 
 
-def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
+def _list_talking_heads_shapes(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the new talking-heads parameters, with the shortest possible keys.
 
     If all modules get the same parameters, the keys are name suffixes. If all modules of each attention type get the

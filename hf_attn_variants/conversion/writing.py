@@ -20,9 +20,9 @@ from ..files import CONFIG_NAME, INDEX_NAME, check_disk_space, staged_folder
 from ..model_folder import read_json
 from ..progress import progress_bar
 from .attention_modules import AttentionModule
-from .attention_tensors import AttentionTensors, QuadraticErrorForm, compute_weight_forms, find_best_latent
+from .attention_tensors import AttentionTensors, QuadraticErrorForm, compute_error_forms_from_weights, find_best_latent
 from .checkpoint.models import TensorSource
-from .checkpoint.source import copy_side_files, list_side_files
+from .checkpoint.source import copy_auxiliary_files, list_auxiliary_files
 from .checkpoint.tensor_files import (
     CheckpointReader,
     SafetensorsWriter,
@@ -53,7 +53,7 @@ def compute_converted_tensors(
         for _, _, _, new in _convert_modules(plan, reader, calibrated):
             tensors |= new
         for name in reader.entries:
-            if name not in plan.converted_names:
+            if name not in plan.converted_tensor_names:
                 tensor = reader.read(name)
                 dtype = plan.dtype if tensor.is_floating_point() else None
                 tensors[name] = tensor if dtype is None else cast(tensor, dtype, name)
@@ -69,7 +69,7 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
     shapes = {name: shape for module in plan.modules for name, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
-        if name in plan.converted_names and name not in shapes:
+        if name in plan.converted_tensor_names and name not in shapes:
             continue  # a latent that the converted model no longer has
         dtype = new_dtype if new_dtype and entry.is_floating else entry.dtype
         entries[name] = TensorEntry(_get_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
@@ -88,7 +88,7 @@ def write_weights(
     calibrated: Mapping[str, AttentionTensors],
     entries: dict[str, TensorEntry],
     stage: Path,
-    size: int,
+    total_size: int,
 ) -> list[LayerReport]:
     """Convert and write all tensors, and an index if the original checkpoint has one.
 
@@ -96,7 +96,7 @@ def write_weights(
         plan, reader, calibrated: See `compute_converted_tensors`.
         entries: The file, dtype and shape of every tensor (`plan_tensor_entries`).
         stage: Folder to write to.
-        size: Total size of all tensors in bytes.
+        total_size: Total size of all tensors in bytes.
 
     Returns:
         The report for each attention module.
@@ -106,7 +106,7 @@ def write_weights(
         layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
     layers = []
     with ExitStack() as stack, _use_single_thread():
-        progress = stack.enter_context(progress_bar(total=size, unit="B", unit_scale=True, desc="writing"))
+        progress = stack.enter_context(progress_bar(total=total_size, unit="B", unit_scale=True, desc="writing"))
         writers = {
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
@@ -121,12 +121,12 @@ def write_weights(
                 progress.update(tensor.nbytes)
             layers.append(build_layer_report(plan, module, before, after, tensors))
         for name, entry in reader.entries.items():
-            if name not in plan.converted_names:
+            if name not in plan.converted_tensor_names:
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
                 chunks = _cast_chunks(reader.chunks(name), dtype, name, progress)
                 writers[entries[name].file].write_chunks(name, chunks)
     if reader.index_metadata is not None:
-        write_index(stage / INDEX_NAME, entries, reader.index_metadata, size)
+        write_index(stage / INDEX_NAME, entries, reader.index_metadata, total_size)
     return layers
 
 
@@ -155,9 +155,9 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
     grams: dict[str, torch.Tensor] = {}
     ranks = {}
     for module in plan.modules:
-        if (name := module.new_latent) is not None:
+        if (name := module.shared_latent_name) is not None:
             tensors = replace(module.read_tensors(reader.read), latent_weight=None)
-            forms = compute_weight_forms(plan.with_new_heads(module, tensors), module.heads)
+            forms = compute_error_forms_from_weights(plan.with_new_heads(module, tensors), module.heads)
             # Without text, the metric of each form is the identity matrix, so the Gram matrices can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.rank[1]
@@ -227,7 +227,7 @@ class OutputFolder:
         should_copy: Callable[[str], bool],
     ):
         self._plan, self._reader, self._source, self._config, self._output = plan, reader, source, config, output
-        available, left_out = list_side_files(source, reader.files, allow_pickle)
+        available, left_out = list_auxiliary_files(source, reader.files, allow_pickle)
         self.copied = [name for name in available if should_copy(name)]
         self.left_out = sorted({*left_out, *available} - {*self.copied})
         self.entries = plan_tensor_entries(plan, reader)
@@ -251,7 +251,7 @@ class OutputFolder:
             OSError: if a file cannot be written. In this case, the temporary folder is deleted.
         """
         with staged_folder(self._output) as stage:
-            copy_side_files(self._source, stage, self.copied)
+            copy_auxiliary_files(self._source, stage, self.copied)
             layers = write_weights(self._plan, self._reader, calibrated, self.entries, stage, self._weight_bytes)
             write_class_names(stage, self._config)
             generation = read_generation_config(self._plan, self._source)

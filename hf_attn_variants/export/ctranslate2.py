@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from ..conversion.attention_tensors import MeanPooling
 from ..conversion.checkpoint.models import build_model_from_tensors, load_checkpoint_tokenizer
-from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
+from ..conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
@@ -24,7 +24,7 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from .ctranslate2_check import (
     ACTIVATIONS,
     Agreement,
-    Tokens,
+    TokenizerVocab,
     check_ctranslate2_support,
     describe_translator_usage,
     describe_whisper_usage,
@@ -33,7 +33,7 @@ from .ctranslate2_check import (
     get_max_generated_tokens,
     list_unsupported_settings,
     make_random_inputs,
-    read_model_tokens,
+    read_tokenizer_vocab,
 )
 from .folding import FOLDED_FIELDS, fold_extensions
 from .plain import get_transformers_class_name, resolve_source_model, should_export_file
@@ -126,8 +126,8 @@ def export_ctranslate2(
         folded_reader, config = fold_extensions(reader, config)
         plan = _plan_without_latents(config, folded_reader.entries, folder / CONFIG_NAME)
         generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
-        tokens = read_model_tokens(tokenizer, plan.config, generation)
-        copied, _ = list_side_files(folder, reader.files)
+        tokens = read_tokenizer_vocab(tokenizer, plan.config, generation)
+        copied, _ = list_auxiliary_files(folder, reader.files)
         check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
         tensors = compute_converted_tensors(plan, folded_reader, {})
     model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
@@ -139,7 +139,7 @@ def export_ctranslate2(
     spec = build_model_specification(model, tokens, model_type)
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
-        copy_side_files(folder, stage, [name for name in copied if should_export_file(folder, name)])
+        copy_auxiliary_files(folder, stage, [name for name in copied if should_export_file(folder, name)])
         write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
         _check_copied_tokenizer(stage, tokenizer.get_vocab())
@@ -181,12 +181,12 @@ def _check_copied_tokenizer(stage: Path, vocabulary: dict[str, int]) -> None:
         )
 
 
-def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:
+def _check_agreement(agreement: Agreement, vocab: TokenizerVocab, quantization: str) -> None:
     """Raise a `ValueError` if CTranslate2 with float32 weights does not generate the same tokens as the model."""
     if quantization != FLOAT32 or agreement.first is None:
         return
     number, position, *pair = agreement.first
-    expected, actual = (repr(tokens.vocabulary[token]) if token >= 0 else "nothing" for token in pair)
+    expected, actual = (repr(vocab.vocabulary[token]) if token >= 0 else "nothing" for token in pair)
     raise ValueError(
         f"CTranslate2 generates different tokens than the model for {agreement.inputs - agreement.same} of "
         f"{agreement.inputs} inputs. Token {position + 1} of input {number + 1} must be {expected}, got {actual}."
@@ -196,7 +196,7 @@ def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) ->
 def _describe_export(
     output_dir: str | os.PathLike,
     model: AttnVariantModelMixin,
-    tokens: Tokens,
+    vocab: TokenizerVocab,
     quantization: str,
     agreement: Agreement,
 ) -> CTranslate2Export:
@@ -207,7 +207,7 @@ def _describe_export(
         heads[name] = config.query_heads(name), counts if len({*counts}) > 1 else getattr(config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     describe_usage = describe_whisper_usage if reads_audio else describe_translator_usage
-    usage = describe_usage(os.fspath(output_dir), tokens, generation, config)
+    usage = describe_usage(os.fspath(output_dir), vocab, generation, config)
     return CTranslate2Export(
         os.fspath(output_dir),
         get_transformers_class_name(type(model)),
@@ -226,13 +226,13 @@ PADDING_ROWS = {"bart": 2, "mbart": 2}
 TensorsByName = dict[str, torch.Tensor]
 
 
-def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
+def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVocab, model_type: str) -> Any:
     """Build the CTranslate2 specification of a model, including its weights and vocabulary.
 
     Args:
         model: A float32 encoder-decoder that generates text, with one of the `SUPPORTED_MODEL_TYPES`. The
             specification shares memory with the model's tensors, so quantization changes them.
-        tokens: The vocabulary and special tokens of the model.
+        vocab: The vocabulary and special tokens of the model.
         model_type: The model type to store in `config.json`, with which Transformers finds the tokenizer.
     """
     config: Any = model.config
@@ -256,26 +256,26 @@ def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, mode
                 linear.bias = bias
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
     if architecture == "whisper":
-        _register_whisper_tokens(spec, tokens, config, model.generation_config)
+        _register_whisper_tokens(spec, vocab, config, model.generation_config)
     else:
-        bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
-        bias[tokens.never] = FORBIDDEN_BIAS
+        bias = tensors.get("final_logits_bias", torch.zeros(1, len(vocab.vocabulary))).flatten().clone()
+        bias[vocab.never] = FORBIDDEN_BIAS
         if bias.any():
             spec.decoder.projection.bias = bias
-        spec.register_source_vocabulary(tokens.vocabulary)
-        spec.register_target_vocabulary(tokens.vocabulary)
-        start, spec.config.eos_token = tokens.texts([tokens.prompt[0], tokens.end])
+        spec.register_source_vocabulary(vocab.vocabulary)
+        spec.register_target_vocabulary(vocab.vocabulary)
+        start, spec.config.eos_token = vocab.texts([vocab.prompt[0], vocab.end])
         spec.config.decoder_start_token = spec.config.bos_token = start
-        spec.config.unk_token = tokens.unknown
+        spec.config.unk_token = vocab.unknown
     spec.config.add_attribute("model_type", model_type)
     spec.validate()
     return spec
 
 
-def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
+def _register_whisper_tokens(spec: Any, vocab: TokenizerVocab, config: Any, generation: Any) -> None:
     """Set the vocabulary, forbidden tokens, languages and alignment heads in a Whisper specification."""
-    spec.register_vocabulary(tokens.vocabulary)
-    spec.config.suppress_ids, spec.config.suppress_ids_begin = tokens.never, tokens.never_first
+    spec.register_vocabulary(vocab.vocabulary)
+    spec.config.suppress_ids, spec.config.suppress_ids_begin = vocab.never, vocab.never_first
     spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
     heads = getattr(generation, "alignment_heads", None)
     # As in CTranslate2's converter, the default is all heads in the upper half of the layers.

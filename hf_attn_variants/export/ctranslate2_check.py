@@ -79,7 +79,7 @@ TIMESTAMP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizerVocab:
     """A model's vocabulary and special tokens.
 
     Args:
@@ -103,7 +103,9 @@ class Tokens:
         return [self.vocabulary[token] for token in ids]
 
 
-def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
+def read_tokenizer_vocab(
+    tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig
+) -> TokenizerVocab:
     """Return the vocabulary and the special tokens of an encoder-decoder.
 
     Args:
@@ -147,7 +149,7 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
         if generation.forced_bos_token_id is not None:
             prompt.append(generation.forced_bos_token_id)
     unknown = tokenizer.unk_token if tokenizer.unk_token in vocabulary else vocabulary[ends[0]]
-    return Tokens(vocabulary, prompt, ends[0], unknown, never, never_first)
+    return TokenizerVocab(vocabulary, prompt, ends[0], unknown, never, never_first)
 
 
 def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
@@ -212,21 +214,21 @@ DEFAULT_MAX_LENGTH = 256
 MULTILINGUAL_MODEL_TYPES = ("m2m_100", "mbart")
 
 
-def describe_translator_usage(folder: str, tokens: Tokens, generation: GenerationConfig, config: Any) -> str:
+def describe_translator_usage(folder: str, vocab: TokenizerVocab, generation: GenerationConfig, config: Any) -> str:
     """Return Python code that generates text with an exported model.
 
     Args:
         folder: The folder of the exported model.
-        tokens: The tokens of the model.
+        vocab: The tokens of the model.
         generation: The generation config of the model.
         config: The configuration of the model.
     """
-    options = _make_translator_options(tokens, generation)
+    options = _make_translator_options(vocab, generation)
     if (num_positions := max_input_length(config)) is not None and num_positions <= DEFAULT_MAX_LENGTH:
         options.setdefault("max_decoding_length", num_positions - 1)
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     language = ""
-    if config.transformers_model_types[0] in MULTILINGUAL_MODEL_TYPES and tokens.prompt == [tokens.end]:
+    if config.transformers_model_types[0] in MULTILINGUAL_MODEL_TYPES and vocab.prompt == [vocab.end]:
         language = """
 # For a multilingual model, set `tokenizer.src_lang` and pass target_prefix=[["<token of the target language>"]]."""
     return f"""\
@@ -238,12 +240,12 @@ source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def describe_whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, config: Any) -> str:
+def describe_whisper_usage(folder: str, vocab: TokenizerVocab, generation: GenerationConfig, config: Any) -> str:
     """Return Python code that transcribes audio with an exported Whisper model.
 
     Takes the same arguments as `describe_translator_usage`.
     """
-    prompt, has_language = _make_whisper_prompt(tokens, generation)
+    prompt, has_language = _make_whisper_prompt(vocab, generation)
     options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
     lengths = [length - len(prompt) for length in (generation.max_length, max_input_length(config)) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
@@ -261,7 +263,7 @@ prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r}){language}
 print(processor.decode(result.sequences_ids[0]))"""
 
 
-def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
+def _make_whisper_prompt(vocab: TokenizerVocab, generation: GenerationConfig) -> tuple[list[str], bool]:
     """Return a Whisper model's prompt, and whether the language is known from the settings or the model.
 
     If the language is not known, the prompt selects English, or the first language if English is not supported.
@@ -273,22 +275,22 @@ def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[
     setting = str(setting or "").lower()
     # `generate` only reads `forced_decoder_ids` if neither `language` nor `task` is set.
     forced_ids = [] if setting or task else getattr(generation, "forced_decoder_ids", None) or []
-    forced = [tokens.vocabulary[token] for _, token in forced_ids if token is not None]
+    forced = [vocab.vocabulary[token] for _, token in forced_ids if token is not None]
     candidates = [setting, f"<|{TO_LANGUAGE_CODE.get(setting, setting)}|>", *forced]
     language = next((token for token in candidates if token in languages), None)
     task = task or ("translate" if "<|translate|>" in forced else "transcribe")
     middle = [language or ("<|en|>" if "<|en|>" in languages else languages[0]), f"<|{task}|>"]
-    prompt = [TRANSCRIPT, *(token for token in middle if token in tokens.vocabulary), NO_TIMES]
-    return prompt, language is not None or middle[0] not in tokens.vocabulary
+    prompt = [TRANSCRIPT, *(token for token in middle if token in vocab.vocabulary), NO_TIMES]
+    return prompt, language is not None or middle[0] not in vocab.vocabulary
 
 
-def _make_translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
+def _make_translator_options(vocab: TokenizerVocab, generation: GenerationConfig) -> dict[str, Any]:
     """Convert a generation config to options of `Translator.translate_batch` for one text."""
     options: dict[str, Any] = {"beam_size": 1} | _make_call_options(TRANSLATOR_OPTIONS, generation)
     if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
-        options["suppress_sequences"] = [tokens.texts(words) for words in sequences]
-    if forced := tokens.prompt[1:]:
-        options["target_prefix"] = [tokens.texts(forced)]
+        options["suppress_sequences"] = [vocab.texts(words) for words in sequences]
+    if forced := vocab.prompt[1:]:
+        options["target_prefix"] = [vocab.texts(forced)]
     return options
 
 
@@ -393,32 +395,34 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     return {"input_ids": ids, "attention_mask": nn.utils.rnn.pad_sequence(masks, batch_first=True)}
 
 
-def get_max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
+def get_max_generated_tokens(model: AttnVariantModelMixin, vocab: TokenizerVocab) -> int:
     """Return the maximum number of tokens to generate, which is limited by the decoder's number of positions."""
     limit = max_input_length(model.config)
-    return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(tokens.prompt))
+    return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(vocab.prompt))
 
 
 @torch.no_grad()
-def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> GreedyOutput:
+def generate_greedily(
+    model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], vocab: TokenizerVocab
+) -> GreedyOutput:
     """Decode greedily with a model, and return its output with at most `get_max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
-    generated = read = torch.tensor([tokens.prompt] * len(states[0]))
+    generated = read = torch.tensor([vocab.prompt] * len(states[0]))
     arguments = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
     steps: list[Any] = []
     cache = None
-    for step in range(get_max_generated_tokens(model, tokens)):
+    for step in range(get_max_generated_tokens(model, vocab)):
         output = callable_model(decoder_input_ids=read, **arguments, **{get_cache_name(): cache})
         cache, logits = get_cache(output), output.logits[:, -1]
-        logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
+        logits[:, [*vocab.never, *(vocab.never_first if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
         read = steps[-1].indices[:, :1]
         generated = torch.cat([generated, read], 1)
-        if (generated[:, len(tokens.prompt) :] == tokens.end).any(1).all():
+        if (generated[:, len(vocab.prompt) :] == vocab.end).any(1).all():
             break
-    rows: list[list[int]] = generated[:, len(tokens.prompt) :].tolist()
-    lengths = [row.index(tokens.end) + 1 if tokens.end in row else len(row) for row in rows]
+    rows: list[list[int]] = generated[:, len(vocab.prompt) :].tolist()
+    lengths = [row.index(vocab.end) + 1 if vocab.end in row else len(row) for row in rows]
     return GreedyOutput(
         [row[:length] for row, length in zip(rows, lengths, strict=True)],
         torch.stack([step.indices[:, 1] for step in steps], 1).tolist(),
@@ -427,7 +431,7 @@ def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tens
 
 
 def generate_with_ctranslate2(
-    folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, max_tokens: int, quantization: str
+    folder: Path, inputs: dict[str, torch.Tensor], vocab: TokenizerVocab, max_tokens: int, quantization: str
 ) -> list[list[int]]:
     """Decode greedily with an exported model on the CPU.
 
@@ -437,7 +441,7 @@ def generate_with_ctranslate2(
     Args:
         folder: The folder of the exported model.
         inputs: The result of `make_random_inputs`.
-        tokens: The tokens of the model.
+        vocab: The tokens of the model.
         max_tokens: The maximum number of tokens to generate.
         quantization: The quantization type of the weights.
 
@@ -452,7 +456,7 @@ def generate_with_ctranslate2(
     options = {"device": "cpu", "compute_type": compute_type, "intra_threads": torch.get_num_threads()}
     if "input_features" in inputs:
         features = ctranslate2.StorageView.from_array(np.ascontiguousarray(inputs["input_features"].numpy()))
-        prompts = [tokens.prompt] * len(inputs["input_features"])
+        prompts = [vocab.prompt] * len(inputs["input_features"])
         results = ctranslate2.models.Whisper(os.fspath(folder), **options).generate(
             features,
             prompts,
@@ -460,12 +464,12 @@ def generate_with_ctranslate2(
             max_length=2 * max_tokens,  # CTranslate2 generates half of `max_length`
         )
         ids = [list(result.sequences_ids[0]) for result in results]
-        return [[*row, tokens.end] if len(row) < max_tokens else row for row in ids]
+        return [[*row, vocab.end] if len(row) < max_tokens else row for row in ids]
     rows = [
-        tokens.texts(row[mask.bool()].tolist())
+        vocab.texts(row[mask.bool()].tolist())
         for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     ]
-    prefix = tokens.texts(tokens.prompt[1:])
+    prefix = vocab.texts(vocab.prompt[1:])
     results = ctranslate2.Translator(os.fspath(folder), **options).translate_batch(
         rows,
         target_prefix=[prefix] * len(rows) if prefix else None,
@@ -474,5 +478,5 @@ def generate_with_ctranslate2(
         max_decoding_length=max_tokens + len(prefix),
         return_end_token=True,
     )
-    numbers = {text: token for token, text in enumerate(tokens.vocabulary)}
+    numbers = {text: token for token, text in enumerate(vocab.vocabulary)}
     return [[numbers.get(text, -1) for text in result.hypotheses[0][len(prefix) :]] for result in results]

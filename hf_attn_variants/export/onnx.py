@@ -28,7 +28,7 @@ from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
+from ..conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
 from ..model_properties import get_encoder_width
@@ -64,7 +64,7 @@ FIRST_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model",
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExampleSizes:
     """The sizes of the dimensions of example inputs."""
 
     batch: int = 2
@@ -74,7 +74,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ExportGraph:
     """A graph to export.
 
     Args:
@@ -87,14 +87,14 @@ class Graph:
 
     name: str
     module: nn.Module
-    inputs: Callable[[Sizes], TensorDict]
+    inputs: Callable[[ExampleSizes], TensorDict]
     axes: dict[str, dict[int, str]]
     longest: dict[str, int]
 
 
 def build_model_graphs(
     model: AttnVariantModelMixin, pooling: str | None = None, normalize: bool = False
-) -> list[Graph]:
+) -> list[ExportGraph]:
     """Build the graphs for a model from this package.
 
     Args:
@@ -204,7 +204,7 @@ class _Decoder(nn.Module):
         return {"logits": output.logits} | _collect_cache_tensors(self.model.config, parts, get_cache(output))
 
 
-def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> ExportGraph:
     """Build the graph for an encoder-only model."""
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
@@ -216,37 +216,37 @@ def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Grap
     if has_choices:
         axes = {0: BATCH, 1: CHOICES, 2: SEQUENCE}
 
-    def inputs(sizes: Sizes) -> TensorDict:
+    def inputs(sizes: ExampleSizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
         example = _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, *shape)
         return {name: example[name] for name in names}
 
-    return Graph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
+    return ExportGraph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> ExportGraph:
     """Build the graph for the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
 
-    def inputs(sizes: Sizes) -> TensorDict:
+    def inputs(sizes: ExampleSizes) -> TensorDict:
         example = (
             _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, sizes.batch, sizes.source)
         )
         return {name: example[name] for name in names}
 
-    return Graph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
+    return ExportGraph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
+def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[ExportGraph]:
     """Build the graphs for the first call of a decoder and for a decoding step."""
     reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
     source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
     mask = {} if reads_audio else {"encoder_attention_mask": source}
 
-    def first_inputs(sizes: Sizes) -> TensorDict:
+    def first_inputs(sizes: ExampleSizes) -> TensorDict:
         length = model.config.max_source_positions if reads_audio else sizes.source
         source_text, target_text = (
             _make_text_inputs(model, sizes.batch, length),
@@ -256,7 +256,7 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 
-    def step_inputs(sizes: Sizes) -> TensorDict:
+    def step_inputs(sizes: ExampleSizes) -> TensorDict:
         inputs = first_inputs(sizes)
         past = {name.replace("present", "past_key_values"): tensor for name, tensor in first(inputs).items()}
         del past["logits"], inputs["encoder_hidden_states"]
@@ -270,46 +270,48 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
     return [
-        Graph(FIRST_NAME, first, first_inputs, axes, limits),
-        Graph(STEP_NAME, step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
+        ExportGraph(FIRST_NAME, first, first_inputs, axes, limits),
+        ExportGraph(STEP_NAME, step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
     ]
 
 
-def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
+def _list_cache_names(config: Any, cache_type: str, prefix: str) -> list[list[str]]:
     """Return the names of the cache tensors in each layer.
 
     Args:
         config: The configuration of the model.
-        part: "decoder" for self-attention or "encoder" for cross-attention.
+        cache_type: "decoder" for self-attention or "encoder" for cross-attention.
         prefix: "past_key_values" for inputs or "present" for outputs.
     """
     layers = config.layer_count("num_key_value_heads")
     kinds = []
     for layer in range(layers):
-        if part == "encoder" and config.cross_kv_lora_rank is not None:
+        if cache_type == "encoder" and config.cross_kv_lora_rank is not None:
             kinds.append(["key"] if layer == 0 else [])
         else:
-            is_latent = part == "decoder" and config.get_layer_value("kv_lora_rank", layer) is not None
+            is_latent = cache_type == "decoder" and config.get_layer_value("kv_lora_rank", layer) is not None
             kinds.append(["key"] if is_latent else ["key", "value"])
-    return [[f"{prefix}.{layer}.{part}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)]
+    return [
+        [f"{prefix}.{layer}.{cache_type}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)
+    ]
 
 
-def _make_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
+def _make_cache(config: Any, cache_type: str, inputs: TensorDict) -> DynamicCache:
     """Create a Transformers cache from the cache tensors in the inputs (see `_list_cache_names`)."""
     layers = [
-        [inputs[name] for name in names] for names in _list_cache_names(config, part, "past_key_values") if names
+        [inputs[name] for name in names] for names in _list_cache_names(config, cache_type, "past_key_values") if names
     ]
     # A cache of latents has values of width 0.
     return DynamicCache([(layer[0], layer[1] if len(layer) > 1 else layer[0][..., :0]) for layer in layers])
 
 
-def _collect_cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
+def _collect_cache_tensors(config: Any, cache_types: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
     """Return the tensors in a Transformers cache, {name: tensor}."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
-    names = [_list_cache_names(config, part, "present") for part in parts]
+    names = [_list_cache_names(config, part, "present") for part in cache_types]
     tensors = {}
     for layer, names_by_part in enumerate(zip(*names, strict=True)):
-        for part, part_names in zip(parts, names_by_part, strict=True):
+        for part, part_names in zip(cache_types, names_by_part, strict=True):
             for name in part_names:
                 tensors[name] = getattr(caches[part].layers[layer], f"{name.rpartition('.')[2]}s")
     return tensors
@@ -327,7 +329,7 @@ def _make_text_inputs(model: PreTrainedModel, *shape: int) -> TensorDict:
     return {"input_ids": tokens, "attention_mask": mask, "token_type_ids": torch.zeros_like(tokens)}
 
 
-def _make_audio_inputs(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
+def _make_audio_inputs(model: PreTrainedModel, sizes: ExampleSizes) -> TensorDict:
     """Return random audio inputs."""
     shape = (sizes.batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
     return {"input_features": torch.randn(shape, generator=_make_generator())}
@@ -343,7 +345,7 @@ MIN_TORCH_VERSION = "2.10"
 # Opset 18 is the oldest that torch can export, and opset 23 has an attention operator.
 OPSETS = (18, 20, 23)
 # The sizes of example inputs for the export and for the comparison.
-EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
+EXPORT_SIZES, CHECK_SIZES = ExampleSizes(), ExampleSizes(batch=3, choices=3, source=9, target=5)
 # The largest difference relative to the largest output. Typical differences are about 1e-6.
 MAX_RELATIVE_DIFFERENCE = 1e-3
 
@@ -428,7 +430,7 @@ def export_onnx(
     output = check_output_dir(output_dir, source=folder)
     model_class, model_config = resolve_source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:
-        names, _ = list_side_files(folder, reader.files)
+        names, _ = list_auxiliary_files(folder, reader.files)
     copied = [name for name in names if should_export_file(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     graphs = build_model_graphs(model, pooling, normalize)
@@ -448,7 +450,7 @@ def export_onnx(
     copies = (len(graphs) + (len(graphs) > 1)) * (1.5 if quantization else 1)
     check_disk_space(output, int(copies * sum(parameter.nbytes for parameter in model.parameters())))
     with staged_folder(output) as stage:
-        copy_side_files(folder, stage, copied)
+        copy_auxiliary_files(folder, stage, copied)
         make_transformers_config(model_config, model_class).save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
@@ -495,7 +497,7 @@ def _list_data_files(folder: Path) -> None:
         (folder / CONFIG_NAME).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
 
 
-def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
+def _write_graphs(graphs: list[ExportGraph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
     """Write the graphs, and compare them with the model.
 
     Returns:
@@ -522,7 +524,9 @@ def _merge_decoder_files(stage: Path, suffix: str) -> str:
     return merged
 
 
-def _write_int8_graphs(model: PreTrainedModel, graphs: list[Graph], texts: ComparisonTexts, stage: Path) -> Int8Export:
+def _write_int8_graphs(
+    model: PreTrainedModel, graphs: list[ExportGraph], texts: ComparisonTexts, stage: Path
+) -> Int8Export:
     """Write an int8 graph for each graph, and compare them with the float32 graphs."""
     threads, names, folder = torch.get_num_threads(), list(graphs[0].axes), stage / FOLDER
     files = [(folder / f"{graph.name}.onnx", folder / f"{graph.name}{INT8_SUFFIX}.onnx") for graph in graphs]
@@ -537,7 +541,7 @@ def _write_int8_graphs(model: PreTrainedModel, graphs: list[Graph], texts: Compa
         batches = make_text_batches(texts.validation, stage, model.config, names)
         inputs = f"{len(texts.validation)} texts"
     else:
-        random_inputs = graphs[0].inputs(Sizes(batch=16, source=32))
+        random_inputs = graphs[0].inputs(ExampleSizes(batch=16, source=32))
         batches, inputs = [{name: tensor.numpy() for name, tensor in random_inputs.items()}], "random inputs"
     written = [f"{FOLDER}/{path.name}" for _, path in files]
     if len(graphs) == 1:
@@ -561,7 +565,7 @@ def _generate_tokens(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
     return generated
 
 
-def _write_graph(graph: Graph, opset: int, path: Path) -> None:
+def _write_graph(graph: ExportGraph, opset: int, path: Path) -> None:
     """Export a graph to a file."""
     from onnxscript import ir
 
@@ -591,7 +595,7 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
         ir.save(program.model, path, external_data=get_data_path(path).name if is_large else None)
 
 
-def _compute_largest_difference(graph: Graph, path: Path) -> float:
+def _compute_largest_difference(graph: ExportGraph, path: Path) -> float:
     """Return the largest difference between the outputs of ONNX Runtime and PyTorch.
 
     The inputs have different sizes than those for the export.

@@ -39,14 +39,16 @@ def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None
     }
     inputs = {value.name: value for graph in (step.graph, first.graph) for value in graph.input}
     inputs |= {
-        name: _without_sizes(value, name) for name, value in inputs.items() if name.startswith("past_key_values")
+        name: _make_dynamic_value_info(value, name)
+        for name, value in inputs.items()
+        if name.startswith("past_key_values")
     }
     flag = helper.make_tensor_value_info(BRANCH_INPUT, TensorProto.BOOL, [1])
     graph = helper.make_graph(
         [helper.make_node("If", [BRANCH_INPUT], [output.name for output in outputs], **branches)],
         "decoder",
         [*inputs.values(), flag],
-        [_without_sizes(output, output.name) for output in outputs],
+        [_make_dynamic_value_info(output, output.name) for output in outputs],
         initializer=list(weights.values()),
     )
     opsets = {opset.domain: opset for model in (first, step) for opset in model.opset_import}
@@ -88,11 +90,11 @@ def _make_branch(graph: GraphProto, prefix: str, outputs: list[ValueInfoProto], 
             cache = output.name.replace("present", "past_key_values")
             nodes.append(helper.make_node("Identity", [cache], [f"{prefix}/{output.name}"]))
     return helper.make_graph(
-        nodes, prefix, [], [_without_sizes(output, f"{prefix}/{output.name}") for output in outputs]
+        nodes, prefix, [], [_make_dynamic_value_info(output, f"{prefix}/{output.name}") for output in outputs]
     )
 
 
-def _without_sizes(value: ValueInfoProto, name: str) -> ValueInfoProto:
+def _make_dynamic_value_info(value: ValueInfoProto, name: str) -> ValueInfoProto:
     """Return a copy of a value description with the given name and variable sizes for all dimensions."""
     tensor = value.type.tensor_type
     sizes = [f"{value.name}_{number}" for number in range(len(tensor.shape.dim))]

@@ -88,7 +88,7 @@ def read_comparison_texts(
 
 
 def make_text_batches(
-    texts: Sequence[str], folder: Path, config: Any, names: Sequence[str], batch_size: int = 16
+    texts: Sequence[str], folder: Path, config: Any, input_names: Sequence[str], batch_size: int = 16
 ) -> list[Arrays]:
     """Tokenize texts.
 
@@ -96,7 +96,7 @@ def make_text_batches(
         texts: The texts.
         folder: The folder of the tokenizer.
         config: The configuration of the model.
-        names: The names of the inputs.
+        input_names: The names of the inputs.
         batch_size: The number of texts per batch.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -111,7 +111,7 @@ def make_text_batches(
             return_tensors="np",
         )
         zeros = np.zeros_like(batch["input_ids"])
-        batches.append({name: np.asarray(batch.get(name, zeros), dtype=np.int64) for name in names})
+        batches.append({name: np.asarray(batch.get(name, zeros), dtype=np.int64) for name in input_names})
     return batches
 
 

@@ -36,14 +36,14 @@ from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
 from ..modeling.mechanisms.head_sharing import (
-    GroupedQuery,
+    GroupedQueryAttention,
     HeadSharing,
-    MultiQuery,
+    MultiQueryAttention,
     get_consecutive_groups,
     get_head_sharing,
 )
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
-from ..modeling.mechanisms.latents import Latent
+from ..modeling.mechanisms.latents import LatentAttention
 from ..modeling.mechanisms.mechanism import PREFIXES
 from ..modeling.mechanisms.patterns.pattern_table import get_pattern_class
 from ..modeling.mechanisms.talking_heads import (
@@ -51,7 +51,7 @@ from ..modeling.mechanisms.talking_heads import (
     LOGITS,
     WEIGHTS,
     TalkingHeadsSettings,
-    get_query_heads,
+    get_num_query_heads,
     has_talking_heads,
 )
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
@@ -118,8 +118,8 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
         return value
     is_path_field, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
     if (is_path_field or is_path) if is_report else (is_path_field or name.endswith("path")) and is_path:
-        return _get_last_part(_remove_secrets(value))
-    return PATH_IN_TEXT.sub(lambda match: _get_last_part(match[0]), _remove_secrets(value))
+        return _get_basename(_remove_secrets(value))
+    return PATH_IN_TEXT.sub(lambda match: _get_basename(match[0]), _remove_secrets(value))
 
 
 def redact_json_file(path: Path, is_report: bool) -> bytes | None:
@@ -148,7 +148,7 @@ def _remove_secrets(text: str) -> str:
     return text
 
 
-def _get_last_part(path: str) -> str:
+def _get_basename(path: str) -> str:
     if HOME.fullmatch(path):
         return "~"  # the name of the user is private
     # A Windows path can contain both types of slashes. On other systems, a name can contain a backslash.
@@ -165,7 +165,7 @@ max_target_length mixed_precision trainable seed""".split()
 EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
 
 
-def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
+def build_step_template_values(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
     """Extend each step with the values that the template requires.
 
     Args:
@@ -295,7 +295,7 @@ def format_inline_code(value: Any) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
+def build_variant_template_values(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
     """Collect the values that the template needs to describe a variant, including its tags and papers.
 
     Args:
@@ -308,14 +308,14 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
     rank_fields = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
     latents = [_describe_latent(variant, name) for name in rank_fields]
     talking = describe_talking_projections(variant, fields)
-    patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
+    patterns, kernels = (_describe_set_fields(variant, fields, fact) for fact in ("pattern", "kernel"))
     layers = {name: get_values_by_layer(variant, name) for name in kv_fields}
     shared = {count for name, counts in layers.items() for count in counts if count != variant.query_heads(name)}
     ranks = {rank for latent in latents for rank in latent["ranks"]}
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
-    papers = [MultiQuery.paper] * (1 in shared) + [GroupedQuery.paper] * bool(shared)
-    papers += [Latent.paper] * bool(ranks - {variant.hidden_size})
-    papers += [Latent.paper_for_cached_inputs] * (variant.hidden_size in ranks)
+    papers = [MultiQueryAttention.paper] * (1 in shared) + [GroupedQueryAttention.paper] * bool(shared)
+    papers += [LatentAttention.paper] * bool(ranks - {variant.hidden_size})
+    papers += [LatentAttention.paper_for_cached_inputs] * (variant.hidden_size in ranks)
     papers += [TalkingHeadsSettings.paper] * bool(talking)
     prefixes = [name.removesuffix(HeadSharing.field) for name in kv_fields]
     pattern_names = [getattr(variant, f"{prefix}attention_pattern") for prefix in prefixes]
@@ -377,7 +377,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
 
 
-def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
+def _describe_set_fields(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
     """Describe the fields of one type that are set in the encoders and decoders to which `fields` belong.
 
     The type is `fact`, which is "pattern" or "kernel".
@@ -494,7 +494,7 @@ class CardOptions:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
 
-def model_card(
+def generate_model_card(
     folder: Path,
     repo_id: str,
     options: CardOptions | None = None,
@@ -515,7 +515,7 @@ def model_card(
         ValueError: if the metadata in README.md cannot be read, or if an option or a value in a report is invalid.
 
     Example:
-        >>> print(model_card(Path("bert-gqa4"), "user/bert-gqa4"))
+        >>> print(generate_model_card(Path("bert-gqa4"), "user/bert-gqa4"))
     """
     options = options or CardOptions()
     config = read_config(folder)
@@ -547,7 +547,7 @@ def model_card(
             variant=facts,
             leaves_outputs_unchanged=leaves_outputs_unchanged(variant, steps),
             origin=origin,
-            steps=collect_step_facts(steps, origin),
+            steps=build_step_template_values(steps, origin),
             has_report=(folder / REPORT_NAME).is_file(),
             scores=scores,
             license=data.license,
@@ -595,7 +595,7 @@ def _build_metadata(
     )
 
 
-def write_card(folder: Path) -> bool:
+def write_model_card(folder: Path) -> bool:
     """Write a model card to a checkpoint folder, unless the folder already contains a README.md.
 
     The example on the card loads a repository with the same name as the folder.
@@ -609,7 +609,7 @@ def write_card(folder: Path) -> bool:
     path = folder / CARD_NAME
     if path.exists():
         return False
-    atomic_write(path, str(model_card(folder, folder.absolute().name)))
+    atomic_write(path, str(generate_model_card(folder, folder.absolute().name)))
     return True
 
 
@@ -633,7 +633,7 @@ def add_digest_mark(text: str) -> str:
 
 
 def is_unedited_card(text: str) -> bool:
-    """Return whether a card was generated by `model_card` and has not been edited since then."""
+    """Return whether a card was generated by `generate_model_card` and has not been edited since then."""
     match = MARK_PATTERN.search(text)
     return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
 
@@ -680,7 +680,7 @@ def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None
         return None, None
     variant, table = variant_config(config), compute_cost_table(config)
     fields = list_used_fields(variant_model_class(table.architecture), variant)
-    return variant, collect_variant_facts(variant, fields, table)
+    return variant, build_variant_template_values(variant, fields, table)
 
 
 def _compute_digest(text: str) -> str:
@@ -757,9 +757,9 @@ def _format_latent_sentence(config: Any, field: str, is_t5: bool) -> str:
 def _format_head_groups(heads: int, kv_heads: int) -> list[str]:
     groups = [[f"q{head}" for head in group] for group in get_consecutive_groups(heads, kv_heads)]
     queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
-    if _compute_width(queries, keys) > MAX_WIDTH:
+    if _compute_diagram_width(queries, keys) > MAX_WIDTH:
         queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
-    if _compute_width(queries, keys) > MAX_WIDTH:
+    if _compute_diagram_width(queries, keys) > MAX_WIDTH:
         queries, keys = [*queries[:4], "...", queries[-1]], [*keys[:4], "...", keys[-1]]
     widths = [max(len(query), len(key)) for query, key in zip(queries, keys, strict=True)]
     rows = (("query heads", queries), ("key/value heads", keys))
@@ -769,14 +769,14 @@ def _format_head_groups(heads: int, kv_heads: int) -> list[str]:
     ]
 
 
-def _compute_width(queries: list[str], keys: list[str]) -> int:
+def _compute_diagram_width(queries: list[str], keys: list[str]) -> int:
     return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
 
 
 def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Draw the talking-heads projections on one line, or on one line per place if they differ between places."""
     by_place = {
-        prefix: [_format_projection_chain(get_query_heads(config, prefix), talking) for talking in layers]
+        prefix: [_format_projection_chain(get_num_query_heads(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_heads_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -789,11 +789,11 @@ def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _format_projection_chain(heads: int, talking: TalkingHeadsSettings) -> str:
+def _format_projection_chain(heads: int, settings: TalkingHeadsSettings) -> str:
     """Draw an attention module's talking-heads projections, or return an empty string if it does not have any."""
-    if talking.kind is None:
+    if settings.kind is None:
         return ""
-    first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""
-    second = f"--P_w [{talking.softmax} x {talking.output}]" if talking.kind in (WEIGHTS, BOTH) else ""
-    softmax = f"softmax of {talking.softmax} heads"
-    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {talking.output} heads"
+    first = f"--P_l [{heads} x {settings.softmax}]" if settings.kind in (LOGITS, BOTH) else ""
+    second = f"--P_w [{settings.softmax} x {settings.output}]" if settings.kind in (WEIGHTS, BOTH) else ""
+    softmax = f"softmax of {settings.softmax} heads"
+    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {settings.output} heads"

@@ -14,7 +14,12 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..conversion.checkpoint.source import check_complete_model, check_files, explain_unsafe_path, read_config
+from ..conversion.checkpoint.source import (
+    check_checkpoint_files,
+    check_complete_model,
+    get_unsafe_path_reason,
+    read_config,
+)
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
@@ -33,8 +38,8 @@ from .card import (
     CardOptions,
     contains_local_path,
     contains_secret,
+    generate_model_card,
     is_unedited_card,
-    model_card,
     redact_json_file,
     starts_from_model,
 )
@@ -160,7 +165,7 @@ def plan_push(
         _check_code_repo(code_repo, repo_id)
     if not folder.is_dir():
         raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
-    check_files(folder)
+    check_checkpoint_files(folder)
     check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
         pass  # opening the checkpoint checks the headers and sizes of all weight files
@@ -175,7 +180,7 @@ def plan_push(
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "replaced by the generated model card unless --card is set"
     warnings = [] if any(name in files for name in _TOKENIZER_FILES) else ["The folder contains no tokenizer."]
-    notes = {name: _read_note(folder / name) for name in files if not name.startswith(("vocab", "merges"))}
+    notes = {name: _read_short_text(folder / name) for name in files if not name.startswith(("vocab", "merges"))}
     with_paths = (name for name, text in notes.items() if contains_local_path(text))
     warnings += [f"{name} contains local paths and is pushed unchanged." for name in with_paths]
     if card is None:
@@ -200,7 +205,7 @@ def _generate_card(
 ) -> tuple[str, list[str]]:
     """Return the text of the generated model card, and warnings about missing information."""
     history = read_history(folder)
-    card = model_card(folder, repo_id, options, history, code_repo)
+    card = generate_model_card(folder, repo_id, options, history, code_repo)
     data = card.data.to_dict()
     warnings = [f"{problem} The card does not contain it." for problem in history.problems]
     if data.get("base_model") is None and any(starts_from_model(step) for step in history.steps):
@@ -224,7 +229,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
                 left_out[name] = "hidden"
         elif any(name.startswith(f"{folder_name}/") for folder_name in left_out):
             continue
-        elif reason := explain_unsafe_path(path, folder):
+        elif reason := get_unsafe_path_reason(path, folder):
             left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
             left_out[first] = "a training file"
@@ -232,7 +237,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[name] = "a pickle file, which requires --allow_pickle"
         elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOG_PATTERNS):
             left_out[name] = "a log file"
-        elif path.is_file() and contains_secret(_read_note(path)):
+        elif path.is_file() and contains_secret(_read_short_text(path)):
             left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
             try:
@@ -416,7 +421,7 @@ def _get_payload(folder: Path, name: str) -> str | bytes:
     return redact_json_file(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
-def _read_note(path: Path) -> str:
+def _read_short_text(path: Path) -> str:
     """Return the content of a short text file, or an empty string for all other files."""
     if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
         return ""

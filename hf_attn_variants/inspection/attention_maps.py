@@ -25,7 +25,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import HEAD_PROJECTIONS, M2L, M2W, X2L, X2W
-from ..modeling.ops.key_ranges import TransientGlobal
+from ..modeling.ops.key_ranges import TransientGlobalKeyRange
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
 
@@ -38,7 +38,7 @@ ATTENTION_NAMES = {  # {type: (name on the page, field of the model outputs that
 
 
 @dataclass(frozen=True)
-class Stage:
+class AttentionStage:
     """The attention maps of all heads at one stage of the computation."""
 
     name: str  # "logits_before", "logits_after", "weights_before", "weights_after", or "weights" without talking heads
@@ -67,7 +67,7 @@ class AttentionMaps:
     layer: int  # the index of the layer, from 0
     query_tokens: tuple[str, ...]  # the labels of the rows
     key_tokens: tuple[str, ...]  # the labels of the columns
-    stages: tuple[Stage, ...]  # in the order in which they are computed
+    stages: tuple[AttentionStage, ...]  # in the order in which they are computed
     projections: tuple[HeadProjection, ...]
     kv_heads: int  # k, the number of key/value heads
     dynamic: tuple[str, ...] = ()  # the names of the input-dependent terms of the projections
@@ -79,7 +79,7 @@ class AttentionMaps:
 
 
 @dataclass(frozen=True)
-class TextMaps:
+class TextAttentionMaps:
     """The attention maps of all modules in a model for one text, in the order of the forward pass."""
 
     text: str
@@ -96,7 +96,7 @@ def attention_maps(
     text: str,
     target_text: str | None = None,
     max_length: int = 32,
-) -> TextMaps:
+) -> TextAttentionMaps:
     """Run a model on one text and return the attention maps of every module and head.
 
     Args:
@@ -146,7 +146,7 @@ def attention_maps(
         name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
     }
     attentions = tuple(_build_attention_maps(*call, labels, *next(weights[call[0].name])) for call in calls)
-    return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
+    return TextAttentionMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
 
 def _prepare_model_inputs(
@@ -184,13 +184,15 @@ def _format_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 @contextmanager
-def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
+def _record_attention_calls(
+    model: AttnVariantModelMixin,
+) -> Iterator[list[tuple[AttentionSite, Any, list[AttentionStage]]]]:
     """Record a model's attention calls within this context.
 
     The context manager yields a list, to which each call appends the attention type, the core module, and all stages
     except the last stage, whose weights are part of the model output.
     """
-    calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
+    calls: list[tuple[AttentionSite, Any, list[AttentionStage]]] = []
     hooks = [
         module.get_submodule(site.core).register_forward_pre_hook(
             lambda core, inputs, site=site: calls.append((site, core, []))
@@ -220,7 +222,7 @@ def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple
 
 def _iterate_mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
-) -> Iterator[Stage]:
+) -> Iterator[AttentionStage]:
     """Yield the stages of a call with talking-heads projections, except the last stage, which the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
     reads_keys = _get_kv_head_indices(heads, key.shape[1])
@@ -237,17 +239,17 @@ def _iterate_mixing_stages(
             maps = maps[0].float().masked_fill(forbidden, torch.nan)
             maps = maps - maps.nanmean(-1, keepdim=True)
             kind, reads = ("query head", reads_keys) if name == "before" else ("softmax head", ())
-            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _to_cpu(maps), reads)
+            yield AttentionStage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _to_cpu(maps), reads)
     if options.get("weights_proj") is not None:
         reads = reads_keys if logits_proj is None else ()  # without P_l the softmax heads are the query heads
         title = "weights after the softmax, before P_w"
-        yield Stage("weights_before", title, "softmax head", _to_cpu(weights[0]), reads)
+        yield AttentionStage("weights_before", title, "softmax head", _to_cpu(weights[0]), reads)
 
 
 def _build_attention_maps(
     site: AttentionSite,
     core: VariantAttention,
-    mixed: list[Stage],
+    mixing_stages: list[AttentionStage],
     labels: dict[str, tuple[str, ...]],
     layer: int,
     weights: torch.Tensor,
@@ -261,13 +263,13 @@ def _build_attention_maps(
         last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
-    stage = Stage(*last[:3], _to_cpu(weights[0]), _get_kv_head_indices(heads.output, last[3]))
+    stage = AttentionStage(*last[:3], _to_cpu(weights[0]), _get_kv_head_indices(heads.output, last[3]))
     kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
     matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
     projections = tuple(HeadProjection(*kind, _to_cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
     columns = _get_key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
-    maps = (rows, columns, (*mixed, stage), projections)
+    maps = (rows, columns, (*mixing_stages, stage), projections)
     return AttentionMaps(site.name, layer, *maps, heads.key, core.dynamic_names)
 
 
@@ -277,7 +279,7 @@ def _get_key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[st
         stride = core.compression.stride
         blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
         return tuple(block[0] if len(block) == 1 else f"{block[0]} … {block[-1]}" for block in blocks)
-    if isinstance(core.key_range, TransientGlobal):
+    if isinstance(core.key_range, TransientGlobalKeyRange):
         return (*(f"block {1 + block}" for block in range(len(tokens) // core.key_range.block)), *tokens)
     return tokens
 
@@ -292,7 +294,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().cpu()
 
 
-def render_attention_page(maps: TextMaps, model_name: str) -> str:
+def render_attention_page(maps: TextAttentionMaps, model_name: str) -> str:
     """Render attention maps as an HTML page.
 
     Args:
@@ -323,7 +325,7 @@ def render_attention_page(maps: TextMaps, model_name: str) -> str:
     return Path(__file__).with_name("attention_maps.html").read_text(encoding="utf-8").replace("@DATA@", data)
 
 
-def _encode_stage(stage: Stage) -> dict[str, Any]:
+def _encode_stage(stage: AttentionStage) -> dict[str, Any]:
     """Return a stage as JSON values, with its maps as base64-encoded 16-bit numbers."""
     is_logits, known = stage.name.startswith("logits"), stage.maps[~stage.maps.isnan()]
     lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())

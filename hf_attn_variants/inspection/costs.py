@@ -32,14 +32,14 @@ from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.additive_score import AdditiveScore
 from ..modeling.mechanisms.attention_extension import get_extensions
-from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, get_head_sharing
+from ..modeling.mechanisms.head_sharing import GroupedQueryAttention, HeadSharing, get_head_sharing
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ..modeling.mechanisms.latents import get_projection_rank
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 from ..modeling.mechanisms.talking_heads import (
     BOTH,
     KIND,
-    count_mixing_flops,
+    count_talking_heads_flops,
     get_dynamic_terms,
     has_talking_heads,
     supports_cache,
@@ -213,7 +213,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     counts = set(get_values_by_layer(config, field)) or {getattr(config, field)}
     sharing = get_head_sharing(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
-    parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
+    parts = [f"{sharing.label}-{number}" if sharing is GroupedQueryAttention else sharing.label]
     for name in _list_rank_fields(config, field):
         ranks = get_values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
@@ -331,7 +331,7 @@ def compute_cost_table(
             model = untie_output_embeddings(model_class(variant), config)
         is_current = _get_variant_values(variant) == _get_variant_values(current)
         description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
-        rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
+        rows.append(VariantCost(*description, **_compute_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
             upstream_bytes = kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
@@ -345,7 +345,7 @@ def compute_cost_table(
     return replace(table, upstream_kv_cache_bytes=batch_size * upstream_bytes, upstream_largest_batch=largest)
 
 
-def _count_costs(
+def _compute_costs(
     model: AttnVariantModelMixin, sizes: tuple[int, int, int, int], batch_size: int, memory: int | None
 ) -> dict[str, Any]:
     """Count the costs of a model, and return them as fields of `VariantCost`."""
@@ -592,15 +592,15 @@ def kv_cache_bytes(
     return None if cache is None else sum(cache.values())
 
 
-def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
+def largest_batch(memory: int | None, weight_bytes: int, cache_bytes: int | None) -> int | None:
     """Return the largest batch whose caches fit into memory together with the weights, or 0 if the weights do not fit.
 
     Args:
         memory: The available number of bytes, or None if it is not limited.
-        weights: The size of the weights in bytes.
-        cache: The cache size of one sequence in bytes, or None if the model has no cache.
+        weight_bytes: The size of the weights in bytes.
+        cache_bytes: The cache size of one sequence in bytes, or None if the model has no cache.
     """
-    return None if memory is None or not cache else max(0, (memory - weights) // cache)
+    return None if memory is None or not cache_bytes else max(0, (memory - weight_bytes) // cache_bytes)
 
 
 def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
@@ -645,7 +645,7 @@ def flops_per_token(
         projections = {role: modules[linear] for role, linear in site.projections.items()}
         # The keys and values of a fused layer belong to the same stack as its queries and are counted with them.
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
-        latent = linears.pop(site.get_latent_path(path), None)  # a latent that layers share is counted once
+        latent = linears.pop(site.get_latent_projection_path(path), None)  # a latent that layers share is counted once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _get_core_module(module, site)
@@ -655,7 +655,7 @@ def flops_per_token(
             attended = min(attended, 2 * config.sliding_window + 1)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
-        parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]
+        parts = [count_talking_heads_flops(heads, query_dim, key_dim, attended)]
         key_value = () if site.is_fused else (projections["key"], projections["value"])
         if decodes and heads.rank is not None:
             is_step, is_cached = stack == "decoder", site.is_cross_attention
@@ -675,19 +675,21 @@ def flops_per_token(
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
-def _count_attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, ...], attended: int) -> tuple[int, int]:
+def _count_attention_flops(
+    core: VariantAttention, key_value: tuple[nn.Linear, ...], num_attended_keys: int
+) -> tuple[int, int]:
     """Return the FLOPs per key token (key and value projections) and per query token (scores and weighted sums).
 
     Args:
         core: The attention module.
         key_value: The key and value projections that are not counted elsewhere.
-        attended: The number of keys that a query attends to.
+        num_attended_keys: The number of keys that a query attends to.
     """
     heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
-        key_features, query_features = core.kernel.count_flops(heads, attended)
+        key_features, query_features = core.kernel.count_flops(heads, num_attended_keys)
         return per_key + heads.key * key_features, heads.query * query_features
-    return per_key, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
+    return per_key, 2 * num_attended_keys * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
@@ -731,7 +733,7 @@ def count_attention_parameters(model: AttnVariantModelMixin) -> int:
 
 def _list_linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
     """Return the linear layers of an attention module, including its latent projection."""
-    parent, _, name = site.get_latent_path(path).rpartition(".")
+    parent, _, name = site.get_latent_projection_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
     linears = [module.get_submodule(name) for name in site.projections.values()]
     return linears if latent is None else [*linears, latent]

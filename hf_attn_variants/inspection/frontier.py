@@ -4,7 +4,7 @@
 combinations of latents. No model is written.
 
 In a calibrated conversion, each attention module depends only on the corresponding module in the base model. Modules
-that share a latent depend only on the corresponding group of modules. `ConvertedAttentions` therefore stores the
+that share a latent depend only on the corresponding group of modules. `LazyConvertedAttention` therefore stores the
 modules from each conversion, and combines modules from several conversions into the model that a single conversion
 would produce.
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..conversion.calibration.batches import add_text_lengths
+from ..conversion.calibration.batches import set_length_statistics
 from ..conversion.calibration.calibrate import calibrate
 from ..conversion.calibration.methods import Calibrated
 from ..conversion.calibration.source_outputs import load_processor, make_source_loader_for_model
@@ -34,7 +34,7 @@ from ..conversion.calibration_settings import Calibration
 from ..conversion.checkpoint.models import ModelReader, assemble_model, convert_loading_errors
 from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import check_finite
-from ..conversion.plan import explain_why_not_fittable, make_plan, make_seeded_generator
+from ..conversion.plan import get_unsupported_calibration_reason, make_plan, make_seeded_generator
 from ..conversion.writing import compute_converted_tensors
 from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
@@ -51,7 +51,7 @@ from .costs import (
     variant_config,
     variant_name,
 )
-from .held_out import MEASURES, make_held_out_text
+from .held_out import MEASURES, make_held_out_set
 from .speed import disable_early_stopping, make_timed_function, time_run
 
 Fields = dict[str, Any]
@@ -187,7 +187,7 @@ def select_variants(
 
 
 def select_held_out_examples(
-    calibration: Calibration, everything: Calibration, size: int, seed: int = 0
+    calibration: Calibration, all_examples: Calibration, size: int, seed: int = 0
 ) -> Calibration:
     """Select the examples on which the loss is measured.
 
@@ -196,7 +196,7 @@ def select_held_out_examples(
 
     Args:
         calibration: The examples used by the conversions.
-        everything: All examples from the same source, or examples from another source.
+        all_examples: All examples from the same source, or examples from another source.
         size: The maximum number of examples.
         seed: The calibration seed, which is also used to select these examples.
 
@@ -205,7 +205,7 @@ def select_held_out_examples(
     """
     if size < 2:
         raise ValueError(f"`held_out_size` must be at least 2, got {size}.")
-    used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(everything)))
+    used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(all_examples)))
     rest = [example for example in examples if example not in used]
     if len(rest) >= min(calibration.num_held_out, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
@@ -231,7 +231,7 @@ NamedTensors = dict[str, torch.Tensor]
 Key = tuple[str, Any]
 
 
-class ConvertedAttentions:
+class LazyConvertedAttention:
     """Attention modules from several conversions of a base model. Each conversion runs only when it is needed."""
 
     def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
@@ -245,16 +245,16 @@ class ConvertedAttentions:
         Raises:
             ValueError: If the base model cannot be converted by calibration.
         """
-        if (reason := explain_why_not_fittable(source.config)) is not None:
+        if (reason := get_unsupported_calibration_reason(source.config)) is not None:
             raise ValueError(f"The variants require calibration, which is not possible here because {reason}.")
         self.source, self.seed = source, seed
-        self.calibration = add_text_lengths(calibration, calibration.processor, source.config)
+        self.calibration = set_length_statistics(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, NamedTensors] = {}
         self._errors: dict[Key, float | None] = {}
         # The calibration batches from the first conversion. Later conversions reuse them with their generated targets.
         self._batches: Any = None
-        self._store_attentions(source, {})
+        self._store_attention_modules(source, {})
 
     def config(self, fields: Mapping[str, Any]) -> Any:
         """Return the base model's configuration with the given fields changed.
@@ -295,7 +295,7 @@ class ConvertedAttentions:
         tensors = compute_converted_tensors(plan, reader, fits)
         converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
         errors = {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
-        self._store_attentions(converted, errors)
+        self._store_attention_modules(converted, errors)
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative output error of the attention modules that differ from the base model.
@@ -341,7 +341,7 @@ class ConvertedAttentions:
             heads(sharing) for other, sharing, _ in self.source.named_attention_modules() if other is site
         )
 
-    def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
+    def _store_attention_modules(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         """Store the attention modules of a model that are not stored yet.
 
         Args:
@@ -351,7 +351,10 @@ class ConvertedAttentions:
         named = model.base_model.named_parameters(remove_duplicate=False)
         parameters = {name: parameter.detach() for name, parameter in named}
         for site, path, _ in model.named_attention_modules():
-            key, shared = self._attention_key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
+            key, shared = (
+                self._attention_key(model.config, site, path),
+                f"{site.get_latent_projection_path(path)}.weight",
+            )
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
                 tensors |= {shared: parameters[shared]} if shared in parameters else {}
@@ -431,13 +434,13 @@ class Frontier:
         """The row of the base model."""
         return self.rows[0]
 
-    def find_smallest_variant(self, loss: float) -> FrontierRow | None:
+    def find_smallest_variant(self, loss_limit: float) -> FrontierRow | None:
         """Return the smallest variant whose additional loss is within a limit, or None if there is no such variant.
 
         Args:
-            loss: The maximum value of `loss_above`.
+            loss_limit: The maximum value of `loss_above`.
         """
-        within_limit = [row for row in self.rows[1:] if row.loss_above <= loss]
+        within_limit = [row for row in self.rows[1:] if row.loss_above <= loss_limit]
         return min(within_limit, key=lambda row: (row.size, row.loss_above), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -447,27 +450,27 @@ class Frontier:
 
 def measure_frontier(
     source: AttnVariantModelMixin,
-    options: Sequence[Mapping[str, Any]],
+    variants: Sequence[Mapping[str, Any]],
     calibration: Calibration,
     held_out: Calibration,
     checkpoint: str = "",
     length: int = 512,
     source_length: int | None = None,
     seed: int = 0,
-    known: Sequence[FrontierRow] = (),
+    saved_rows: Sequence[FrontierRow] = (),
     on_row: Callable[[Frontier, int], None] | None = None,
 ) -> Frontier:
     """Convert a model in memory to several variants, and measure their sizes, losses and times.
 
     Args:
         source: The base model, a float32 model from this package, on the device to use.
-        options: The configuration fields of each variant for `convert`.
+        variants: The configuration fields of each variant for `convert`.
         calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
         held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
         length, source_length: See `Frontier`. `source_length` defaults to `length`, or to all positions for audio.
         seed: The random seed for the conversions.
-        known: Rows from an interrupted call with the same arguments, with the base model first.
+        saved_rows: Rows from an interrupted call with the same arguments, with the base model first.
         on_row: A function that is called after each row with the current frontier and the number of variants left.
 
     Raises:
@@ -478,21 +481,21 @@ def measure_frontier(
         >>> frontier = measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out)
     """
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)
-    attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
-    for fields in options:
+    attentions, source = LazyConvertedAttention(source.eval(), calibration, seed), source.eval()
+    for fields in variants:
         attentions.config(fields)
     with as_value_error(f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"):
-        text = make_held_out_text(source, calibration.processor, held_out)
+        text = make_held_out_set(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     settings = _describe_calibration(attentions.calibration, seed)
     header = (checkpoint, type(source).__name__, text.measure, len(losses), settings)
-    _check_loss(losses, checkpoint, known)
-    measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
-    remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
+    _check_loss(losses, checkpoint, saved_rows)
+    measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, saved_rows), lengths)
+    remaining = [fields for fields in variants if all(dict(fields) != row.fields for row in saved_rows[1:])]
     # Variants with many changes come first because later ones can reuse their modules.
     order = sorted(remaining, key=lambda fields: -sum(n != source.config.hidden_size for n in fields.values()))
-    rows, conversions = [*known] or [measurer.row(source, {}, 0.0)], 0
+    rows, conversions = [*saved_rows] or [measurer.row(source, {}, 0.0)], 0
     report = on_row or (lambda frontier, left: None)
     report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
@@ -526,7 +529,7 @@ def _limit_lengths(config: Any, calibration: Calibration, length: int, source_le
     return min(length, limit), min(source_length or length, limit)
 
 
-def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
+def _check_loss(losses: torch.Tensor, checkpoint: str, saved_rows: Sequence[FrontierRow]) -> None:
     """Check that the base model's loss is finite and matches the saved loss.
 
     Raises:
@@ -541,9 +544,10 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
     mean = float(losses[:, 0].sum() / losses[:, 1].sum())
     if not math.isfinite(mean):
         raise ValueError(f"The loss of {name} must be finite, got {mean}. Check its weights.")
-    if known and not math.isclose(mean, known[0].loss, rel_tol=1e-4, abs_tol=1e-6):
+    if saved_rows and not math.isclose(mean, saved_rows[0].loss, rel_tol=1e-4, abs_tol=1e-6):
         raise ValueError(
-            f"The loss of {name} is {mean:.6f}, but it was {known[0].loss:.6f} when the saved rows were measured. The "
+            f"The loss of {name} is {mean:.6f}, but it was {saved_rows[0].loss:.6f} when the saved rows were "
+            f"measured. The "
             "checkpoint has changed. Use a new output folder."
         )
 
@@ -615,7 +619,7 @@ def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 
 
 def _make_timer(
-    source: AttnVariantModelMixin, length: int, source_length: int, known: Sequence[FrontierRow]
+    source: AttnVariantModelMixin, length: int, source_length: int, saved_rows: Sequence[FrontierRow]
 ) -> Callable[[AttnVariantModelMixin], float]:
     """Return a function that estimates the `milliseconds` of a `FrontierRow` for a model.
 
@@ -623,7 +627,7 @@ def _make_timer(
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
     read = min(source_length if decodes else length, max_input_length(source.config) or sys.maxsize)
-    source_milliseconds = [row.milliseconds for row in known[:1]]
+    source_milliseconds = [row.milliseconds for row in saved_rows[:1]]
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
         decoding = (TIMED_TOKENS, 1) if decodes else None
@@ -694,16 +698,16 @@ class FrontierFile:
                 return
         check_output_dir(path.parent)
 
-    def rows(self, call: Mapping[str, Any]) -> list[FrontierRow]:
+    def rows(self, call_arguments: Mapping[str, Any]) -> list[FrontierRow]:
         """Return the rows from an interrupted call with the same arguments.
 
         Args:
-            call: The arguments of this call, as JSON values.
+            call_arguments: The arguments of this call, as JSON values.
 
         Raises:
             ValueError: If the file is damaged or belongs to a call with other arguments.
         """
-        self._call = json.loads(json.dumps(call))
+        self._call = json.loads(json.dumps(call_arguments))
         if not self._stored:
             return []
         try:

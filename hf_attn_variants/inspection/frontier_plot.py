@@ -25,15 +25,15 @@ LABEL_OFFSETS = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -2
 LETTER_WIDTH, LINE_HEIGHT = 0.0088, 0.032
 
 
-def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
+def plot_frontier(frontier: Frontier, loss_limit: float | None = None) -> Figure:
     """Plot a frontier and return the figure.
 
     Args:
         frontier: The result of `measure_frontier`.
-        loss: A limit for the additional loss, which is shown as a line. If None, no line is shown.
+        loss_limit: A limit for the additional loss, which is shown as a line. If None, no line is shown.
 
     Example:
-        >>> plot_frontier(frontier, loss=0.05).savefig("frontier.png")
+        >>> plot_frontier(frontier, loss_limit=0.05).savefig("frontier.png")
     """
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -55,8 +55,8 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
             )
     best = sorted((row for row in rows if row.on_frontier), key=lambda row: row.size)
     axes.plot([row.size for row in best], [row.loss_above for row in best], color="0.6", linewidth=1, zorder=1)
-    if loss is not None:
-        axes.axhline(loss, color="0.3", linewidth=0.8, linestyle="--", label=f"--loss {loss:g}")
+    if loss_limit is not None:
+        axes.axhline(loss_limit, color="0.3", linewidth=0.8, linestyle="--", label=f"--loss {loss_limit:g}")
     has_cache = frontier.source.kv_cache_bytes is not None
     if has_cache:  # parameter counts differ too little for a logarithmic axis
         axes.set_xscale("log", base=2)
@@ -74,7 +74,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     axes.legend(loc="upper right", fontsize=9)
     axes.yaxis.set_major_formatter("{x:g}")
     canvas.draw()
-    _add_labels(axes, rows, loss)
+    _add_labels(axes, rows, loss_limit)
     return figure
 
 
@@ -105,14 +105,14 @@ def _compute_linear_threshold(rows: Sequence[FrontierRow]) -> float:
     return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
 
 
-def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
+def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss_limit: float | None) -> None:
     """Place the name of each variant where it overlaps least with points, other names and the limit."""
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
     width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
     occupied = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
-    if loss is not None:
-        limit = transform.transform((rows[0].size, loss))[1]
+    if loss_limit is not None:
+        limit = transform.transform((rows[0].size, loss_limit))[1]
         occupied.append((0.0, limit - 0.003, 1.0, limit + 0.003))
     for row, (x, y) in zip(rows, points, strict=True):
         candidates: list[Any] = []

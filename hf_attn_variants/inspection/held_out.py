@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversion.calibration.batches import (
     IGNORED,
-    add_text_lengths,
     make_next_token_labels,
+    set_length_statistics,
     with_known_encoder_outputs,
     without_known_encoder_outputs,
 )
@@ -51,7 +51,7 @@ ModelInputs = dict[str, torch.Tensor]
 
 
 @dataclass
-class HeldOutText:
+class HeldOutSet:
     """Batches of held-out examples, with the base model's outputs if the measure needs them.
 
     Args:
@@ -99,17 +99,17 @@ class HeldOutText:
         return [mean_pooled(states, mask)]
 
     def _compute_difference(
-        self, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: ModelInputs
+        self, predictions: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: ModelInputs
     ) -> torch.Tensor:
         """Return the summed difference from the base model and the number of predictions of each text, [b, 2]."""
         if self.measure == "embeddings":
-            distance = 1 - nn.functional.cosine_similarity(answers[0], source[0])
+            distance = 1 - nn.functional.cosine_similarity(predictions[0], source[0])
             return torch.stack([distance, torch.ones_like(distance)], 1)
         if self.measure == "scores":
-            error = ((answers[0] - source[0]).square() / self._variance.to(source[0])).mean(-1)
+            error = ((predictions[0] - source[0]).square() / self._variance.to(source[0])).mean(-1)
             return torch.stack([error, torch.ones_like(error)], 1)
         losses = []
-        for ours, theirs in zip(answers, source, strict=True):
+        for ours, theirs in zip(predictions, source, strict=True):
             divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b], or [b, n] for tokens or labels
             if divergence.ndim == 1 or self.is_multi_label:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
@@ -145,39 +145,39 @@ class HeldOutText:
         return contents[0] == contents[1]
 
 
-def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
+def make_held_out_set(model: PreTrainedModel, processor: Any, examples: Calibration) -> HeldOutSet:
     """Make batches of held-out text or audio, with the base model's outputs if the measure needs them.
 
     Args:
         model: The base model in evaluation mode, which generates missing targets and transcripts greedily.
         processor: The tokenizer, or the feature extractor for audio.
-        text: The texts with their targets and lengths, or the audio files.
+        examples: The texts with their targets and lengths, or the audio files.
 
     Returns:
-        The batches. `HeldOutText.losses` evaluates any variant on them.
+        The batches. `HeldOutSet.losses` evaluates any variant on them.
 
     Raises:
         OSError: If an audio file cannot be read.
         ValueError: If the loss of the model cannot be measured on plain text (multiple choice, for example).
     """
     measure = _select_measure(model)
-    if text.audio is not None:
-        return _make_held_out_audio(model, processor, text, measure)
+    if examples.audio is not None:
+        return _make_held_out_audio(model, processor, examples, measure)
     tokenizer: PreTrainedTokenizerBase = processor
-    text = add_text_lengths(text, tokenizer, model.config)
+    examples = set_length_statistics(examples, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
         raise ValueError(
             f"The tokenizer must have a `mask_token` because the loss of {type(model).__name__} is measured on masked "
             "words. Set it, or use a checkpoint with another head."
         )
-    order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
-    size = text.resolved_batch_size
+    order = sorted(range(len(examples.texts)), key=lambda i: (len(str(examples.texts[i])), i))
+    size = examples.resolved_batch_size
     chunks: Any = [order[start : start + size] for start in range(0, len(order), size)]
-    if measure == "targets" and text.target_texts is None:
+    if measure == "targets" and examples.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
-    held = HeldOutText(
+    held = HeldOutSet(
         measure,
-        [_make_batch(model, tokenizer, text, rows, measure) for rows in chunks],
+        [_make_batch(model, tokenizer, examples, rows, measure) for rows in chunks],
         is_multi_label=get_logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
@@ -186,20 +186,20 @@ def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration
 
 
 @torch.no_grad()
-def _make_held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
-    """Make batches of held-out audio (see `make_held_out_text`)."""
+def _make_held_out_audio(model: Any, feature_extractor: Any, examples: Calibration, measure: str) -> HeldOutSet:
+    """Make batches of held-out audio (see `make_held_out_set`)."""
     decodes = measure == "transcripts"
     batches = []
-    starts = range(0, len(audio.examples), audio.resolved_batch_size)
+    starts = range(0, len(examples.examples), examples.resolved_batch_size)
     for start in progress_bar(starts, desc="held-out recordings", unit="batch", leave=False):
-        files = audio.examples[start : start + audio.resolved_batch_size]
+        files = examples.examples[start : start + examples.resolved_batch_size]
         features = [read_features(feature_extractor, path)[0] for path in files]
-        batch = make_audio_batch(model, features, audio.length, decodes)
+        batch = make_audio_batch(model, features, examples.length, decodes)
         if decodes:
             tokens = batch["decoder_input_ids"], batch["decoder_attention_mask"]
             batch["labels"] = make_next_token_labels(*tokens, model.generation_config)
         batches.append(batch)
-    held = HeldOutText(measure, batches, encoder=model.get_encoder() if decodes else None)
+    held = HeldOutSet(measure, batches, encoder=model.get_encoder() if decodes else None)
     if not decodes:
         held.source = list(_compute_source_outputs(model, held))
     return held
@@ -228,21 +228,25 @@ def _select_measure(model: PreTrainedModel) -> str:
 
 
 def _make_batch(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Calibration,
+    indices: Sequence[int],
+    measure: str,
 ) -> ModelInputs:
     """Return the model inputs and labels for a batch of texts."""
-    limit = {"truncation": True, "max_length": text.evaluation_length, "padding": True, "return_tensors": "pt"}
-    texts = [text.texts[i] for i in rows]
+    limit = {"truncation": True, "max_length": examples.evaluation_length, "padding": True, "return_tensors": "pt"}
+    texts = [examples.texts[i] for i in indices]
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
     encoded = tokenizer(*map(list, columns), return_special_tokens_mask=True, **limit)
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * (getattr(model.config, "type_vocab_size", 0) > 1)
     batch = {name: encoded[name] for name in names if name in encoded}
     if measure == "targets":
-        batch["labels"] = _get_targets(model, tokenizer, text, rows, batch, limit)
+        batch["labels"] = _get_targets(model, tokenizer, examples, indices, batch, limit)
     elif measure == "next words":
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     elif measure == "masked words":
-        ids, generator = batch["input_ids"], torch.Generator().manual_seed(rows[0])
+        ids, generator = batch["input_ids"], torch.Generator().manual_seed(indices[0])
         drawn = torch.rand(ids.shape, generator=generator).masked_fill(encoded["special_tokens_mask"] == 1, 2.0)
         # At least one word of each text is masked.
         masked = (drawn < MASKED_SHARE) | (drawn == drawn.min(1, keepdim=True).values)
@@ -255,28 +259,28 @@ def _make_batch(
 def _get_targets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: Calibration,
-    rows: Sequence[int],
+    examples: Calibration,
+    indices: Sequence[int],
     batch: ModelInputs,
     limit: dict[str, Any],
 ) -> torch.Tensor:
     """Return the token ids of the targets [b, t], which are the user's targets or the model's greedy outputs."""
-    if text.target_texts is not None:
-        encoded = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
+    if examples.target_texts is not None:
+        encoded = tokenizer(text_target=[examples.target_texts[i] for i in indices], **limit)
         return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
-        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.generated_length)[:, 1:].cpu()
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=examples.generated_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 
 @torch.no_grad()
-def _compute_source_outputs(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
+def _compute_source_outputs(model: PreTrainedModel, held_out_set: HeldOutSet) -> Iterator[list[torch.Tensor]]:
     """Yield the base model's outputs for each batch, on the CPU."""
-    for batch in held.batches:
+    for batch in held_out_set.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
-        yield [answer.cpu() for answer in held.answers(output, batch)]
+        yield [answer.cpu() for answer in held_out_set.answers(output, batch)]
 
 
 def _get_logits(output: Any) -> list[torch.Tensor]:

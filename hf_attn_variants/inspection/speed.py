@@ -19,7 +19,7 @@ from ..model_properties import get_encoder_width, ignore_saved_length_limits
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
-from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
+from ..modeling.mechanisms.patterns.window_pattern import SlidingWindowPattern
 from ..progress import progress_bar
 from ..registration import max_input_length, variant_model_class
 from .costs import (
@@ -111,8 +111,8 @@ NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
 MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
-def _compare_decoded(
-    fault: str, actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+def _check_decoded_match(
+    error_message: str, actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Compare the logits [texts, tokens, vocabulary] of decoded tokens [texts, tokens].
 
@@ -122,14 +122,14 @@ def _compare_decoded(
     # Each text is compared up to and including the first different token, because the order of summation can decide a
     # tie between tokens.
     same = (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
-    _compare(fault, logits[same], expected_logits[same])
+    _compare(error_message, logits[same], expected_logits[same])
 
 
-def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise a ValueError with `fault` as its message if two outputs differ by more than rounding errors."""
+def _compare(error_message: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise a ValueError with `error_message` as its message if two outputs differ by more than rounding errors."""
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= MAX_RELATIVE_DIFFERENCE:
-        raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")
+        raise ValueError(f"{error_message}: the largest relative difference is {difference:.1e}. Nothing was timed.")
 
 
 def _make_generator(model: Any) -> torch.Generator:
@@ -413,7 +413,7 @@ def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven
     return BreakEven(cached.name, multi_head.name, tokens)
 
 
-def get_round_order(names: Sequence[str], number: int) -> list[str]:
+def get_round_order(names: Sequence[str], round_index: int) -> list[str]:
     """Return the order in which variants are timed in a round.
 
     Every second round reverses the previous order, and each pair of rounds starts with a different variant. Otherwise,
@@ -421,11 +421,11 @@ def get_round_order(names: Sequence[str], number: int) -> list[str]:
 
     Args:
         names: The names of the variants.
-        number: The number of the round.
+        round_index: The number of the round.
     """
-    first = number // 2 % max(1, len(names))
+    first = round_index // 2 % max(1, len(names))
     order = [*names[first:], *names[:first]]
-    return order[::-1] if number % 2 else order
+    return order[::-1] if round_index % 2 else order
 
 
 def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
@@ -468,14 +468,19 @@ def _check_device(device: str) -> None:
 
 
 def _iterate_head_and_latent_fields(
-    config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
+    config: Mapping[str, Any],
+    current: Any,
+    field: str,
+    kv_heads: Sequence[int] | None,
+    talking_heads: bool,
+    latents: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of variants with given numbers of key/value heads, with latents and with talking heads."""
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(list_kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
         counts |= {heads}  # this package's class is the baseline instead of a Transformers class
-    yield from iterate_variant_fields(current, field, sorted(counts, reverse=True), talking, latents)
+    yield from iterate_variant_fields(current, field, sorted(counts, reverse=True), talking_heads, latents)
 
 
 def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
@@ -486,7 +491,7 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
     sizes = [{f"{prefix}attention_window": window} for window in windows]
-    rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
+    rows = [{f"{prefix}attention_pattern": SlidingWindowPattern.name, **size} for size in sizes]
     for kernel in kernels:
         if (needs_window := get_kernel_class(kernel).needs_window) and not windows:
             raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
@@ -495,7 +500,9 @@ def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: 
 
 
 @torch.no_grad()
-def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[], Any], decodes: bool) -> None:
+def check_outputs(
+    models: Mapping[str, tuple[Any, Any]], build_multi_head_model: Callable[[], Any], decodes: bool
+) -> None:
     """Check that the outputs of the models are correct.
 
     The outputs of the model "transformers" must equal those of this package's multi-head model. The other models must
@@ -503,7 +510,7 @@ def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[]
 
     Args:
         models: {name: (fields, float32 model)}.
-        multi_head: Function that creates this package's equivalent of the Transformers model.
+        build_multi_head_model: Function that creates this package's equivalent of the Transformers model.
         decodes: Whether the models are encoder-decoders that decode. If False, the outputs for audio or for two texts
             (one of them padded) are compared.
 
@@ -511,11 +518,11 @@ def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[]
         ValueError: If the outputs of a model are wrong.
     """
     if "transformers" in models:
-        ours, upstream = multi_head(), models["transformers"][1]
+        ours, upstream = build_multi_head_model(), models["transformers"][1]
         ours.load_state_dict(upstream.state_dict())
         names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
         if decodes:
-            _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
+            _check_decoded_match(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
         else:
             inputs = _make_random_inputs(ours)
             outputs = (_compute_output(model, inputs) for model in (ours, upstream))
@@ -523,7 +530,7 @@ def check_outputs(models: Mapping[str, tuple[Any, Any]], multi_head: Callable[[]
     for name, (_, model) in models.items():
         if decodes and name != "transformers" and supports_decoder_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
-            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
+            _check_decoded_match(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..modeling.fields.field_table import PLACES
 from ..modeling.mechanisms.head_sharing import get_kv_heads_field
-from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_talking_heads_places
+from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_talking_heads_prefixes
 
 GAP = "  "
 
@@ -27,7 +27,9 @@ def print_text(text: str) -> None:
         print(line)
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], cut: int | None = None) -> None:
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], split_before: int | None = None
+) -> None:
     """Print a table with a title.
 
     If lines are too long, the column names are wrapped first. If this is not enough, the columns are split into
@@ -37,7 +39,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         title: The text above the table.
         header: The names of the columns.
         rows: The cells of each row. The first column is left-aligned, and all other columns are right-aligned.
-        cut: The index of the column before which the table is split first, if it must be split.
+        split_before: The index of the column before which the table is split first, if it must be split.
     """
     limit = get_output_width()
     print_text(title)
@@ -49,7 +51,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
             _wrap(name, max(map(len, [*column, *name.split()]))) for name, column in zip(header, cells, strict=True)
         ]
     widths = _compute_column_widths(headers, cells)
-    for number, columns in enumerate(_split_columns(widths, limit, cut)):
+    for number, columns in enumerate(_split_columns(widths, limit, split_before)):
         if number:
             print()
         _print_columns([headers[i] for i in columns], [cells[i] for i in columns], [widths[i] for i in columns])
@@ -67,7 +69,7 @@ def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[st
         print(GAP.join([first.strip().ljust(widths[0]), *others]))
 
 
-def _split_columns(widths: Sequence[int], limit: int | None, cut: int | None) -> Iterator[list[int]]:
+def _split_columns(widths: Sequence[int], limit: int | None, split_before: int | None) -> Iterator[list[int]]:
     """Yield the column indices of each table. Every table has the first column."""
     if limit is None or _compute_line_width(widths) <= limit:
         yield list(range(len(widths)))
@@ -75,7 +77,7 @@ def _split_columns(widths: Sequence[int], limit: int | None, cut: int | None) ->
     columns = [0]
     for i in range(1, len(widths)):
         is_too_wide = _compute_line_width([widths[j] for j in (*columns, i)]) > limit
-        if (is_too_wide or i == cut) and len(columns) > 1:
+        if (is_too_wide or i == split_before) and len(columns) > 1:
             yield columns
             columns = [0]
         columns.append(i)
@@ -111,7 +113,7 @@ def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
     return tuple(
         prefix
-        for prefix in get_talking_heads_places(config)
+        for prefix in get_talking_heads_prefixes(config)
         if get_kv_heads_field(prefix) in fields and (prefix != "cross_" or has_cross)
     )
 

@@ -39,21 +39,24 @@ _NAMES_BY_MECHANISMS = {
     (): "build_code",
     ("additive_score",): "AdditiveScore create_additive_score",
     ("latents",): (
-        "Latent add_latent_projection attend_to_latent attend_to_one_latent get_latent should_use_latent_kernels"
+        "LatentAttention add_latent_projection attend_to_latent attend_to_one_latent compute_latent_with_cache "
+        "should_use_latent_kernels"
     ),
     ("linear_attention",): (
-        "AttentionKernel Elu KernelStateLayer Linformer Relu _prepare_state_layer check_kernels "
-        "get_kernel get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
+        "AttentionKernel EluKernel KernelStateLayer Linformer ReluKernel _prepare_state_layer check_kernels "
+        "create_kernel get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
     ),
     ("linear_attention", "patterns"): (
-        "BlockWindows DistanceBias KeyRange attend_with_global_tokens_first attention_in_windows check_global_mask "
+        "WindowBlockLayout RelativePositionBias KeyRange attend_with_global_tokens_first attention_in_windows "
+        "check_global_mask "
         "check_patterns get_key_range key_range_to_mask_and_bias limit_cache_to_window limit_masks_to_padding "
         "should_compute_in_blocks"
     ),
     ("linear_attention", "patterns", "talking_heads"): "talking_heads_attention",
     ("linear_attention", "talking_heads"): "find_added_talking_heads",
     ("patterns",): (
-        "AttentionPattern MemoryCompressed TransientPattern add_summary_parameters attend_in_blocks "
+        "AttentionPattern MemoryCompressedPattern TransientGlobalPattern add_summary_parameters "
+        "attend_to_gathered_keys "
         "attend_with_summaries compute_summary_bias create_compression get_pattern_class"
     ),
     ("sinusoidal_positions",): (
@@ -62,8 +65,8 @@ _NAMES_BY_MECHANISMS = {
         "warn_about_replaced_positions"
     ),
     ("talking_heads",): (
-        "DynamicTerms _check_talking_heads_in_layer _compare_talking_heads describe_initialization "
-        "get_projection_shapes get_projection_std"
+        "DynamicTalkingHeads _check_talking_heads_in_layer _find_new_talking_heads describe_talking_heads_init "
+        "get_talking_heads_parameter_shapes get_talking_heads_init_std"
     ),
     ("unequal_layers",): "merge_per_layer_config validate_layer_values",
     ("extensions",): "get_normalization install_extensions",
@@ -97,7 +100,7 @@ class _Definition(NamedTuple):
     node: ast.stmt
 
 
-class _Module(NamedTuple):
+class _SourceModule(NamedTuple):
     """A module of `modeling/`.
 
     Args:
@@ -138,8 +141,8 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     modules = _read_modules()
     stubs = _list_stubs(mechanisms)
     reached = _find_used_definitions(modules, roots, stubs)
-    files: dict[str, list[_Module]] = {}
-    for module in _order_blocks(modules, {name for name, _ in reached}):
+    files: dict[str, list[_SourceModule]] = {}
+    for module in _sort_modules_by_import(modules, {name for name, _ in reached}):
         files.setdefault(module.file, []).append(module)
     texts = {f"{file}.py": _build_file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
     return _insert_constants(texts, mechanisms)
@@ -171,7 +174,7 @@ def build_single_file(module: str, name: str, paths: Iterable[Path], mechanisms:
     modules = {key: value._replace(file=module) for key, value in modules.items()}
     stubs = _list_stubs(mechanisms)
     reached = _find_used_definitions(modules, [(module, name)], stubs)
-    parts = list(_order_blocks(modules, {place for place, _ in reached}))
+    parts = list(_sort_modules_by_import(modules, {place for place, _ in reached}))
     # The module with the definition comes last. Its docstring comes first.
     text = _build_file_text(parts, modules, reached, stubs)
     docstring = ast.literal_eval(modules[module].docstring)
@@ -218,11 +221,11 @@ def _get_output_file_name(path: Path) -> str:
 
 
 @cache
-def _read_modules() -> dict[str, _Module]:
+def _read_modules() -> dict[str, _SourceModule]:
     return {path.stem: _read_module(path) for path in sorted(MODELING_FOLDER.rglob("*.py")) if path.stem != "__init__"}
 
 
-def _read_module(path: Path, file: str | None = None) -> _Module:
+def _read_module(path: Path, file: str | None = None) -> _SourceModule:
     text = path.read_bytes().decode()
     lines, tree = text.splitlines(), ast.parse(text)
     nodes = [child for node in tree.body for child in (node.orelse if _is_for_type_checkers(node) else [node])]
@@ -250,7 +253,7 @@ def _read_module(path: Path, file: str | None = None) -> _Module:
                 module = child.module.rpartition(".")[2]
                 imported |= {alias.asname or alias.name: (module, alias.name) for alias in child.names}
                 needed += [module] if is_relative else []
-    return _Module(path.stem, file or _get_output_file_name(path), docstring, body, imported, needed)
+    return _SourceModule(path.stem, file or _get_output_file_name(path), docstring, body, imported, needed)
 
 
 def _is_for_type_checkers(node: ast.stmt) -> TypeGuard[ast.If]:
@@ -281,7 +284,7 @@ def _find_used_names(node: ast.AST) -> Iterator[str]:
 
 
 def _find_used_definitions(
-    modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
+    modules: Mapping[str, _SourceModule], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
     """Return all definitions that the roots use directly or indirectly, including stubs, as (module, name)."""
     reached: set[tuple[str, str]] = set()
@@ -309,28 +312,28 @@ def _find_used_definitions(
 BASE_STUB = (NAMES, "MissingDefinition")
 
 
-def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
+def _sort_modules_by_import(modules: Mapping[str, _SourceModule], names: set[str]) -> Iterator[_SourceModule]:
     """Yield each module after the modules that it imports at runtime."""
     needed = {name: [other for other in module.needed if other in modules] for name, module in modules.items()}
     return (modules[name] for name in TopologicalSorter(needed).static_order() if name in names)
 
 
 def _build_file_text(
-    parts: list[_Module],
-    modules: Mapping[str, _Module],
-    reached: set[tuple[str, str]],
+    file_modules: list[_SourceModule],
+    modules: Mapping[str, _SourceModule],
+    used_definitions: set[tuple[str, str]],
     stubs: Mapping[str, tuple[str, ...]],
 ) -> str:
     """Return the text of a joined file, with the imports and the used definitions of its modules."""
     imports: dict[str, set[str]] = {}
     plain: dict[str, None] = {}
     texts: list[str] = []  # the docstring of each module, and its code
-    for module in parts:
+    for module in file_modules:
         body: list[str] = []
         definitions: list[_Definition] = []
-        is_used = any(place == module.name and name not in stubs for place, name in reached)
+        is_used = any(place == module.name and name not in stubs for place, name in used_definitions)
         for definition in module.body:
-            names = {name for name in definition.names if (module.name, name) in reached}
+            names = {name for name in definition.names if (module.name, name) in used_definitions}
             if not names and (definition.names or not is_used):
                 continue
             if stubbed := sorted(name for name in names if name in stubs):
@@ -339,12 +342,12 @@ def _build_file_text(
                 continue
             definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
-                _add_plain_import(plain, imports, definition.node, names)
+                _add_external_import(plain, imports, definition.node, names)
             else:
                 body.append(_build_definition_text(definition, module, modules, names))
         uses = {name for definition in definitions for name in definition.uses}
         for name, place in module.imported.items():
-            if name in uses and place in reached:
+            if name in uses and place in used_definitions:
                 _add_import(imports, place, name, module, modules)
         if body:
             docstring = _docstring_to_comment(module.docstring) if texts else module.docstring
@@ -363,25 +366,29 @@ def _docstring_to_comment(docstring: str) -> str:
 
 
 def _add_import(
-    imports: dict[str, set[str]], place: tuple[str, str], name: str, module: _Module, modules: Mapping[str, _Module]
+    imports: dict[str, set[str]],
+    origin: tuple[str, str],
+    name: str,
+    module: _SourceModule,
+    modules: Mapping[str, _SourceModule],
 ) -> None:
     """Add the import of a name from another file."""
-    source, original = place
+    source, original = origin
     if modules[source].file != module.file:
         imports.setdefault(f".{modules[source].file}", set()).add(
             original if name == original else f"{original} as {name}"
         )
 
 
-def _add_plain_import(
-    plain: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
+def _add_external_import(
+    import_lines: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
 ) -> None:
     """Add an import from torch, Transformers or the standard library, limited to the names that are used."""
     for alias in node.names:
         shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
         if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
             if isinstance(node, ast.Import):
-                plain.setdefault(f"import {shown}")
+                import_lines.setdefault(f"import {shown}")
             else:
                 imports.setdefault(node.module or "", set()).add(shown)
 
@@ -408,7 +415,7 @@ def _join_statements(parts: list[str]) -> str:
 
 
 def _build_definition_text(
-    definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]
+    definition: _Definition, module: _SourceModule, modules: Mapping[str, _SourceModule], names: set[str]
 ) -> str:
     """Return the source of a statement, and adapt the relative imports inside it to the files of the repository.
 

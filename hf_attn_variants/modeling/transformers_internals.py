@@ -21,20 +21,20 @@ from torch import nn
 from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_TESTED, OLDEST_TESTED
 
 __all__ = [
-    "MethodArguments",
+    "MethodSignature",
     "TransformersChangedError",
     "build_change_error",
     "check_attention_function",
     "check_attributes",
-    "check_caches",
-    "check_configurations",
+    "check_cache_internals",
+    "check_config_internals",
     "check_known_arguments",
     "check_mask_function",
     "check_method",
     "check_method_calls",
-    "check_models",
-    "check_paths",
+    "check_model_internals",
     "check_single_cache",
+    "check_submodule_paths",
     "collect_variant_classes",
     "get_auto_class_names",
     "get_cache",
@@ -85,11 +85,11 @@ class TransformersChangedError(ImportError):
     """Raised if the installed Transformers release has changed internals that this code depends on."""
 
 
-def build_change_error(what: str) -> TransformersChangedError:
+def build_change_error(change: str) -> TransformersChangedError:
     """Return an error that describes the change and how to solve the problem."""
     return TransformersChangedError(
         f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
-        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_TESTED} to "
+        f"uses, and outputs could be wrong: {change}. This code was tested with transformers {OLDEST_TESTED} to "
         f"{NEWEST_TESTED}. Install one of these releases, or install a newer hf_attn_variants and import it before "
         "you load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
@@ -106,7 +106,7 @@ def guarded_imports() -> Iterator[None]:
         raise build_change_error(str(error)) from error
 
 
-class MethodArguments:
+class MethodSignature:
     """The arguments of a Transformers method by role, regardless of their names and order in the installed release.
 
     Args:
@@ -123,9 +123,9 @@ class MethodArguments:
         self, owner: type, roles: tuple[str, ...], method: str = "forward", returns: int | None = None
     ) -> None:
         place = f"`{owner.__name__}.{method}`"
-        parameters = _parameters(owner, method)
+        parameters = _get_parameters(owner, method)
         self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
-        self.names: tuple[str, ...] = tuple(_find_current_name(role, parameters, place) for role in roles)
+        self.names: tuple[str, ...] = tuple(_find_argument_name(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
         # Arguments that Transformers accepts under two names
         self.former = tuple(
@@ -158,16 +158,16 @@ class MethodArguments:
                 kwargs[name] = args[at]
         return values, kwargs
 
-    def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
+    def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **replacements: Any) -> dict[str, Any]:
         """Return all arguments of a call as keyword arguments with the names in the installed release.
 
         Args:
             args, kwargs: the arguments of the call.
-            instead: replacements for arguments of the call, by role.
+            replacements: replacements for arguments of the call, by role.
         """
         self._rename(kwargs)
         named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
-        return named | {self.name_of[role]: value for role, value in instead.items()}
+        return named | {self.name_of[role]: value for role, value in replacements.items()}
 
     def _rename(self, kwargs: dict[str, Any]) -> None:
         for old, name in self.former:
@@ -214,7 +214,7 @@ def get_auto_class_names(model_type: str) -> dict[str, str]:
     return class_names
 
 
-def check_method_calls(owner: type, method: str, name: str) -> None:
+def check_method_calls(owner: type, method: str, called_method: str) -> None:
     """Check that a Transformers method still calls a method that a class in this package overrides.
 
     Raises:
@@ -222,8 +222,8 @@ def check_method_calls(owner: type, method: str, name: str) -> None:
     """
     check_attributes(owner, (method,))
     code = inspect.unwrap(getattr(owner, method)).__code__
-    if name not in code.co_names and name not in code.co_consts:
-        raise build_change_error(f"`{owner.__name__}.{method}` no longer calls `{name}`")
+    if called_method not in code.co_names and called_method not in code.co_consts:
+        raise build_change_error(f"`{owner.__name__}.{method}` no longer calls `{called_method}`")
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
@@ -237,7 +237,7 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
     Raises:
         TransformersChangedError: if the method is missing or has other arguments.
     """
-    parameters = _parameters(owner, method)
+    parameters = _get_parameters(owner, method)
     first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
     needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in names]
     if first != names or needed:
@@ -247,15 +247,15 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
         )
 
 
-def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
+def check_attributes(obj: Any, names: tuple[str, ...]) -> None:
     """Check that a Transformers object has the attributes that this package uses.
 
     Raises:
         TransformersChangedError: if an attribute is missing.
     """
     for name in names:
-        if not hasattr(thing, name):
-            kind = thing if isinstance(thing, type) else type(thing)
+        if not hasattr(obj, name):
+            kind = obj if isinstance(obj, type) else type(obj)
             raise build_change_error(f"`{kind.__name__}` has no `{name}`")
 
 
@@ -282,7 +282,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in _VARIABLE
 
 
-def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
+def _get_parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a method, without `self`, `*args` and `**kwargs`."""
     check_attributes(owner, (method,))
     static = inspect.getattr_static(owner, method)
@@ -292,7 +292,7 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIABLE}
 
 
-def _find_current_name(role: str, parameters: Mapping[str, Any], place: str) -> str:
+def _find_argument_name(role: str, parameters: Mapping[str, Any], place: str) -> str:
     for name in ARGUMENT_ROLES[role]:
         if name in parameters:
             return name
@@ -332,7 +332,7 @@ def get_cache_name() -> str:
     with guarded_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
-    return _find_current_name("cache", parts, "`BaseModelOutputWithPast`")
+    return _find_argument_name("cache", parts, "`BaseModelOutputWithPast`")
 
 
 def get_cache(output: Any) -> Any:
@@ -397,7 +397,7 @@ KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # layers pass these
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
 
 
-def check_models() -> None:
+def check_model_internals() -> None:
     """Check the internals of `PreTrainedModel` that all models use. This runs once per process.
 
     Raises:
@@ -411,7 +411,7 @@ def check_models() -> None:
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 
-def check_caches() -> None:
+def check_cache_internals() -> None:
     """Check the caches in Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
 
     Raises:
@@ -427,7 +427,7 @@ def check_caches() -> None:
     check_attributes(EncoderDecoderCache(DynamicCache(), DynamicCache()), PAIR_ATTRIBUTES)
 
 
-def check_configurations() -> None:
+def check_config_internals() -> None:
     """Check the internals of `PreTrainedConfig` that variant configurations use. This runs once per process.
 
     Raises:
@@ -476,7 +476,7 @@ def check_mask_function(function: Any) -> None:
             raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
-def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
+def check_submodule_paths(module: nn.Module, paths: Iterable[str]) -> None:
     """Check that a module has submodules at these paths.
 
     Raises:

@@ -61,10 +61,10 @@ def compare_with_transformers(model_class: Any) -> None:
                     raise
 
 
-def is_newer(version: str, than: str) -> bool:
-    """Return True if `version` belongs to a later minor release than the one in `than`."""
+def is_newer(version: str, reference: str) -> bool:
+    """Return True if `version` belongs to a later minor release than the one in `reference`."""
     minor = [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]]
-    return minor > [int(part) for part in than.split(".")]
+    return minor > [int(part) for part in reference.split(".")]
 
 
 def _yield_model_fields(model_class: Any) -> Iterator[dict[str, Any]]:

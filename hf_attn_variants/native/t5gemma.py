@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import T5GemmaConfig
 
-from ..modeling.attention.attention_sites import AttentionSite, Projections
+from ..modeling.attention.attention_sites import AttentionSite, ProjectionPaths
 from ..modeling.fields.variant_config import EncoderDecoderConfigMixin
 from ..modeling.transformers_internals import get_auto_class_names
 from .native_config import NativeConfigMixin
 
-_PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+_PROJECTIONS: ProjectionPaths = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
 
 class NativeT5GemmaConfig(NativeConfigMixin, EncoderDecoderConfigMixin, T5GemmaConfig):

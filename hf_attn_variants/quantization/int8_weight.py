@@ -11,8 +11,8 @@ where N n is summed exactly in int32. The operators read n as unsigned integers 
 
 Several torch operators can compute this sum. Each has its own code path below, and all paths return bit-for-bit
 identical results. The fastest path depends on the processor and the number of tokens. A slow path can take hundreds of
-times as long as float32. Therefore, the paths are checked and timed once per process, and `Plan.get_fastest_path`
-returns the fastest correct path.
+times as long as float32. Therefore, the paths are checked and timed once per process, and
+`ExecutionPlan.get_fastest_path` returns the fastest correct path.
 """
 
 import bisect
@@ -39,7 +39,7 @@ def has_instruction_set(*names: str) -> bool:
     return any(known.get(name, False) for name in names)
 
 
-def time_calls_in_turn(*calls: Callable[[], Any], times: int = 5) -> list[float]:
+def time_calls_in_turn(*calls: Callable[[], Any], num_rounds: int = 5) -> list[float]:
     """Time several functions, and return the shortest time of each in seconds.
 
     The functions are called in turn, so that other load on the machine affects all of them. The first turn is a
@@ -49,7 +49,7 @@ def time_calls_in_turn(*calls: Callable[[], Any], times: int = 5) -> list[float]
         >>> float32, int8 = time_calls_in_turn(lambda: linear(states), lambda: int8_linear(states))
     """
     shortest = [math.inf] * len(calls)
-    for turn in range(times + 1):
+    for turn in range(num_rounds + 1):
         for number, call in enumerate(calls):
             start = time.perf_counter()
             call()
@@ -148,7 +148,7 @@ class LinearPath(ABC):
         return product.mul_(step) if bias is None else torch.addcmul(bias, product, step, out=product)
 
     @abstractmethod
-    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+    def multiply(self, activations: torch.Tensor, zero_point: int) -> torch.Tensor:
         """Return scales * N (u - z), float32 [..., out]. The inputs u, uint8 [..., in], may be overwritten."""
 
     @abstractmethod
@@ -173,14 +173,14 @@ class QuantizedEnginePath(LinearPath):
             self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
         self._out_features = len(scales)
 
-    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        size = numbers.shape[-1]
-        padded = torch.zeros(numbers.numel() // size + 1, size)
-        padded[:-1] = numbers.view(-1, size)
+    def multiply(self, activations: torch.Tensor, zero_point: int) -> torch.Tensor:
+        size = activations.shape[-1]
+        padded = torch.zeros(activations.numel() // size + 1, size)
+        padded[:-1] = activations.view(-1, size)
         padded[:-1].sub_(zero_point).clamp_(max=zero_point - 1)  # a token with NaN may have larger values
         padded[-1, 0], padded[-1, -1] = -zero_point, zero_point - 1
         product: torch.Tensor = _linear_dynamic(padded, self._packed, zero_point == LEVELS[7] + 1)
-        return product[:-1].view(*numbers.shape[:-1], self._out_features)
+        return product[:-1].view(*activations.shape[:-1], self._out_features)
 
     def numbers(self) -> torch.Tensor:
         with _without_deprecation_warnings():
@@ -246,9 +246,9 @@ class OneDnnPath(LinearPath):
         weight = torch.ops.onednn.qlinear_prepack(numbers.contiguous(), None)
         self._packed = (weight, scales, torch.zeros_like(scales, dtype=torch.long))
 
-    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
+    def multiply(self, activations: torch.Tensor, zero_point: int) -> torch.Tensor:
         product: torch.Tensor = _qlinear(
-            numbers, 1.0, zero_point, *self._packed, None, 1.0, 0, torch.float32, "none", [], ""
+            activations, 1.0, zero_point, *self._packed, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return product
 
@@ -261,14 +261,14 @@ class OneDnnSignedPath(OneDnnPath):
 
     name = "oneDNN, signed inputs"
 
-    def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        return super().multiply(numbers.sub_(zero_point).view(torch.int8), 0)
+    def multiply(self, activations: torch.Tensor, zero_point: int) -> torch.Tensor:
+        return super().multiply(activations.sub_(zero_point).view(torch.int8), 0)
 
 
 PATHS: tuple[type[LinearPath], ...] = (FbgemmPath, OneDnnPath, OneDnnSignedPath, QuantizedEnginePath)
 
 
-class Plan(NamedTuple):
+class ExecutionPlan(NamedTuple):
     """The number of bits for rounded inputs, and the code path to use for each row count.
 
     Args:
@@ -290,18 +290,18 @@ class Plan(NamedTuple):
         return ", ".join(list(names.values())[::-1]).replace(" from 1 tokens", "")
 
 
-def current_plan() -> Plan:
+def current_plan() -> ExecutionPlan:
     """Return the plan for the current quantized engine in torch and the current number of threads.
 
     The first call in a process times the paths.
     """
-    return _make_plan(torch.backends.quantized.engine, torch.get_num_threads())
+    return _make_execution_plan(torch.backends.quantized.engine, torch.get_num_threads())
 
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
-def _make_plan(engine: str, threads: int) -> Plan:
+def _make_execution_plan(engine: str, threads: int) -> ExecutionPlan:
     """Time the paths and return the plan. The torch engine and the number of threads are only used as cache keys."""
     bits = _choose_input_bits(engine)
     paths, chosen = _find_correct_paths(engine, bits), list[type[LinearPath]]()
@@ -313,7 +313,7 @@ def _make_plan(engine: str, threads: int) -> Plan:
         if chosen and chosen[-1] in paths and seconds[fastest] > MAX_TIME_RATIO * seconds[chosen[-1]]:
             fastest = chosen[-1]
         chosen.append(fastest)
-    return Plan(bits, tuple(chosen))
+    return ExecutionPlan(bits, tuple(chosen))
 
 
 @functools.cache
@@ -322,7 +322,7 @@ def _choose_input_bits(engine: str) -> int:
     seconds = dict.fromkeys(LEVELS, math.inf)
     for bits in LEVELS:
         calls = [_make_timed_call(path, bits, ROW_COUNTS[0]) for path in _find_correct_paths(engine, bits)]
-        seconds[bits] = min(time_calls_in_turn(*calls, times=1), default=math.inf)
+        seconds[bits] = min(time_calls_in_turn(*calls, num_rounds=1), default=math.inf)
     return 8 if seconds[8] < REFERENCE_KERNEL_RATIO * seconds[7] else 7
 
 
@@ -373,7 +373,7 @@ def _count_rounding_blocks(states: torch.Tensor) -> int:
     return max(1, -(-states.numel() // (ROUNDED_ELEMENTS * torch.get_num_threads())))
 
 
-def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+def round_inputs(states: torch.Tensor, max_magnitude: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round inputs to integers with one step size per token.
 
     If all inputs of a token are 0, its step is 0. Its integers are then arbitrary, because their product is multiplied
@@ -381,23 +381,23 @@ def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
 
     Args:
         states: The inputs [..., in].
-        level: The largest magnitude of the integers n.
+        max_magnitude: The largest magnitude of the integers n.
 
     Returns:
         The integers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
-    parts = [_round_block(block, level) for block in rows.chunk(_count_rounding_blocks(states))]
+    parts = [_round_block(block, max_magnitude) for block in rows.chunk(_count_rounding_blocks(states))]
     numbers, step = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return numbers.view(states.shape), step.view(*states.shape[:-1], 1)
 
 
-def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_block(states: torch.Tensor, max_magnitude: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round one block of inputs (see `round_inputs`)."""
     rounded = states.abs()
-    step = rounded.amax(-1, keepdim=True).div_(level)
+    step = rounded.amax(-1, keepdim=True).div_(max_magnitude)
     # In torch, only the quantization operator converts float32 to uint8 with vector instructions.
-    quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, level + 1, torch.quint8)
+    quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, max_magnitude + 1, torch.quint8)
     numbers = torch.empty(0, dtype=torch.uint8)
     return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step
 

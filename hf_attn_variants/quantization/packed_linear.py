@@ -268,13 +268,13 @@ class PackedLinear(nn.Module):
                 + ("require gradients. Use `torch.no_grad()`." if states.is_cpu else f"are on {states.device}.")
             )
         if states.dtype == torch.float32 and states.dim() >= 2:
-            output = self._product(states)
+            output = self._apply_linear(states)
         else:
-            output = self._product(states.float().reshape(-1, self.in_features))
+            output = self._apply_linear(states.float().reshape(-1, self.in_features))
             output = output.view(*states.shape[:-1], self.out_features).to(states.dtype)
         return output.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else output
 
-    def _product(self, states: torch.Tensor) -> torch.Tensor:
+    def _apply_linear(self, states: torch.Tensor) -> torch.Tensor:
         """Return y in float32, which is computed by a custom operator if the call is compiled."""
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
@@ -351,7 +351,7 @@ def _compute_packed_linear(states: torch.Tensor, key: torch.Tensor, out_features
     return linear._weight.product(states, linear._bias)
 
 
-def _fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+def _make_fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
     """Return an empty output of the custom operator, from which the compiler reads the shape."""
     return states.new_empty(*states.shape[:-1], out_features)
 
@@ -360,7 +360,7 @@ def _fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> 
 _library = torch.library.Library("hf_attn_variants", "FRAGMENT")
 _library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
 _library.impl("packed_linear", _compute_packed_linear, "CPU")
-torch.library.register_fake("hf_attn_variants::packed_linear", _fake_output, lib=_library)
+torch.library.register_fake("hf_attn_variants::packed_linear", _make_fake_output, lib=_library)
 
 
 class Int8Linear(PackedLinear):

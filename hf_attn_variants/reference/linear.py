@@ -30,14 +30,14 @@ def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:
     return E / E.sum(-1, keepdim=True)
 
 
-def favor_features(x: Tensor, W: Tensor, *, stabiliser: Tensor | float = 0.0) -> Tensor:
+def favor_features(x: Tensor, W: Tensor, *, stabilizer: Tensor | float = 0.0) -> Tensor:
     """Return phi(x) = exp(W x - |x|^2 / 2 - c) / sqrt(r), positive random features (2009.14794, equation 5).
 
     x [..., k], W [r, k] with orthogonal blocks -> [..., r]. If c = 0, the mean of phi(x) phi(y) over W is exp(x y)
     (lemma 1). The attention weights do not depend on the stabilizer c, which has one value per query or one value for
     all keys of a head.
     """
-    return (x @ W.T - (x * x).sum(-1, keepdim=True) / 2 - stabiliser).exp() / W.shape[0] ** 0.5
+    return (x @ W.T - (x * x).sum(-1, keepdim=True) / 2 - stabilizer).exp() / W.shape[0] ** 0.5
 
 
 def rfa_features(x: Tensor, W: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -52,16 +52,16 @@ def rfa_features(x: Tensor, W: Tensor, scale: Tensor | float = 1.0) -> Tensor:
 
 
 def kernel_attention(
-    phi_q: Tensor, phi_k: Tensor, V: Tensor, *, causal: bool = False, padding: Maybe = None, least_sum: float = 0.0
+    phi_q: Tensor, phi_k: Tensor, V: Tensor, *, causal: bool = False, padding: Maybe = None, min_sum: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with weights phi(q) phi(k), divided by their sum (2006.16236, equation 3).
 
     phi_q [b, h, n, F], phi_k [b, G, m, F], V [b, G, m, v] (query heads g*i .. g*i + g-1 share head i) -> the outputs
     [b, h, n, v] and the weights [b, h, n, m]. If `causal` is true, query i attends to the keys up to m - n + i
-    (equation 8). The sums are clamped to at least `least_sum`, as in the authors' code for 2103.02143.
+    (equation 8). The sums are clamped to at least `min_sum`, as in the authors' code for 2103.02143.
     """
     A = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q))
-    return _normalize(A.masked_fill(~_build_key_mask(A, causal, padding), 0), V, least_sum)
+    return _normalize(A.masked_fill(~_build_key_mask(A, causal, padding), 0), V, min_sum)
 
 
 def kernel_attention_recurrent(
@@ -132,8 +132,8 @@ def _build_key_mask(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
     return allowed if padding is None else allowed & padding[:, None, None]
 
 
-def _normalize(A: Tensor, V: Tensor, least_sum: float = -torch.inf) -> tuple[Tensor, Tensor]:
+def _normalize(A: Tensor, V: Tensor, min_sum: float = -torch.inf) -> tuple[Tensor, Tensor]:
     """Normalize the weights A [b, h, n, m] and return the outputs and the normalized weights."""
-    total = A.sum(-1, keepdim=True).clamp_min(least_sum)
+    total = A.sum(-1, keepdim=True).clamp_min(min_sum)
     weights = A / total.masked_fill(total == 0, 1)
     return einsum("bhnm,bhmv->bhnv", weights, _repeat_heads(V, A)), weights

@@ -94,16 +94,17 @@ def keys_in_dilated_block(i: int, n: int, *, block: int, step: int, causal: bool
 
 
 def keys_in_random_blocks(
-    i: int, n: int, *, block: int, random: int, seed: int = 0, layer: int = 0, causal: bool = False
+    i: int, n: int, *, block: int, num_random: int, seed: int = 0, layer: int = 0, causal: bool = False
 ) -> list[int]:
-    """Return the positions in the block of i, its two neighbors and `random` other blocks (BigBird, 2007.14062, 2).
+    """Return the positions in the block of i, its two neighbors and `num_random` other blocks (BigBird, 2007.14062,
+    2).
 
     The other blocks are drawn once per layer. They are the blocks with the smallest random numbers among those that
     are not neighbors.
     """
     i_block, blocks = i // block, -(-n // block)
     others = [j for j in range(blocks) if (i_block - j > 1 if causal else abs(i_block - j) > 1)]
-    drawn = sorted(others, key=lambda j: (_hash_numbers(seed, layer, i_block, j), j))[:random]
+    drawn = sorted(others, key=lambda j: (_hash_numbers(seed, layer, i_block, j), j))[:num_random]
     key_blocks = {i_block - 1, i_block, i_block + 1, *drawn}
     return _select_keys(i, {j for j in range(n) if j // block in key_blocks}, set(), None, causal)
 

@@ -176,22 +176,26 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     return model
 
 
-def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
+def random_inputs(config: Mapping[str, Any], workload: Load) -> dict[str, torch.Tensor]:
     """Return random inputs, which are `input_ids` [b, n] and `attention_mask` or, for audio, `input_features`."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
     if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
-        shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves the number of frames
+        shape = (
+            workload.batch_size,
+            current.num_mel_bins,
+            2 * workload.length,
+        )  # the encoder halves the number of frames
         return {"input_features": torch.randn(shape, generator=generator)}
-    ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)
+    ids = torch.randint(2, current.vocab_size, (workload.batch_size, workload.length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def make_torch_call(
-    model: Any, inputs: dict[str, torch.Tensor], load: Load, compiled: bool = False
+    model: Any, inputs: dict[str, torch.Tensor], workload: Load, compiled: bool = False
 ) -> Callable[[int | None], None]:
     """Return a function that serves a batch with torch. Its argument is the value of `max_new_tokens`, or None."""
-    options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
+    options: dict[str, Any] = {"num_beams": workload.num_beams, "do_sample": False}
     if compiled:  # with other caches, the length changes in each step, which requires recompilation
         options["cache_implementation"] = "static"
     if "input_features" in inputs:  # otherwise, the Whisper code would look for further segments
@@ -201,10 +205,10 @@ def make_torch_call(
 
 @torch.no_grad()
 def _generate_or_run_forward(
-    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], tokens: int | None
+    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], max_new_tokens: int | None
 ) -> None:
-    if tokens is None:
+    if max_new_tokens is None:
         model(**inputs)
         return
     with ignore_saved_length_limits(model):
-        model.generate(**inputs, **options, max_new_tokens=tokens)
+        model.generate(**inputs, **options, max_new_tokens=max_new_tokens)

@@ -141,23 +141,23 @@ def measure_serving(
         times, firsts = _time_engines(runs, load, rounds)
         runs.clear()  # frees the memory for the processes that run single engines
         gc.collect()
-        peaks, without_peak = _measure_peaks(config, timed if peak_memory else [], load, threads, exported)
+        peaks, without_peak = _measure_peak_memory(config, timed if peak_memory else [], load, threads, exported)
     rows = [_build_row(engine, load, times[engine.name], firsts[engine.name], peaks) for engine in timed]
     rows = [replace(row, speedup=rows[0].milliseconds / row.milliseconds) for row in rows]
     return ServingTable(checkpoint, load, rows, left_out, describe_machine("cpu"), without_peak)
 
 
-def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
+def _explain_left_out_engines(unsupported_reason: str | None, names: Sequence[str] | None) -> dict[str, str]:
     """Return {"CTranslate2": reason} if CTranslate2 cannot be timed, unless the user selected engines."""
-    if problem is not None and any(CTRANSLATE2 in name for name in names or ()):
-        raise ValueError(f"CTranslate2 cannot be timed: {problem}")
-    return {CTRANSLATE2: problem} if problem is not None and names is None else {}
+    if unsupported_reason is not None and any(CTRANSLATE2 in name for name in names or ()):
+        raise ValueError(f"CTranslate2 cannot be timed: {unsupported_reason}")
+    return {CTRANSLATE2: unsupported_reason} if unsupported_reason is not None and names is None else {}
 
 
-def _measure_peaks(
+def _measure_peak_memory(
     config: Mapping[str, Any],
     engines: Sequence[Engine],
-    load: Load,
+    workload: Load,
     threads: int,
     exported: Mapping[str, ExportedModel],
 ) -> tuple[dict[str, int | None], dict[str, str]]:
@@ -166,7 +166,7 @@ def _measure_peaks(
     failed: dict[str, str] = {}
     for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False):
         try:
-            peaks[engine.name] = measure_peak_bytes(config, engine, load, threads, exported.get(engine.name))
+            peaks[engine.name] = measure_peak_bytes(config, engine, workload, threads, exported.get(engine.name))
         except ValueError as error:
             failed[engine.name] = str(error)
     return peaks, failed
@@ -175,7 +175,7 @@ def _measure_peaks(
 def _build_engines(
     config: Mapping[str, Any],
     engines: Sequence[Engine],
-    load: Load,
+    workload: Load,
     inputs: dict[str, torch.Tensor],
     stage: Path,
     left_out: dict[str, str],
@@ -197,20 +197,26 @@ def _build_engines(
         if engine.ctranslate2:
             (folder := stage / str(number)).mkdir()
             exported[engine.name] = write_ctranslate2_folder(config, model, inputs, folder, engine.int8)
-            runs[engine.name] = make_ctranslate2_call(exported[engine.name], load.num_beams, torch.get_num_threads())
+            runs[engine.name] = make_ctranslate2_call(
+                exported[engine.name], workload.num_beams, torch.get_num_threads()
+            )
         else:
-            runs[engine.name] = make_torch_call(model, inputs, load, engine.compiled)
+            runs[engine.name] = make_torch_call(model, inputs, workload, engine.compiled)
     return runs, exported
 
 
 def _build_row(
-    engine: Engine, load: Load, seconds: list[float], firsts: list[float], peaks: Mapping[str, int | None]
+    engine: Engine,
+    workload: Load,
+    seconds: list[float],
+    first_token_seconds: list[float],
+    peak_bytes: Mapping[str, int | None],
 ) -> ServingRow:
     times = [1e3 * value for value in seconds]
     median = statistics.median(times)
-    first = 1e3 * statistics.median(firsts) if firsts else None
-    speed = load.batch_size * (load.max_new_tokens or load.length) / median * 1e3
-    return ServingRow(engine, median, times, speed, 1.0, first, peaks.get(engine.name))
+    first = 1e3 * statistics.median(first_token_seconds) if first_token_seconds else None
+    speed = workload.batch_size * (workload.max_new_tokens or workload.length) / median * 1e3
+    return ServingRow(engine, median, times, speed, 1.0, first, peak_bytes.get(engine.name))
 
 
 def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -225,7 +231,7 @@ def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | No
 
 
 def _time_engines(
-    runs: Mapping[str, TimedCall], load: Load, rounds: int
+    runs: Mapping[str, TimedCall], workload: Load, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the times of all rounds for each engine and, for generative models, the times until the first tokens."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -234,13 +240,13 @@ def _time_engines(
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):
         for name in get_round_order(list(runs), number):
             start = time.perf_counter()
-            runs[name](load.max_new_tokens)
+            runs[name](workload.max_new_tokens)
             end = time.perf_counter()
-            if load.max_new_tokens is not None:
+            if workload.max_new_tokens is not None:
                 runs[name](1)
             if number >= 0:
                 times[name].append(end - start)
-                firsts[name] += [time.perf_counter() - end] * (load.max_new_tokens is not None)
+                firsts[name] += [time.perf_counter() - end] * (workload.max_new_tokens is not None)
     return times, firsts
 
 

@@ -50,9 +50,9 @@ class ExportedModel:
     prompt: list[int]
 
 
-def format_token(number: int) -> str:
+def format_token(token_id: int) -> str:
     """Return the string for a token id in the vocabulary of an exported model."""
-    return f"<{number}>"
+    return f"<{token_id}>"
 
 
 def write_ctranslate2_folder(
@@ -71,7 +71,7 @@ def write_ctranslate2_folder(
         ValueError: if the start token of the decoder or the end-of-sequence token is unknown.
     """
     from ..export.ctranslate2 import build_model_specification
-    from ..export.ctranslate2_check import Tokens
+    from ..export.ctranslate2_check import TokenizerVocab
 
     vocabulary = [format_token(number) for number in range(model.config.vocab_size)]
     start, end = (_get_token_id(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
@@ -80,7 +80,7 @@ def write_ctranslate2_folder(
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
         vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
         prompt.append(no_times)
-    tokens = Tokens(vocabulary, prompt, end, vocabulary[0], [end], [])
+    tokens = TokenizerVocab(vocabulary, prompt, end, vocabulary[0], [end], [])
     spec = build_model_specification(model, tokens, config["model_type"])
     spec.optimize(quantization="int8_float32" if int8 else "float32")
     spec.save(os.fspath(folder))
@@ -129,7 +129,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 
 
 def measure_peak_bytes(
-    config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: ExportedModel | None
+    config: Mapping[str, Any], engine: "Engine", workload: "Load", threads: int, exported: ExportedModel | None
 ) -> int | None:
     """Measure the peak memory of a process that serves one batch with an engine, including all libraries.
 
@@ -139,7 +139,7 @@ def measure_peak_bytes(
     Args:
         config: the config.json of the checkpoint.
         engine: the engine.
-        load: the batch.
+        workload: the batch.
         threads: the number of threads for the process.
         exported: the model that CTranslate2 runs. None for a torch engine.
 
@@ -151,7 +151,12 @@ def measure_peak_bytes(
     """
     if not CLEAR_FILE.exists():
         return None
-    task: dict[str, Any] = {"config": dict(config), "engine": asdict(engine), "load": asdict(load), "threads": threads}
+    task: dict[str, Any] = {
+        "config": dict(config),
+        "engine": asdict(engine),
+        "load": asdict(workload),
+        "threads": threads,
+    }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as stage:
         if exported is not None:

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, multiply_per_head
+from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, matmul_per_head
 from ..modeling.attention.shared_rows import (
-    SharedDynamicLayer,
+    BeamSharedDynamicLayer,
     get_empty_layer,
-    get_sentence_rows,
+    get_unrepeated_encoder_outputs,
     share_rows_between_beams,
 )
 from ..modeling.ops.beams import count_beams, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced
-from ..modeling.transformers_internals import MethodArguments, check_caches, check_known_arguments, guarded_imports
+from ..modeling.transformers_internals import (
+    MethodSignature,
+    check_cache_internals,
+    check_known_arguments,
+    guarded_imports,
+)
 
 # The names of cross-attention modules in Transformers decoder layers.
 CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
@@ -128,7 +133,7 @@ class SharedMemoryMixin(_Attention):
 
     plain: type
     kind: CrossAttentionLayout
-    arguments: MethodArguments
+    arguments: MethodSignature
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +145,7 @@ class SharedMemoryMixin(_Attention):
         if cache is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
         if not self.training:
-            encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
+            encoder_outputs = get_unrepeated_encoder_outputs(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
             source = self._cache_encoder_outputs(states, encoder_outputs, cache, layer)
@@ -190,17 +195,17 @@ class SharedMemoryMixin(_Attention):
                 return None
         return source
 
-    def _should_absorb_projections(self, states: torch.Tensor, source: torch.Tensor) -> bool:
+    def _should_absorb_projections(self, states: torch.Tensor, encoder_outputs: torch.Tensor) -> bool:
         """Return whether attending to encoder outputs needs no more multiplications than computing keys and values."""
         if is_traced():
             return True
-        rows, (sentences, length, width) = states.shape[0] * states.shape[1], source.shape
+        rows, (sentences, length, width) = states.shape[0] * states.shape[1], encoder_outputs.shape
         inner, head_dim = self.key_value_projections()[0].out_features, self._head_dim()
         absorbed = 2 * rows * (inner // head_dim) * width * (head_dim + length)
         return absorbed <= 2 * length * inner * (sentences * width + rows)
 
     def _attend_absorbed(
-        self, query: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **options: Any
+        self, query: torch.Tensor, encoder_outputs: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which serve as a single key and value head.
 
@@ -209,10 +214,10 @@ class SharedMemoryMixin(_Attention):
         are all masked, and otherwise 1.
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
-        latent = source[:, None]
-        absorbed_query = multiply_per_head(query, key_linear.weight, head_dim)
+        latent = encoder_outputs[:, None]
+        absorbed_query = matmul_per_head(query, key_linear.weight, head_dim)
         output, weights = self._attend(absorbed_query, latent, latent, mask, **options)
-        output = multiply_per_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True)
+        output = matmul_per_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True)
         output = output.transpose(1, 2)
         if value_linear.bias is not None:
             bias = value_linear.bias.view(-1, head_dim)
@@ -243,11 +248,13 @@ class SharedMemoryMixin(_Attention):
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
     def _get_keys_and_values(
-        self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
+        self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, cached_encoder_outputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values, which are read from the cache or computed from the encoder outputs."""
-        if source is not None:  # the cache stores the encoder outputs, and these keys and values are temporary
-            return compute_keys_and_values(source, self.key_value_projections(), self._head_dim())
+        if (
+            cached_encoder_outputs is not None
+        ):  # the cache stores the encoder outputs, and these keys and values are temporary
+            return compute_keys_and_values(cached_encoder_outputs, self.key_value_projections(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
         key, value = compute_keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
@@ -297,7 +304,7 @@ class SharedMemoryMixin(_Attention):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles refer to the original class because the sharing class is created at run time.
-        return _make_instance, (self.plain, self.cross_cache), vars(self)
+        return _make_empty_instance, (self.plain, self.cross_cache), vars(self)
 
 
 def _is_mask_broadcastable(mask: Any, states: torch.Tensor) -> bool:
@@ -306,35 +313,35 @@ def _is_mask_broadcastable(mask: Any, states: torch.Tensor) -> bool:
 
 
 @functools.cache
-def make_cache_sharing_class(plain: type, cross_cache: str) -> type:
+def make_cache_sharing_class(base_class: type, cross_cache: str) -> type:
     """Create the class that replaces a Transformers cross-attention class. It has the same name.
 
     Args:
-        plain: A class in `SUPPORTED_KINDS`, or a subclass with the same `forward`.
+        base_class: A class in `SUPPORTED_KINDS`, or a subclass with the same `forward`.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
         TransformersChangedError: If `forward` has unknown arguments or return values.
     """
-    kind: Any = get_cross_attention_layout(plain)
-    arguments = MethodArguments(get_forward_owner(plain), kind.roles, returns=kind.returns)
-    attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
-    attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (SharedMemoryMixin, plain), attributes)
+    kind: Any = get_cross_attention_layout(base_class)
+    arguments = MethodSignature(get_forward_owner(base_class), kind.roles, returns=kind.returns)
+    attributes = {"plain": base_class, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
+    attributes |= {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
+    return type(base_class.__name__, (SharedMemoryMixin, base_class), attributes)
 
 
-def _make_instance(plain: type, cross_cache: str) -> Any:
-    cls: Any = make_cache_sharing_class(plain, cross_cache)
+def _make_empty_instance(base_class: type, cross_cache: str) -> Any:
+    cls: Any = make_cache_sharing_class(base_class, cross_cache)
     return cls.__new__(cls)
 
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer
 
-check_caches()
+check_cache_internals()
 
 
-class EncoderOutputsLayer(SharedDynamicLayer):
+class EncoderOutputsLayer(BeamSharedDynamicLayer):
     """A cache layer that stores the encoder outputs [b, m, D] and computes keys and values when they are first read.
 
     After that, it is an ordinary cache layer. Keys and values are only read by code outside of this module, such as
@@ -414,15 +421,15 @@ class EncoderOutputsLayer(SharedDynamicLayer):
     def __reduce__(self) -> Any:
         # Copies and pickles contain keys and values, so that they do not contain model weights.
         if self.keys is None:
-            return SharedDynamicLayer, ()
+            return BeamSharedDynamicLayer, ()
         return _make_shared_layer, (self.keys, self.values, self.beams)
 
 
-def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> SharedDynamicLayer:
+def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, num_beams: int) -> BeamSharedDynamicLayer:
     """Create a cache layer with keys and values that beams share."""
-    layer = SharedDynamicLayer()
+    layer = BeamSharedDynamicLayer()
     layer.lazy_initialization(keys, values)
-    layer.keys, layer.values, layer.beams = keys, values, beams
+    layer.keys, layer.values, layer.beams = keys, values, num_beams
     return layer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from .attention import KEYS_AND_VALUES, cross_attentions
-from .installation import check_model, install_sharing, remove_sharing
+from .installation import check_sharing_support, install_sharing, remove_sharing
 
 
 def generate(model: PreTrainedModel, *args: Any, cross_cache: str = KEYS_AND_VALUES, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def generate(model: PreTrainedModel, *args: Any, cross_cache: str = KEYS_AND_VAL
         >>> model.generate(**inputs, num_beams=4, custom_generate="share-memory", trust_remote_code=True)
     """
     modules = dict(cross_attentions(model))
-    check_model(model, modules)
+    check_sharing_support(model, modules)
     install_sharing(model, modules, cross_cache)
     try:
         return _get_original_generate(model, kwargs)(model, *args, **kwargs)

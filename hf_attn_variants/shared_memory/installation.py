@@ -101,7 +101,7 @@ def remove_sharing(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None
             setattr(model, EXPANSION_METHOD, expansion.replaced_attribute)
 
 
-def check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
+def check_sharing_support(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
     """Check that a Transformers model and its cross-attention modules are supported.
 
     Raises:

@@ -9,7 +9,7 @@ from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
 from .attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, SharedMemoryMixin, cross_attentions
-from .installation import check_architecture_and_implementation, check_model, install_sharing, remove_sharing
+from .installation import check_architecture_and_implementation, check_sharing_support, install_sharing, remove_sharing
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -64,7 +64,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
             f"{type(model).__name__} combines a Transformers class with attention modules from this package. This "
             "combination is not supported. Use an encoder-decoder class from this package."
         )
-    check_model(model, modules)
+    check_sharing_support(model, modules)
     install_sharing(model, modules, cross_cache)
     return model
 

@@ -70,10 +70,10 @@ def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[st
         raise ValueError(f"{path}: {error}") from None
 
 
-def merge_flags(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Flags:
-    """Return `lower` updated with `upper`. Nested dictionaries are merged key by key. Other values are replaced."""
-    merged = dict(lower)
-    for name, value in upper.items():
+def merge_flags(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Flags:
+    """Return `base` updated with `overrides`. Nested dictionaries are merged key by key. Other values are replaced."""
+    merged = dict(base)
+    for name, value in overrides.items():
         lower_value = merged.get(name)
         if name == CONVERT and value is None and lower_value:
             merged[MODEL] = lower_value.get(MODEL)  # without a conversion, train the unconverted model

@@ -72,15 +72,15 @@ class RunFolder:
             signal.signal(signal.SIGTERM, old_handler)
 
     def _run_unfinished_commands(self) -> None:
-        self._write()
+        self._write_record()
         for words in self._list_unfinished_commands():
             if status := _run_command(words, self.path / LOG_NAME):
                 self.failure = f"status {status}: {_read_last_error(self.path / LOG_NAME)}"
                 return
         self.results = load_json(self.path / TRAINED / RESULTS_NAME)
-        self._write()
+        self._write_record()
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         atomic_write(self.path / RECORD_NAME, json.dumps({**self.record, "results": self.results}, indent=2) + "\n")
 
     def _list_unfinished_commands(self) -> list[list[str]]:
@@ -114,7 +114,7 @@ def _run_command(words: list[str], log: Path) -> int:
             raise
 
 
-def _raise_terminated_error(number: int, frame: Any) -> None:
+def _raise_terminated_error(signum: int, frame: Any) -> None:
     raise TerminatedError("Stopped by SIGTERM. Run the same command again to continue.")
 
 

@@ -95,7 +95,9 @@ def test_spawned_process_ignores_the_interrupt(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (outcome.returncode, outcome.stdout) == (0, f"{errors._exit_at_once.__name__}\nSIG_IGN\n"), outcome.stderr
+    assert (outcome.returncode, outcome.stdout) == (0, f"{errors._exit_immediately.__name__}\nSIG_IGN\n"), (
+        outcome.stderr
+    )
 
 
 def test_interrupt_during_work_prints_one_line(capsys):
@@ -107,13 +109,13 @@ def test_interrupt_during_work_prints_one_line(capsys):
 
 
 def test_command_work_uses_the_default_interrupt_handler():
-    before, result = signal.signal(signal.SIGINT, errors._exit_at_once), []
+    before, result = signal.signal(signal.SIGINT, errors._exit_immediately), []
     try:
         note = lambda given: result.append(signal.getsignal(signal.SIGINT))  # noqa: E731
         assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert result == [errors._exit_at_once, signal.default_int_handler]
+    assert result == [errors._exit_immediately, signal.default_int_handler]
 
 
 def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, capfd):

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.methods import Aligned, Calibrated
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 
 pytestmark = pytest.mark.cross_product
 
@@ -319,4 +319,4 @@ def test_errors_of_a_model_and_its_calibration():
 
 
 def _told(folder):
-    return str(model_card(folder, "me/x"))
+    return str(generate_model_card(folder, "me/x"))

@@ -13,7 +13,7 @@ from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.attention_tensors import average_heads
 from hf_attn_variants.files import REPORT_NAME
-from hf_attn_variants.modeling.mechanisms.talking_heads import get_projection_std
+from hf_attn_variants.modeling.mechanisms.talking_heads import get_talking_heads_init_std
 
 from .conftest import LAYER, loaded, tensors_of
 
@@ -229,7 +229,7 @@ def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
     for name, shape in shapes.items():
         tensor = stored[f"{LAYER}.self.{name}"]
         assert tuple(tensor.shape) == shape
-        assert tensor.std().item() == pytest.approx(get_projection_std(name, shape, "random"), rel=0.2)
+        assert tensor.std().item() == pytest.approx(get_talking_heads_init_std(name, shape, "random"), rel=0.2)
     convert_checkpoint(source, tmp_path / "again", 4, **options)
     convert_checkpoint(source, tmp_path / "other", 4, seed=1, **options)
     name = f"{LAYER}.self.logits_proj"

@@ -207,7 +207,7 @@ def test_hub_pickles_raise_before_the_download(monkeypatch):
     with pytest.raises(ValueError, match=r"pytorch_model\.bin in nobody/old is a pickle.*--allow_pickle"):
         resolve_source("nobody/old")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **arguments: arguments["allow_patterns"][0])
-    assert resolve_source("nobody/old", weights=False) == Path("config.json")
+    assert resolve_source("nobody/old", with_weights=False) == Path("config.json")
 
 
 def test_interrupted_download_raises_an_error(monkeypatch, caplog):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants import AttnVariantModernBertModel, convert
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import count_attention_parameters, flops_per_token
 from hf_attn_variants.training.engine.trainable_parameters import add_lora
 
@@ -123,7 +123,7 @@ def test_converted_model_loads_without_this_package(tmp_path):
 
 def test_model_card_states_that_remote_code_is_required(source, tmp_path):
     convert(source, num_key_value_heads=4, method="mean", output_dir=tmp_path / "out")
-    card = str(model_card(tmp_path / "out", "user/out"))
+    card = str(generate_model_card(tmp_path / "out", "user/out"))
     assert "trust_remote_code=True" in card and "not part of Transformers" in card
 
 

@@ -15,14 +15,14 @@ from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
     HeadCounts,
     QuadraticErrorForm,
+    compute_error_forms_from_weights,
     compute_preserved_energy_share,
-    compute_weight_forms,
     find_best_latent,
     latent_change,
     project_onto_latent,
 )
 from hf_attn_variants.conversion.calibration.methods import compute_latent_forms
-from hf_attn_variants.conversion.calibration.recording import attention_weights, compute_attention
+from hf_attn_variants.conversion.calibration.recording import compute_attention, compute_attention_weights
 
 pytestmark = pytest.mark.cross_product
 
@@ -305,7 +305,7 @@ def test_best_latent_equals_the_truncated_svd():
 
 def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = attention(kv_heads=2)
-    forms = compute_weight_forms(tensors, heads)
+    forms = compute_error_forms_from_weights(tensors, heads)
     new = project_onto_latent(tensors, find_best_latent([forms.key, forms.value], 6), forms)
     from hf_attn_variants.conversion.report import attention_errors
 
@@ -353,7 +353,7 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
     new = project_onto_latent(tensors, find_best_latent([forms.value], 2), forms)
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
-    assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
+    assert compute_attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
 
 
 class TestLatentsOfASourceWithLatents:

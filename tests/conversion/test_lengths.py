@@ -11,7 +11,11 @@ from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, t
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration import batches
-from hf_attn_variants.conversion.calibration.batches import add_text_lengths, make_batches, make_untruncated_batches
+from hf_attn_variants.conversion.calibration.batches import (
+    make_batches,
+    make_untruncated_batches,
+    set_length_statistics,
+)
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs
 
 
@@ -78,11 +82,11 @@ def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
 
 def test_targets_determine_the_text_length():
     model = t5()
-    result = add_text_lengths(
+    result = set_length_statistics(
         given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config
     )
     assert result.whole_length > 200
-    short = add_text_lengths(calibration(), WordTokenizer(), model.config)
+    short = set_length_statistics(calibration(), WordTokenizer(), model.config)
     assert (short.length, short.generated_length, short.passage_length) == (23, 64, 256)
 
 
@@ -104,7 +108,7 @@ def test_loss_on_full_text_detects_errors_after_the_truncation():
         BERT.make_upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200),
         num_key_value_heads=4,
     ).eval()
-    cut = add_text_lengths(given(max_length=64), Masking(), model.config)
+    cut = set_length_statistics(given(max_length=64), Masking(), model.config)
     measured = make_untruncated_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
     outputs = SourceOutputs(model, Masking(), cut, measured)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.hub.push import plan_push
 from hf_attn_variants.inspection.costs import compute_cost_table, read_checkpoint_config
 from hf_attn_variants.inspection.frontier import list_default_variants
@@ -248,7 +248,7 @@ def test_frontier_tries_only_heads(name):
 def test_card_says_that_no_remote_code_is_needed(save, tmp_path, name):
     _, source = save(name)
     convert(source, method="mean", output_dir=tmp_path / "out", **halve(name))
-    card = str(model_card(tmp_path / "out", "user/model"))
+    card = str(generate_model_card(tmp_path / "out", "user/model"))
     assert "It needs no remote code" in card and "trust_remote_code" not in card and "code files" not in card
     plan = plan_push(tmp_path / "out", "user/model")
     assert not any(file.endswith(".py") for file in plan.files) and "model.safetensors" in plan.files

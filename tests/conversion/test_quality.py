@@ -14,9 +14,9 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert, convert_checkpoint
-from hf_attn_variants.conversion.calibration.batches import add_text_lengths, make_untruncated_batches
-from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_differences
-from hf_attn_variants.conversion.calibration.source_outputs import _count_runaway as runaway
+from hf_attn_variants.conversion.calibration.batches import make_untruncated_batches, set_length_statistics
+from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_difference_terms
+from hf_attn_variants.conversion.calibration.source_outputs import _count_runaway_generations as runaway
 from hf_attn_variants.conversion.report import (
     BOUNDS,
     OutsideToleranceError,
@@ -40,7 +40,7 @@ def source_outputs(model, **changes):
 
 
 def outputs_of(model, given):
-    given = add_text_lengths(given, given.tokenizer, model.config)
+    given = set_length_statistics(given, given.tokenizer, model.config)
     held_out = make_untruncated_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     return SourceOutputs(model, given.tokenizer, given, held_out)
 
@@ -291,7 +291,7 @@ def test_examples_without_labels_are_compared_by_scores():
 
 def test_score_error_is_a_share_of_the_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
-    result, counts = _compute_differences("scores", scores, others)
+    result, counts = _compute_difference_terms("scores", scores, others)
     assert float(result.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
     assert text == "the error of its scores is 28.6% of the variance of the original's"

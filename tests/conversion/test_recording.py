@@ -11,8 +11,8 @@ from torch import nn
 from hf_attn_variants.conversion.attention_tensors import AttentionTensors
 from hf_attn_variants.conversion.calibration.recording import (
     AttentionInputs,
-    attention_weights,
     compute_attention,
+    compute_attention_weights,
     record_inputs,
 )
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
@@ -68,7 +68,7 @@ def test_compute_attention_equals_the_formula(mask, with_bias, memory_length, kv
         if fused:
             output = compute_attention(given, inputs, HEADS)[0]
         else:
-            weights = attention_weights(given, inputs, HEADS)
+            weights = compute_attention_weights(given, inputs, HEADS)
             values = nn.functional.linear(inputs.key_value_states, parts["value_weight"], parts["value_bias"])
             values = values.unflatten(-1, (kv_heads, HEAD_DIM)).repeat_interleave(HEADS // kv_heads, dim=2)
             context = torch.einsum("bhnm,bmhd->bnhd", weights, values).flatten(2)

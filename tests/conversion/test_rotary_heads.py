@@ -15,7 +15,11 @@ from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, LayerContext
 from hf_attn_variants.conversion.calibration.head_groups import find_best_groups
 from hf_attn_variants.conversion.calibration.head_moments import compute_head_moments, project_heads
-from hf_attn_variants.conversion.calibration.methods import Aligned, iterate_closed_forms, refit_rotary_queries
+from hf_attn_variants.conversion.calibration.methods import (
+    Aligned,
+    iterate_closed_form_projections,
+    refit_rotary_queries,
+)
 from hf_attn_variants.conversion.calibration.recording import compute_attention, record_inputs
 from hf_attn_variants.conversion.calibration.rotary_heads import (
     compute_pair_moments,
@@ -204,7 +208,7 @@ def test_closed_form_merges_heads_that_differ_by_complex_factors(layout, frequen
     inputs, heads = make_inputs(frequencies, layout, lengths=(30, 25, 17)), head_counts(head_dim=6)
     tensors = tied_attention(layout, modulus=True, frequencies=frequencies)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
-    forms = list(iterate_closed_forms(tensors, heads, inputs, targets))
+    forms = list(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms.append(refit_rotary_queries(tensors, forms[0], heads, inputs, inputs[0].rotary.get_pairs(6)))
     errors = [relative_error(tensors, form, inputs) for form in forms]
     assert len(errors) == 4 and max(errors) < 1e-3
@@ -230,7 +234,7 @@ def test_fitted_factors_are_between_those_of_separate_pairs_and_the_joint_optimu
     inputs, heads = make_inputs(frequencies, "half", lengths=(20, 15)), head_counts(new=1)
     tensors, pairs = make_attention(), inputs[0].rotary.get_pairs(4)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
-    form = next(iterate_closed_forms(tensors, heads, inputs, targets))
+    form = next(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms = form, refit_rotary_queries(tensors, form, heads, inputs, pairs)
     counts, target = head_counts(new=1, old=1), list_scores(tensors, inputs, heads)
     separate, fitted = ((list_scores(each, inputs, counts) - target).norm() for each in forms)

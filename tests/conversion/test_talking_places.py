@@ -12,8 +12,8 @@ from relatives import ENCODER_DECODERS
 from hf_attn_variants import convert
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.plan import explain_why_not_calibrated
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.conversion.plan import get_calibration_blocker
+from hf_attn_variants.hub.card import generate_model_card
 
 BART = ENCODER_DECODERS[0]
 HEAD = "T5ForConditionalGeneration"
@@ -46,7 +46,7 @@ def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsy
     torch.testing.assert_close(logits(model), logits(plain), atol=1e-5, rtol=0)
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["talking_heads"]["cross m2l_proj"] == [40, 12, 12]
-    card = str(model_card(tmp_path / "out", "me/model"))
+    card = str(generate_model_card(tmp_path / "out", "me/model"))
     assert "talking heads before and after the softmax in cross-attention" in card
     assert "cross-attention: logits of 12 heads --P_l [12 x 12]-->" in card and "talking-heads-attention" in card
     # In memory the same numbers.
@@ -78,7 +78,7 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     ):
         with pytest.raises(ValueError, match="`cross_talking_heads`"):
             convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
-    why = explain_why_not_calibrated(SimpleNamespace(source_config=two.config))
+    why = get_calibration_blocker(SimpleNamespace(source_config=two.config))
     assert "talking heads ('logits')" in why
 
 

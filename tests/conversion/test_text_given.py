@@ -153,7 +153,7 @@ def test_method_options_are_checked_per_method(encoder, tmp_path):
 
 def test_convert_command_reads_lines_targets_and_tables(tmp_path):
     def read(*flags):
-        result = command.read_calibration_arguments(
+        result = command.read_calibration_from_args(
             command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
         )
         return result.texts, result.target_texts

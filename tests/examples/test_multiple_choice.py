@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.hub import model_card
-from hf_attn_variants.training.engine.loop import TrainingCost
+from hf_attn_variants.hub import generate_model_card
+from hf_attn_variants.training.engine.loop import TrainingCostCounter
 
 SCRIPT = "../examples/multiple_choice/run_multiple_choice"
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
@@ -107,8 +107,8 @@ def test_batch_is_padded_to_its_largest_number_of_choices(tiny_bert):
     assert set(batch["input_ids"][0, 2].tolist()) == {tokenizer.pad_token_id}
     assert ChoiceCollator(tokenizer, 8)(rows)["input_ids"].shape[2] % 8 == 0
     model = AutoModelForMultipleChoice.from_pretrained(tiny_bert)
-    tokens, flops = TrainingCost(model).count(batch, 2)
-    whole = TrainingCost(model).count({"attention_mask": batch["attention_mask"].flatten(0, 1)}, 5)
+    tokens, flops = TrainingCostCounter(model).count(batch, 2)
+    whole = TrainingCostCounter(model).count({"attention_mask": batch["attention_mask"].flatten(0, 1)}, 5)
     assert tokens == sum(map(sum, counts)) and (tokens, flops) == whole and flops > 0
 
 
@@ -203,6 +203,6 @@ def test_other_heads_are_initialized_and_other_models_raise(run, tiny_bert, tmp_
 
 def test_card_shows_how_to_choose_an_answer(run):
     results, out = run("--max_train_steps", 1)
-    card = str(model_card(out, "me/x"))
+    card = str(generate_model_card(out, "me/x"))
     assert "pipeline_tag: multiple-choice" in card and "AutoModelForMultipleChoice" in card
     assert f"| dev.jsonl | validation | accuracy | {round(results['eval_accuracy'], 4)} |" in card

@@ -16,7 +16,7 @@ from superglue_tasks import TASKS, SuperGlueSettings
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.hub import model_card
+from hf_attn_variants.hub import generate_model_card
 
 RTE_WORDS = "rte hypothesis premise : . The A a man sees it is in the entailment not_entailment " + " ".join(
     (*ANIMALS, *PLACES)
@@ -171,7 +171,7 @@ def test_superglue_rejects_invalid_flags(flags, message):
 
 def test_card_names_superglue_instead_of_glue(run):
     _, out = run("rte", "--max_train_steps", 2)
-    card = str(model_card(out, "me/x"))
+    card = str(generate_model_card(out, "me/x"))
     assert "SuperGLUE RTE" in card and "GLUE RTE" not in card.replace("SuperGLUE RTE", "")
     assert "type: aps/super_glue" in card and "config: rte" in card
     assert "The model assigns one of 2 labels to each pair of texts: `entailment`, `not_entailment`." in card

@@ -26,7 +26,7 @@ import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.commands.export import CTRANSLATE2_QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
-from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_model_tokens
+from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_tokenizer_vocab
 from hf_attn_variants.export.plain import resolve_source_model
 from hf_attn_variants.model_properties import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
@@ -406,25 +406,25 @@ def test_exported_tokens_have_unique_names(caplog):
     tokenizer = word_tokenizer(53)
     config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
     generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
-    tokens = read_model_tokens(tokenizer, config, generation)
+    tokens = read_tokenizer_vocab(tokenizer, config, generation)
     assert len(tokens.vocabulary) == len({*tokens.vocabulary}) == 60
     assert tokens.vocabulary[56:] == ["w56", "<unused_57>", "<unused_58>", "<unused_59>"] and tokens.prompt == [1]
     tokenizer.add_tokens(["<unused_58>"])
-    assert read_model_tokens(tokenizer, config, generation).vocabulary[57:] == [
+    assert read_tokenizer_vocab(tokenizer, config, generation).vocabulary[57:] == [
         "<unused_58>",
         "_<unused_58>",
         "<unused_59>",
     ]
     config.vocab_size = 50
-    assert len(read_model_tokens(tokenizer, config, generation).vocabulary) == 50
+    assert len(read_tokenizer_vocab(tokenizer, config, generation).vocabulary) == 50
     assert re.search("50 tokens. 8 .* tokens", caplog.text)
     with pytest.raises(ValueError, match="`eos_token_id`"):
-        read_model_tokens(
+        read_tokenizer_vocab(
             tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3])
         )
     with pytest.raises(ValueError, match="`decoder_start_token_id`"):
         config.decoder_start_token_id = None
-        read_model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
+        read_tokenizer_vocab(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
 
 
 def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):

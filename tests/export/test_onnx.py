@@ -19,7 +19,7 @@ import hf_attn_variants
 from examples.onnx_decoding import greedy, load_graph, load_graphs
 from hf_attn_variants import cli
 from hf_attn_variants.export import onnx_decoder
-from hf_attn_variants.export.onnx import Sizes, build_model_graphs, export_onnx
+from hf_attn_variants.export.onnx import ExampleSizes, build_model_graphs, export_onnx
 from hf_attn_variants.export.onnx_int8 import Int8Export, compare_encoders, make_text_batches, read_comparison_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_onnx_graphs_equal_the_model(name, variant):
         "decoder_model",
         "decoder_with_past_model",
     ]
-    sizes = Sizes(batch=3, source=7, target=4)
+    sizes = ExampleSizes(batch=3, source=7, target=4)
     inputs = encoder.inputs(sizes)
     states = encoder.module(inputs)["last_hidden_state"]
     tokens = torch.randint(5, 60, (3, 5))
@@ -118,7 +118,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     config = json.loads((tmp_path / "onnx/config.json").read_text())
     assert config["model_type"] in ROWS[name].config_class.transformers_model_types and "auto_map" not in config
     assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
-    inputs = build_model_graphs(model)[0].inputs(Sizes(batch=5, source=11))
+    inputs = build_model_graphs(model)[0].inputs(ExampleSizes(batch=5, source=11))
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}

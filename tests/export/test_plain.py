@@ -16,7 +16,7 @@ import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.files import GENERATED_CARD
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 
 pytestmark = pytest.mark.cross_product
 
@@ -158,7 +158,7 @@ def test_shards_are_kept_and_half_precision_gives_a_note(tmp_path, caplog):
 
 def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
     saved(BERT, "BertForSequenceClassification", "gqa", tmp_path / "ours")
-    (tmp_path / "ours/README.md").write_text(str(model_card(tmp_path / "ours", "me/ours")))
+    (tmp_path / "ours/README.md").write_text(str(generate_model_card(tmp_path / "ours", "me/ours")))
     (tmp_path / "ours/tokenizer_config.json").write_text("{}")
     (tmp_path / "ours/own.py").write_text("pass")
     assert GENERATED_CARD in (tmp_path / "ours/README.md").read_text()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants import cli, convert
 from hf_attn_variants.files import GENERATED_CARD
-from hf_attn_variants.hub import CardOptions, model_card
+from hf_attn_variants.hub import CardOptions, generate_model_card
 from hf_attn_variants.hub.card import add_digest_mark, is_unedited_card, refresh_card
 from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
 
@@ -48,7 +48,7 @@ def front_matter(card):
 
 def test_card_describes_the_conversion_report(folder):
     report = json.loads((folder / "conversion_report.json").read_text())
-    text = str(model_card(folder, "me/bert-gqa2", CardOptions(base_model="me/tiny", license="mit")))
+    text = str(generate_model_card(folder, "me/bert-gqa2", CardOptions(base_model="me/tiny", license="mit")))
     assert "grouped-query attention (2 key/value heads for 4 query heads)" in text
     assert "converted and not trained" in text
     assert f"{report['parameters']['before']:,} | {report['parameters']['after']:,}" in text
@@ -67,7 +67,7 @@ def test_card_describes_the_conversion_report(folder):
 
 def test_training_scores_are_in_the_model_index(folder):
     (folder / "all_results.json").write_text(json.dumps(RESULTS))
-    card = model_card(folder, "me/bert-sst2")
+    card = generate_model_card(folder, "me/bert-sst2")
     text = str(card)
     [entry] = front_matter(text)["model-index"]
     metrics = {m["type"]: m["value"] for result in entry["results"] for m in result["metrics"]}
@@ -93,14 +93,14 @@ def test_card_omits_unused_features(folder):
     (folder / "all_results.json").write_text(
         json.dumps(RESULTS | {"arguments": arguments | {"model_name_or_path": local}})
     )
-    text = str(model_card(folder, "me/bert-sst2"))
+    text = str(generate_model_card(folder, "me/bert-sst2"))
     assert front_matter(text)["datasets"] == ["nyu-mll/glue"] and "base_model" not in front_matter(text)
     assert "| max_train_steps | 1200 |" in text and "num_train_epochs" not in text
 
 
 def test_loss_is_a_score_only_without_other_metrics(folder):
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 2.5, "arguments": {}}))
-    [result] = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    [result] = ModelCard(str(generate_model_card(folder, "me/x"))).data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", 2.5, "held-out text")
 
 
@@ -135,7 +135,7 @@ def test_loss_is_a_score_only_without_other_metrics(folder):
 )
 def test_scores_of_other_scripts_are_separated_from_counts_and_times(folder, results, expected):
     (folder / "all_results.json").write_text(json.dumps(results))
-    actual = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    actual = ModelCard(str(generate_model_card(folder, "me/x"))).data.eval_results
     assert {(item.dataset_name, item.dataset_split, item.metric_type) for item in actual} == expected
 
 
@@ -143,23 +143,23 @@ def test_further_evaluations_are_validated(folder):
     row = {"task_type": "sentence-similarity", "dataset_type": "sentence-transformers/stsb", "dataset_name": "STS-B"}
     row |= {"dataset_split": "validation", "metric_type": "spearmanr", "metric_value": 0.862}
     assert "| STS-B | validation | spearmanr | 0.862 |" in str(
-        model_card(folder, "me/x", CardOptions(evaluations=[row]))
+        generate_model_card(folder, "me/x", CardOptions(evaluations=[row]))
     )
     for wrong, message in [(row | {"score": 1}, "score"), ({"task_type": "x"}, "missing")]:
         with pytest.raises(ValueError, match=message):
-            model_card(folder, "me/x", CardOptions(evaluations=[wrong]))
+            generate_model_card(folder, "me/x", CardOptions(evaluations=[wrong]))
 
 
 def test_license_and_languages_of_the_source_are_kept(folder):
     (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# Source\n")
-    data = front_matter(model_card(folder, "me/x"))
+    data = front_matter(generate_model_card(folder, "me/x"))
     assert data["license"] == "apache-2.0" and data["language"] == ["en", "de"]
     (folder / "README.md").unlink()
-    assert "license" not in front_matter(model_card(folder, "me/x"))
-    assert "do not state a license" in str(model_card(folder, "me/x"))
+    assert "license" not in front_matter(generate_model_card(folder, "me/x"))
+    assert "do not state a license" in str(generate_model_card(folder, "me/x"))
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(ValueError, match=r"Cannot read the metadata of"):
-        model_card(folder, "me/x")
+        generate_model_card(folder, "me/x")
 
 
 def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
@@ -170,19 +170,19 @@ def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
     argv = ["seq2seq", tmp_path / "exact", "--validation_source_file", source, "--validation_target_file", target]
     argv += ["--num_train_epochs", 0, "--max_length", 16, "--output_dir", tmp_path / "scored", "--cpu"]
     assert cli.main([str(item) for item in argv]) == 0
-    text = str(model_card(tmp_path / "scored", "me/t5"))
+    text = str(generate_model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
     assert "optimizer steps" not in text and "| source.txt | validation | bleu |" in text
     assert "expect a lower quality" not in text and "The scores come from one run" not in text
     convert(tmp_path / "exact", num_key_value_heads=1, method="mean", output_dir=tmp_path / "mqa")
-    assert "expect a lower quality" in str(model_card(tmp_path / "mqa", "me/t5"))
+    assert "expect a lower quality" in str(generate_model_card(tmp_path / "mqa", "me/t5"))
 
 
 def test_card_describes_and_cites_windows(tmp_path):
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     windows = {f"encoder_{name}": value for name, value in window.items()}
     T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/t5"))
+    text = str(generate_model_card(tmp_path, "me/t5"))
     assert "and a window size of 8 tokens in the self-attention of the encoder. It is implemented as" in text
     assert "| window size (tokens) in the self-attention of the encoder | 8 |" in text
     assert "2004.05150" in text and "in self-attention" not in text
@@ -190,30 +190,30 @@ def test_card_describes_and_cites_windows(tmp_path):
 
 def test_card_describes_and_cites_kernels(tmp_path):
     T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/t5"))
+    text = str(generate_model_card(tmp_path, "me/t5"))
     assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
     assert "| kernel instead of the softmax in cross-attention | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
     BERT.model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
-    text = str(model_card(tmp_path / "bert", "me/bert"))
+    text = str(generate_model_card(tmp_path / "bert", "me/bert"))
     assert "a window size of 4 tokens in self-attention and the kernel hybrid instead of" in text
     assert "2410.10254" in text
 
 
 def test_card_separates_unequal_heads_of_encoder_and_decoder(tmp_path):
     MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/marian"))
+    text = str(generate_model_card(tmp_path, "me/marian"))
     assert "| decoder attention heads | 12 |" in text and "| encoder attention heads | 4 |" in text
     assert "| attention heads |" not in text
     MARIAN.model("MarianForCausalLM", num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/marian-decoder"))
+    text = str(generate_model_card(tmp_path, "me/marian-decoder"))
     assert "| decoder attention heads | 12 |" in text and "encoder attention heads" not in text
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
 def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
     T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/t5-encoder"))
+    text = str(generate_model_card(tmp_path, "me/t5-encoder"))
     assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
     assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
     assert "An encoder has no cache" in text and "The smaller cache helps" not in text
@@ -224,13 +224,13 @@ def test_card_of_a_decoder_without_a_cache_states_no_cache(tmp_path):
     T5.model(
         "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
     ).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/t5"))
+    text = str(generate_model_card(tmp_path, "me/t5"))
     assert "| cache | none (the dynamic projections need past inputs) |" in text
     assert "The model decodes slowly, without a cache" in text and "The smaller cache helps" not in text
 
 
 def test_card_of_a_transformers_model_mentions_no_remote_code(plain_bert):
-    text = str(model_card(plain_bert, "me/plain"))
+    text = str(generate_model_card(plain_bert, "me/plain"))
     assert "multi-head attention" in text and "trust_remote_code" not in text
     assert "AutoModelForSequenceClassification.from_pretrained" in text
     assert front_matter(text)["pipeline_tag"] == "text-classification"
@@ -238,7 +238,7 @@ def test_card_of_a_transformers_model_mentions_no_remote_code(plain_bert):
 
 def test_card_of_a_sentence_transformers_folder_shows_its_usage(folder):
     (folder / "modules.json").write_text("[]")
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     data = front_matter(text)
     assert data["library_name"] == "sentence-transformers" and data["pipeline_tag"] == "sentence-similarity"
     assert 'SentenceTransformer("me/x", trust_remote_code=True)' in text
@@ -259,7 +259,7 @@ def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
     tokenizer.save_pretrained(tmp_path / "model")
-    text = str(model_card(tmp_path / "model", "me/x"))
+    text = str(generate_model_card(tmp_path / "model", "me/x"))
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path / "model"))
     exec(compile(block, "card", "exec"), {})
 
@@ -275,14 +275,14 @@ def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path)
 def test_audio_example_of_the_card_uses_a_recording(head, tag, tmp_path):
     for part in (WHISPER.model(f"Whisper{head}", "gqa"), feature_extractor(), tokenizer()):
         part.save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/x"))
+    text = str(generate_model_card(tmp_path, "me/x"))
     assert front_matter(text)["pipeline_tag"] == tag
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path))
     exec(compile(block, "card", "exec"), {})
 
 
 def test_card_states_the_tested_versions_and_the_code_update(folder):
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     assert f"Transformers {OLDEST_TESTED} or newer. It was tested with Transformers {OLDEST_TESTED} to" in text
     assert f" {NEWEST_TESTED}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
     assert refresh_card(text) == text and refresh_card(text.replace("me/x", "me/y")) is None
@@ -293,7 +293,7 @@ def test_card_states_the_tested_versions_and_the_code_update(folder):
 
 
 def test_edited_card_is_recognized(folder):
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     assert is_unedited_card(text)
     assert not is_unedited_card(text.replace("## Limits", "## My limits"))
     assert not is_unedited_card("# my own card")
@@ -302,7 +302,7 @@ def test_edited_card_is_recognized(folder):
 def test_card_contains_no_local_folders(folder):
     arguments = {"dataset_name": "/home/somebody/secret project/corpus", "task_name": None, "train_file": "priv/a.txt"}
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "steps": 3, "arguments": arguments}))
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     assert "secret" not in text and "priv/" not in text
     data = front_matter(text)
     assert "datasets" not in data and data["model-index"][0]["results"][0]["dataset"]["name"] == "corpus"
@@ -313,14 +313,14 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     (folder / "README.md").write_text(
         f"---\nlicense: other\nlicense_name: terms\nlicense_link: {link}\nlanguage:\n- en\n- no\n---\n"
     )
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     data = front_matter(text)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "terms", link)
     assert data["language"] == ["en", "no"] and f"{link}. The code files are Apache-2.0." in text
-    given = str(model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
+    given = str(generate_model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
     assert "mit. The code files" in given and "license_name" not in front_matter(given)
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
-    text = str(model_card(folder, "me/x"))
+    text = str(generate_model_card(folder, "me/x"))
     assert "mit, the license of the original model." in text and front_matter(text)["language"] == "no"
 
 
@@ -356,7 +356,7 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
 )
 def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
     T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
-    text = str(model_card(tmp_path, "me/t5-latent"))
+    text = str(generate_model_card(tmp_path, "me/t5-latent"))
     assert front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
     assert printed in text
@@ -380,4 +380,4 @@ def test_conversion_table_of_the_card_lists_per_layer_heads(folder):
     ):
         report["heads"] = {"num_key_value_heads": heads}
         (folder / "conversion_report.json").write_text(json.dumps(report))
-        assert row in str(model_card(folder, "me/x"))
+        assert row in str(generate_model_card(folder, "me/x"))

@@ -19,8 +19,8 @@ from hf_attn_variants import cli, convert
 from hf_attn_variants.commands.push import main as push
 from hf_attn_variants.commands.push import parse_args as push_arguments
 from hf_attn_variants.glue_tasks import TASKS
-from hf_attn_variants.hub import CardOptions, model_card, plan_push
-from hf_attn_variants.hub.card import is_unedited_card, write_card
+from hf_attn_variants.hub import CardOptions, generate_model_card, plan_push
+from hf_attn_variants.hub.card import is_unedited_card, write_model_card
 from hf_attn_variants.hub.push import list_folder_files
 from hf_attn_variants.model_folder import (
     REPORT_FIELDS,
@@ -113,7 +113,7 @@ def test_uploaded_files_name_no_local_folder(tuned):
 
 
 def test_example_of_a_pair_task_runs_with_a_pair(tuned):
-    block = re.search(r"```python\n(.*?)```", str(model_card(tuned, "me/x")), re.DOTALL)[1]
+    block = re.search(r"```python\n(.*?)```", str(generate_model_card(tuned, "me/x")), re.DOTALL)[1]
     assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block
     actual = {}
     exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), actual)
@@ -124,18 +124,18 @@ def test_example_of_a_pair_task_runs_with_a_pair(tuned):
 def test_example_has_the_number_of_texts_of_the_task(name, tmp_path):
     BERT.config(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
     (tmp_path / "all_results.json").write_text(json.dumps({"task_name": name}))
-    call = re.search(r"tokenizer\((.*), return_tensors", str(model_card(tmp_path, "me/x")))[1]
+    call = re.search(r"tokenizer\((.*), return_tensors", str(generate_model_card(tmp_path, "me/x")))[1]
     assert len(re.findall(r'"[^"]+"', call)) == len(TASKS[name].text_columns)
 
 
 def test_question_answering_card_shows_a_question(tmp_path):
     BERT.config(architectures=["BertForQuestionAnswering"]).save_pretrained(tmp_path)
-    assert 'tokenizer("Where do the dogs run?", "Two dogs' in str(model_card(tmp_path, "me/x"))
+    assert 'tokenizer("Where do the dogs run?", "Two dogs' in str(generate_model_card(tmp_path, "me/x"))
 
 
 def test_conversion_after_training_keeps_the_history_without_scores(tuned, tmp_path):
     convert(tuned, num_key_value_heads=1, output_dir=tmp_path / "mqa")
-    card = str(model_card(tmp_path / "mqa", "me/mqa"))
+    card = str(generate_model_card(tmp_path / "mqa", "me/mqa"))
     assert "then fine-tuned (2 steps), then converted, and not trained afterwards." in card
     assert "4. `tuned` was converted with `--method mean`.\n" in card
     assert "## Conversion (step 1)" in card and "## Conversion (step 4)" in card
@@ -153,7 +153,7 @@ def test_training_in_the_same_folder_keeps_the_history(tuned, tmp_path):
         run("glue", *argv, *GLUE, *QUIET)
     assert [step["kind"] for step in read_history(folder).steps] == ["conversion", "training", "training"]
     assert (folder / "conversion_report.json").is_file()
-    assert "`conversion_report.json` has" in str(model_card(folder, "me/x"))
+    assert "`conversion_report.json` has" in str(generate_model_card(folder, "me/x"))
 
 
 def test_continued_run_in_the_same_folder_is_one_training(tuned, tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_overwriting_removes_the_old_history_and_license(tuned, tiny, tmp_path):
     source = shutil.copytree(tiny, tmp_path / "b")
     (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nbase_model: big/b\n---\n")
     run("glue", "--model_name_or_path", source, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
-    data = front_matter(model_card(folder, "me/x"))
+    data = front_matter(generate_model_card(folder, "me/x"))
     assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
     assert [step["kind"] for step in read_history(folder).steps] == ["training"]
 
@@ -254,7 +254,7 @@ def test_broken_readme_of_the_source_is_kept(tiny, tmp_path, caplog):
 
 def test_card_of_removed_weights_is_removed(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
-    assert write_card(folder) and not write_card(folder)
+    assert write_model_card(folder) and not write_model_card(folder)
     (folder / STAGE_FOLDER).mkdir()
     (folder / STAGE_FOLDER / "config.json").write_text("{}")
     replace_model(folder / STAGE_FOLDER, folder, is_continuation=True)
@@ -268,7 +268,7 @@ def test_card_describes_a_conversion_after_training(tmp_path):
     convert(tmp_path / "t5", num_key_value_heads=1, output_dir=tmp_path / "mqa")
     run("seq2seq", "--model_name_or_path", tmp_path / "mqa", "--source_file", source, "--target_file", target, *QUIET,
         "--max_train_steps", "2", "--max_length", "16", "--output_dir", tmp_path / "tuned")  # fmt: skip
-    card = str(model_card(tmp_path / "tuned", "me/t5"))
+    card = str(generate_model_card(tmp_path / "tuned", "me/t5"))
     assert "1. `t5` was converted with `--method mean`.\n2. The model was fine-tuned on source.txt for 2 steps" in card
     assert front_matter(card)["license"] == "cc-by-4.0"
 
@@ -301,7 +301,7 @@ def test_report_with_wrong_field_types_is_reported(converted, value, tmp_path):
     for key in REPORT_FIELDS["conversion"]:
         (folder / "conversion_report.json").write_text(json.dumps(report | {key: value}))
         try:
-            card = str(model_card(folder, "me/x"))
+            card = str(generate_model_card(folder, "me/x"))
         except ValueError as error:
             assert "must contain values that a model card can show" in str(error)
         else:
@@ -329,13 +329,13 @@ def test_training_from_a_broken_readme_gives_a_warning(tiny, tmp_path, caplog):
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("glue", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", *GLUE, *QUIET)
     assert "history in the model card" in caplog.text and "README.md" in caplog.text
-    assert "do not state a license" in str(model_card(tmp_path / "out", "me/x"))
+    assert "do not state a license" in str(generate_model_card(tmp_path / "out", "me/x"))
 
 
 def test_license_argument_replaces_an_unreadable_readme(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
-    assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
+    assert front_matter(generate_model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
 
 
 def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
@@ -348,17 +348,17 @@ def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
     )
     for step, name in ((first, "google-bert/bert-base-uncased"), ({"kind": "conversion", **report}, "source")):
         (folder / "model_history.json").write_text(json.dumps({"format": 1, "steps": [step]}))
-        card = model_card(folder, "me/x")
+        card = generate_model_card(folder, "me/x")
         assert f"1. `{name}` was converted" in str(card) and f"\n`{name}` was converted" in str(card)
         assert front_matter(card)["base_model"] == "me/bert-gqa4"
         assert str(card).count("me/bert-gqa4") == 1  # the summary too tells of the first
-        assert "1. `big/a` was converted" in str(model_card(folder, "me/x", CardOptions(base_model="big/a")))
+        assert "1. `big/a` was converted" in str(generate_model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
 def test_several_licenses_are_kept(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
-    card = model_card(folder, "me/x")
+    card = generate_model_card(folder, "me/x")
     assert front_matter(card)["license"] == [
         "mit",
         "apache-2.0",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_attn_variants
 from hf_attn_variants.commands import refresh
-from hf_attn_variants.hub.card import is_unedited_card, model_card
+from hf_attn_variants.hub.card import generate_model_card, is_unedited_card
 from hf_attn_variants.modeling.fields.composition import get_used_mechanisms
 from hf_attn_variants.modeling.remote_code import get_code_files
 
@@ -31,7 +31,7 @@ def old(converted, tmp_path):
     (folder / "own.py").write_text("MINE = 1\n")
     (folder / "checkpoint-3").mkdir()
     (folder / "checkpoint-3/state.json").write_text("{}")
-    (folder / "README.md").write_text(str(model_card(folder, "me/old")).replace("to 5.", "to 4."))
+    (folder / "README.md").write_text(str(generate_model_card(folder, "me/old")).replace("to 5.", "to 4."))
     return folder
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.hub.card import format_inline_code, model_card, plain, remove_local_paths
+from hf_attn_variants.hub.card import format_inline_code, generate_model_card, plain, remove_local_paths
 from hf_attn_variants.hub.push import _get_payload
 
 HOME = "/home/alice/secret-project"
@@ -134,7 +134,7 @@ def test_text_from_results_is_escaped_in_cards(place, folder):
     else:
         arguments[place] = HOSTILE
     (folder / "all_results.json").write_text(json.dumps(results))
-    check_body(str(model_card(folder, "me/x")))
+    check_body(str(generate_model_card(folder, "me/x")))
 
 
 @pytest.mark.parametrize("field", ["source", "method", "heads", "talking_heads", "calibration"])
@@ -146,7 +146,7 @@ def test_text_from_reports_is_escaped_in_cards(field, folder):
         "calibration": {"count": 1, "kind": HOSTILE, "targets": False, "max_length": 3},
     }
     edit(folder / "conversion_report.json", **report | {"source_revision": "1", field: values.get(field, HOSTILE)})
-    check_body(str(model_card(folder, "me/x")))
+    check_body(str(generate_model_card(folder, "me/x")))
 
 
 @pytest.mark.parametrize("field", ["license", "license_name", "license_link"])
@@ -156,7 +156,7 @@ def test_license_is_escaped_in_cards(field, folder):
     terms = {"license": "other", "license_link": None} | {field: HOSTILE}
     terms = {name: value for name, value in terms.items() if value}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(terms)}---\n")
-    check_body(str(model_card(folder, "me/x")))
+    check_body(str(generate_model_card(folder, "me/x")))
 
 
 def check_body(card):
@@ -182,5 +182,5 @@ def test_escaping_distinguishes_text_and_code():
 
 def test_source_folder_is_not_a_base_model(folder):
     (folder / "README.md").write_text(f"---\nlicense: mit\nbase_model: {HOME}/bert\n---\n")
-    card = str(model_card(folder, "me/x"))
+    card = str(generate_model_card(folder, "me/x"))
     assert "secret-project" not in card and "base_model" not in card

@@ -21,12 +21,12 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
-from hf_attn_variants.conversion.calibration.examples import generate_transcripts, load_audio
+from hf_attn_variants.conversion.calibration.examples import generate_audio_decoder_inputs, load_audio
 from hf_attn_variants.conversion.plan import make_seeded_generator
 from hf_attn_variants.inspection.frontier import (
-    ConvertedAttentions,
     Frontier,
     FrontierRow,
+    LazyConvertedAttention,
     _compute_mean_loss_difference,
     _limit_lengths,
     _mark_frontier,
@@ -37,7 +37,7 @@ from hf_attn_variants.inspection.frontier import (
     select_held_out_examples,
     select_variants,
 )
-from hf_attn_variants.inspection.held_out import make_held_out_text
+from hf_attn_variants.inspection.held_out import make_held_out_set
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def same_tensors(one, other):
 @pytest.mark.thorough
 def test_combined_conversions_equal_a_single_conversion(source):
     model, calibration = source
-    pieces = ConvertedAttentions(model, calibration)
+    pieces = LazyConvertedAttention(model, calibration)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = {}
     both = {"cross_kv_lora_rank": 12, "kv_lora_rank": 8}
@@ -89,17 +89,17 @@ def test_combined_conversions_equal_a_single_conversion(source):
 
 def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     model, calibration = source
-    pieces = ConvertedAttentions(model, calibration)
+    pieces = LazyConvertedAttention(model, calibration)
     fields = {"cross_kv_lora_rank": model.config.d_model}
     assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
-    text = make_held_out_text(model, calibration.tokenizer, calibration)
+    text = make_held_out_set(model, calibration.tokenizer, calibration)
     above, error = _compute_mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
     assert abs(above) < 1e-6 and error < 1e-6
 
 
 def test_target_loss_equals_the_loss_of_the_model(source):
     model, calibration = source
-    losses = make_held_out_text(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
+    losses = make_held_out_set(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
     assert losses.shape == (160, 2)
     tokenizer, total = calibration.tokenizer, torch.zeros(2, dtype=torch.float64)
     for text, target in zip(calibration.texts[:5], calibration.target_texts[:5], strict=True):
@@ -108,7 +108,7 @@ def test_target_loss_equals_the_loss_of_the_model(source):
             loss = model(tokenizer(text, return_tensors="pt").input_ids, labels=labels).loss
         total += torch.tensor([float(loss) * labels.numel(), labels.numel()])
     five = replace(calibration, texts=calibration.texts[:5], target_texts=calibration.target_texts[:5])
-    assert make_held_out_text(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
+    assert make_held_out_set(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
         total.tolist(), rel=1e-5
     )
 
@@ -116,7 +116,7 @@ def test_target_loss_equals_the_loss_of_the_model(source):
 def test_missing_targets_are_generated_by_the_source(source):
     model, calibration = source
     few = replace(calibration, texts=calibration.texts[:4], target_texts=None, max_length=6)
-    text = make_held_out_text(model, calibration.tokenizer, few)
+    text = make_held_out_set(model, calibration.tokenizer, few)
     # the most probable token is the target at each position
     for batch in text.batches:
         logits = model(**batch).logits
@@ -143,7 +143,7 @@ def tokenizer(tmp_path_factory):
 def test_each_head_has_its_own_measure(head, measure, tokenizer):
     size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
     model = architecture.model(head, **size)
-    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
+    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
     losses = text.losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
@@ -170,7 +170,7 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
     models = [
         BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
     ]
-    text = make_held_out_text(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
+    text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
     theirs, ours = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
     if fields is ONE_SCORE:
         expected = ((ours - theirs).square() / theirs.var(correction=0)).squeeze(1)
@@ -184,14 +184,14 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
 
 def test_constant_scores_are_inconclusive(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
-    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
+    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
         text.losses(model)
 
 
 def test_divergence_equals_kullback_leibler(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
-    text = make_held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))
+    text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(6)))
     [batch] = text.batches
     theirs, ours = (model(**batch).logits.log_softmax(-1) for model in models)
     expected = nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
@@ -201,13 +201,13 @@ def test_divergence_equals_kullback_leibler(tokenizer):
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_unmeasurable_head_raises_an_error(head, tokenizer):
     with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
-        make_held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
+        make_held_out_set(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
 
 
 @pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
 def test_bart_relative_is_measured_with_targets(head, tokenizer):
     model = of_head(head).model(head, vocab_size=len(tokenizer))
-    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
+    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
     [batch] = text.batches
     losses = text.losses(model).sum(0)
     assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
@@ -307,7 +307,7 @@ def test_tokenizer_without_a_mask_token_raises_an_error(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     with pytest.raises(ValueError, match="`mask_token`"):
-        make_held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
+        make_held_out_set(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
 
 
 def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
@@ -369,7 +369,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     drawn = sorted(random.Random(3).sample(range(300), 160))
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
-    text = make_held_out_text(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
+    text = make_held_out_set(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
     above, error = _compute_mean_loss_difference(text.losses(converted), text.losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
@@ -409,7 +409,7 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
-    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
+    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
     assert result["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
 
@@ -461,7 +461,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
-        ids = generate_transcripts(source, {"input_features": features}, 224)["decoder_input_ids"]
+        ids = generate_audio_decoder_inputs(source, {"input_features": features}, 224)["decoder_input_ids"]
         with torch.no_grad():
             logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
         places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]
@@ -475,7 +475,7 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
     source, _ = load_source(str(checkpoint), given)
-    pieces, text = ConvertedAttentions(source, given), make_held_out_text(source, feature_extractor(), given)
+    pieces, text = LazyConvertedAttention(source, given), make_held_out_set(source, feature_extractor(), given)
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.model(decoder), pieces.model(encoder)]
     before = [replace(text, encoder=None).losses(model) for model in models]

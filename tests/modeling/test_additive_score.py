@@ -11,7 +11,7 @@ from relatives import ENCODER_DECODERS, RELATIVES, ROTARY, WHISPER
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import describe_scores
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
@@ -227,7 +227,7 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     head = next(iter(row.heads))
     model, batch = row.model(head, **PLACES[place]), row.batch(head)
     for site, _, module in model.named_attention_modules():
-        assert (module.get_submodule(site.core).score is not None) == (site.place_prefix == place)
+        assert (module.get_submodule(site.core).score is not None) == (site.field_prefix == place)
     with torch.no_grad():
         actual = model(**batch)[0]
     model.save_pretrained(tmp_path)
@@ -287,7 +287,7 @@ def test_per_place_score_errors_name_the_field(tmp_path):
     assert describe_scores(T5.config(**ADDITIVE), both) == ["additive scores"]
     assert describe_scores(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
     T5.config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
-    assert "and additive scores in the self-attention of the encoder" in str(model_card(tmp_path, "me/x"))
+    assert "and additive scores in the self-attention of the encoder" in str(generate_model_card(tmp_path, "me/x"))
     with pytest.raises(ValueError, match="`cross_score_function`"):
         convert(T5.model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
     with pytest.raises(ValueError, match="cross_score_function="):

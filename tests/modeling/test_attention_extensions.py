@@ -19,7 +19,7 @@ from transformers import StaticCache
 
 import hf_attn_variants
 from hf_attn_variants import convert
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import (
     compute_cost_table,
     count_attention_parameters,
@@ -29,7 +29,7 @@ from hf_attn_variants.inspection.costs import (
 from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
 from hf_attn_variants.modeling.mechanisms.clipped_softmax import set_clipping_progress
 from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
-from hf_attn_variants.training.engine.optimization import find_no_decay_parameters
+from hf_attn_variants.training.engine.optimization import get_no_decay_parameter_names
 
 pytestmark = pytest.mark.cross_product
 
@@ -272,7 +272,7 @@ def test_fields_of_a_place_apply_only_there():
     for place, fields in places.items():
         model = T5.model("T5Model", **fields)
         for site, _, module in model.named_attention_modules():
-            assert hasattr(module, "output_gate") == (site.place_prefix == place)
+            assert hasattr(module, "output_gate") == (site.field_prefix == place)
     config = T5.config(attention_sink=True, cross_attention_sink=False)
     model = hf_attn_variants.AttnVariantT5Model(config)
     assert [hasattr(module, "attention_sink") for _, _, module in model.named_attention_modules()] == [True] * 4 + [
@@ -391,7 +391,7 @@ def test_cards_and_names_describe_extensions(tmp_path):
     assert describe_extensions(config, ("num_key_value_heads",)) == expected
     assert variant_name(config).endswith(" + ".join(expected))
     config.save_pretrained(tmp_path)
-    card = str(model_card(tmp_path, "me/x"))
+    card = str(generate_model_card(tmp_path, "me/x"))
     assert "a clipped softmax and output gates" in card and "2306.12929" in card
     cross = T5.config(cross_output_gate="head")
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
@@ -400,4 +400,4 @@ def test_cards_and_names_describe_extensions(tmp_path):
 
 def test_extensions_have_no_weight_decay():
     model = BERT.model("BertModel", **ALL_FIELDS)
-    assert {*extension_parameters(model)} <= find_no_decay_parameters(model)
+    assert {*extension_parameters(model)} <= get_no_decay_parameter_names(model)

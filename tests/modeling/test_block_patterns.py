@@ -11,7 +11,11 @@ from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
-from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern, LocalBlocks, attend_in_blocks
+from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import (
+    BlockPattern,
+    LocalBlockPattern,
+    attend_to_gathered_keys,
+)
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import get_pattern_class
 from hf_attn_variants.modeling.ops.key_ranges import key_range_to_mask_and_bias
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
@@ -25,7 +29,7 @@ HEADS, D = 4, 6
 PATTERNS = {
     "random_blocks": (
         {"attention_block_size": 3, "num_random_blocks": 2, "attention_seed": 5},
-        [partial(reference_patterns.keys_in_random_blocks, block=3, random=2, seed=5)],
+        [partial(reference_patterns.keys_in_random_blocks, block=3, num_random=2, seed=5)],
     ),
     "strided": ({"attention_block_size": 4}, [partial(reference_patterns.keys_in_strided_pattern, stride=4)]),
     "strided, split": (
@@ -148,7 +152,7 @@ def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, 
     dense, dense_bias = key_range_to_mask_and_bias(pattern, *leaves[:2], mask, bias)
     compare(attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)[0], expected, leaves, exact)
     attend = partial(fused_attention, scaling=0.4)
-    compare(attend_in_blocks(attend, pattern, leaves[:3], mask, bias), expected, leaves, exact)
+    compare(attend_to_gathered_keys(attend, pattern, leaves[:3], mask, bias), expected, leaves, exact)
 
 
 @EVERY_PATTERN
@@ -158,7 +162,7 @@ def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, sho
     expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
     states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
     attend = partial(fused_attention, scaling=0.4)
-    actual = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
+    actual = attend_to_gathered_keys(attend, pattern, states, padding[:, None, None], leaves[3])
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
@@ -166,7 +170,7 @@ def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
     leaves, padding = make_call(24, biased=False)
     attend = partial(fused_attention, scaling=0.4, dropout=0.25)
     torch.manual_seed(1)
-    output = attend_in_blocks(attend, pattern_of("fixed", False), leaves[:3], padding[:, None, None], None)
+    output = attend_to_gathered_keys(attend, pattern_of("fixed", False), leaves[:3], padding[:, None, None], None)
     (gradient,) = torch.autograd.grad(output.square().sum() / 2, leaves[2])
     torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
 
@@ -177,8 +181,8 @@ def test_pattern_blocks_allocate_no_quadratic_tensor():
         leaves, padding = make_call(n)
         attend = partial(fused_attention, scaling=0.4)
         with LargestTensor() as largest:
-            pattern = BlockPattern(LocalBlocks, 32)
-            attend_in_blocks(attend, pattern, leaves[:3], padding[:, None, None], leaves[3]).sum().backward()
+            pattern = BlockPattern(LocalBlockPattern, 32)
+            attend_to_gathered_keys(attend, pattern, leaves[:3], padding[:, None, None], leaves[3]).sum().backward()
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0] and sizes[1] < 2048 * 2048 / 8
 

@@ -11,11 +11,11 @@ import hf_attn_variants
 from hf_attn_variants.modeling.fields.composition import ATTENTION_EXTENSIONS, UNSUPPORTED_PAIRS
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
-from hf_attn_variants.modeling.mechanisms.latents import Latent
+from hf_attn_variants.modeling.mechanisms.latents import LatentAttention
 from hf_attn_variants.modeling.mechanisms.mechanism import PREFIXES, Mechanism
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
-from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
-from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
+from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import RelativePositionBias, SinusoidalPositions
+from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTalkingHeads, TalkingHeadsSettings
 
 # Other fields that a pattern needs; only T5 has transient summaries.
 SIZES = {
@@ -34,11 +34,11 @@ def samples():
     result = {
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
-        "latent": ({"kv_lora_rank": 8}, (Latent,)),
+        "latent": ({"kv_lora_rank": 8}, (LatentAttention,)),
         "talking": ({"talking_heads": "both"}, (TalkingHeadsSettings,)),
         "terms": (
             {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},
-            (TalkingHeadsSettings, DynamicTerms),
+            (TalkingHeadsSettings, DynamicTalkingHeads),
         ),
         AdditiveScore.name: ({AdditiveScore.field: AdditiveScore.name}, (AdditiveScore,)),
         SinusoidalPositions.name: ({SinusoidalPositions.field: SinusoidalPositions.name}, (SinusoidalPositions,)),
@@ -91,8 +91,8 @@ def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, clas
 
 
 def test_every_composition_row_is_tested():
-    of_t5 = {(row.one, row.other) for row in UNSUPPORTED_PAIRS if DistanceBias in row} | {
-        (get_pattern_class(OF_T5), Latent)
+    of_t5 = {(row.one, row.other) for row in UNSUPPORTED_PAIRS if RelativePositionBias in row} | {
+        (get_pattern_class(OF_T5), LatentAttention)
     }
     tried = {
         (row.one, row.other)
@@ -108,9 +108,13 @@ def test_mechanism_reports_its_place_in_the_configuration():
     assert [TalkingHeadsSettings.requested_in(config, prefix) for prefix in PREFIXES] == [
         ("talking_heads", "both")
     ] * 2 + [None]
-    assert [Latent.requested_in(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
-    assert [DistanceBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
-    assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
+    assert [LatentAttention.requested_in(config, prefix) for prefix in PREFIXES] == [
+        None,
+        None,
+        ("cross_kv_lora_rank", 8),
+    ]
+    assert [RelativePositionBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
+    assert RelativePositionBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
     asked = {name: get_pattern_class(name).requested_in(window, "") for name in PATTERNS}
     assert {name for name, result in asked.items() if result} == {"sliding_window"}
@@ -118,7 +122,14 @@ def test_mechanism_reports_its_place_in_the_configuration():
 
 def test_every_mechanism_has_a_name_and_a_paper():
     classes = [*map(get_kernel_class, KERNELS), *map(get_pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for item in (*classes, *ATTENTION_EXTENSIONS, Latent, TalkingHeadsSettings, DynamicTerms, DistanceBias):
+    for item in (
+        *classes,
+        *ATTENTION_EXTENSIONS,
+        LatentAttention,
+        TalkingHeadsSettings,
+        DynamicTalkingHeads,
+        RelativePositionBias,
+    ):
         title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert item.field and (item not in classes or item.name)

@@ -6,9 +6,9 @@ from architectures import BERT, T5
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hf_attn_variants.modeling.mechanisms.head_sharing import (
-    GroupedQuery,
+    GroupedQueryAttention,
     HeadSharing,
-    MultiQuery,
+    MultiQueryAttention,
     get_consecutive_groups,
     get_head_sharing,
 )
@@ -20,7 +20,13 @@ def config_of(row, **fields):
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
-    [([8, 8], HeadSharing), ([1], MultiQuery), ([2], GroupedQuery), ([1, 8], GroupedQuery), ([4, 2], GroupedQuery)],
+    [
+        ([8, 8], HeadSharing),
+        ([1], MultiQueryAttention),
+        ([2], GroupedQueryAttention),
+        ([1, 8], GroupedQueryAttention),
+        ([4, 2], GroupedQueryAttention),
+    ],
 )
 def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
     assert get_head_sharing(counts, 8) is expected
@@ -29,9 +35,9 @@ def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
 def test_head_sharing_reports_its_field():
     heads = config_of(BERT).num_attention_heads
     field = "num_key_value_heads"
-    for count, result in ((heads, None), (2, GroupedQuery), (1, MultiQuery)):
+    for count, result in ((heads, None), (2, GroupedQueryAttention), (1, MultiQueryAttention)):
         config = config_of(BERT, num_key_value_heads=count)
-        for mechanism in (HeadSharing, GroupedQuery, MultiQuery):
+        for mechanism in (HeadSharing, GroupedQueryAttention, MultiQueryAttention):
             is_meant = result is not None and mechanism in (HeadSharing, result)
             assert mechanism.requested_in(config, "") == ((field, count) if is_meant else None)
     config = config_of(T5, encoder_num_key_value_heads=1)

@@ -10,7 +10,7 @@ from relatives import RELATIVES
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.mechanisms.talking_heads import get_projection_std
+from hf_attn_variants.modeling.mechanisms.talking_heads import get_talking_heads_init_std
 
 pytestmark = pytest.mark.cross_product
 
@@ -52,7 +52,7 @@ def test_new_weights_have_the_standard_deviation_of_transformers(architecture, h
         if name.endswith("kv_a_proj.weight"):
             deviation = parameter.shape[0] ** -0.5
         elif leaf.endswith("_proj"):
-            deviation = get_projection_std(leaf, parameter.shape, ours.config.talking_heads_init)
+            deviation = get_talking_heads_init_std(leaf, parameter.shape, ours.config.talking_heads_init)
         else:
             deviation = expected[name].std(correction=0).item()
         if deviation is None:

@@ -80,9 +80,7 @@ def by_formula(module, states, padding, causal=False):
             reference_linear.rfa_features(x, module.kernel_vectors.double(), s) for x, s in ((Q, by_head), (K, scale))
         )
     least = 1e-2 if name == "rfa" else 0.0
-    output, weights = reference_linear.kernel_attention(
-        phi_q, phi_k, V, causal=causal, padding=padding, least_sum=least
-    )
+    output, weights = reference_linear.kernel_attention(phi_q, phi_k, V, causal=causal, padding=padding, min_sum=least)
     return output.transpose(1, 2), weights, exact
 
 

@@ -190,7 +190,7 @@ def test_parameter_count_equals_the_formula(architecture, variant):
         before, after = (count * (inputs + has_bias) for count, inputs in rows)
         difference += before - after
         if rank < key_inputs:
-            latents[site.get_latent_path(path)] = rank * key_inputs
+            latents[site.get_latent_projection_path(path)] = rank * key_inputs
         unread = config.num_attention_heads * d - config.num_value_heads * d_v
         difference += unread * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads

@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from hf_attn_variants.modeling.ops import blocked_attention, key_ranges
 from hf_attn_variants.modeling.ops.key_ranges import (
-    BlockWindows,
     KeyRange,
+    WindowBlockLayout,
     key_range_to_mask_and_bias,
     should_compute_in_blocks,
 )
@@ -157,7 +157,7 @@ def test_window_blocks_read_every_key_once(fields, n, m):
     if n < m and not key_range.is_causal:
         pytest.skip("an encoder's queries are as many as its keys")
     read = torch.zeros(n, m, dtype=torch.long)
-    for rows, spans in BlockWindows(key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
+    for rows, spans in WindowBlockLayout(key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)

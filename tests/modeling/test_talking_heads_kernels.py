@@ -33,7 +33,7 @@ from hf_attn_variants.modeling.ops import (
     memory_efficient_attention,
     triton_attention,
 )
-from hf_attn_variants.modeling.ops.blocked_attention import Operands
+from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
@@ -214,7 +214,7 @@ def test_kernels_allocate_no_quadratic_tensor(monkeypatch):
     query, key, value, _, logits_proj, weights_proj = (
         None if t is None else t.detach() for t in make_inputs(n=256, m=256)
     )
-    operands = Operands(query, key, value, logits_proj=logits_proj, weights_proj=weights_proj)
+    operands = AttentionOperands(query, key, value, logits_proj=logits_proj, weights_proj=weights_proj)
     with LargestTensor() as largest:
         output, threads = blocked_attention.blocked_forward(operands)
         blocked_attention.blocked_backward(torch.ones_like(output), threads, False, operands)
@@ -227,7 +227,7 @@ def test_kernel_backend_is_selected_and_validated():
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
     with pytest.raises(ValueError, match="`dropout`"):
         talking_heads_attention(query, key, value, scaling=1.0, dropout=1.0)
-    assert not triton_attention.supports_operands(Operands(query, key, value))
+    assert not triton_attention.supports_operands(AttentionOperands(query, key, value))
     with pytest.raises(ValueError, match="`backend` must be"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="triton")
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64

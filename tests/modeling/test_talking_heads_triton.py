@@ -242,8 +242,9 @@ def test_package_loads_without_triton():
         "package.__path__ = ['hf_attn_variants']\n"
         "import torch\n"
         "from hf_attn_variants.modeling.ops import triton_attention\n"
-        "from hf_attn_variants.modeling.ops.blocked_attention import Operands\n"
+        "from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands\n"
         "x = torch.ones(1, 2, 3, 4)\n"
-        "assert triton_attention.triton is None and not triton_attention.supports_operands(Operands(x, x, x))\n"
+        "assert triton_attention.triton is None and not triton_attention.supports_operands(AttentionOperands(x, x, "
+        "x))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)

@@ -19,7 +19,7 @@ from hf_attn_variants.modeling import transformers_internals, transformers_trial
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
-from hf_attn_variants.modeling.transformers_internals import MethodArguments, TransformersChangedError
+from hf_attn_variants.modeling.transformers_internals import MethodSignature, TransformersChangedError
 from hf_attn_variants.modeling.variant_names import MODEL_FOLDERS
 
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
@@ -46,13 +46,13 @@ class OtherOrder(nn.Module):
 
 
 def test_arguments_are_read_by_role_in_any_order_and_under_former_names():
-    arguments = MethodArguments(Layer, ("cache", "states", "mask"), returns=2)
+    arguments = MethodSignature(Layer, ("cache", "states", "mask"), returns=2)
     assert arguments.names == ("cache", "hidden_states", "mask")
     assert arguments.read(("h",), {"cache": "c"}) == ["c", "h", None]
     assert arguments.read(("h", "m", "c"), {}) == ["c", "h", "m"]
     assert arguments.split(("h",), {"past_key_values": "c", "other": 1}) == (["c", "h", None], {"other": 1})
     assert arguments.to_keywords(("h",), {"other": 1}, cache="d") == {"hidden_states": "h", "other": 1, "cache": "d"}
-    arguments = MethodArguments(OtherOrder, ("states", "mask", "cache"))
+    arguments = MethodSignature(OtherOrder, ("states", "mask", "cache"))
     assert arguments.names == ("hidden_states", "attention_mask", "past_key_values")
     assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
 
@@ -69,7 +69,7 @@ def test_model_folders_match_the_configurations():
 
 def test_changed_method_error_names_the_method_and_a_workaround():
     with pytest.raises(TransformersChangedError, match="memory_store, but none of cache, past_key_values") as caught:
-        MethodArguments(RenamedLayer, ("states", "cache"))
+        MethodSignature(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
     assert (
@@ -79,7 +79,7 @@ def test_changed_method_error_names_the_method_and_a_workaround():
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
         with pytest.raises(TransformersChangedError, match=f"returns {returned} values, but this code expects 2"):
-            MethodArguments(layer, ("states",), returns=2)
+            MethodSignature(layer, ("states",), returns=2)
     with pytest.raises(
         TransformersChangedError, match=r"`Layer.forward` takes hidden_states, mask, cache, but this code expects mask"
     ):
@@ -111,11 +111,11 @@ def test_upstream_checks_are_fast():
     assert len(classes) >= len(ALL_ARCHITECTURES)
 
     def check():
-        transformers_internals.check_models()
-        transformers_internals.check_caches()
+        transformers_internals.check_model_internals()
+        transformers_internals.check_cache_internals()
         for item in classes:
             owner = transformers_internals.get_transformers_class(item, attention_mixin.AttentionVariantMixin)
-            MethodArguments(owner, item.roles, returns=item.returns)
+            MethodSignature(owner, item.roles, returns=item.returns)
             transformers_internals.check_attention_function(owner)
 
     took = []

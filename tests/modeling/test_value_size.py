@@ -15,7 +15,7 @@ from torch import nn
 from hf_attn_variants import convert
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card import model_card
+from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import (
     compute_cost_table,
     count_attention_parameters,
@@ -341,7 +341,7 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
     actual = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
     assert actual == expected
-    text = str(model_card(tmp_path, "me/x"))
+    text = str(generate_model_card(tmp_path, "me/x"))
     assert f"| size of a value head | {SMALL} |" in text and f"value heads of size {SMALL}" in text
 
 

@@ -43,7 +43,7 @@ def way(request, monkeypatch):
     path, bits = PATHS[request.param]
     if path not in int8_weight._find_correct_paths(torch.backends.quantized.engine, bits):
         pytest.skip("not correct on this processor")
-    plan = int8_weight.Plan(bits, (path,) * len(int8_weight.ROW_COUNTS))
+    plan = int8_weight.ExecutionPlan(bits, (path,) * len(int8_weight.ROW_COUNTS))
     monkeypatch.setattr(int8_weight, "current_plan", lambda: plan)
     return request.param
 

@@ -383,7 +383,7 @@ def test_slower_int8_gives_a_warning(monkeypatch, caplog):
 
 def test_int8_layer_returns_the_autocast_dtype():
     """Check also the first call of a process, and inputs that are not contiguous."""
-    for cached in (int8_weight._make_plan, int8_weight._find_correct_paths, int8_weight._choose_input_bits):
+    for cached in (int8_weight._make_execution_plan, int8_weight._find_correct_paths, int8_weight._choose_input_bits):
         cached.cache_clear()
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)

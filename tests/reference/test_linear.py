@@ -62,7 +62,7 @@ def test_stabilizers_do_not_change_the_weights():
     x, y, V = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 3)
     W = torch.randn(7, 4)
     plain = kernel_attention(favor_features(x, W), favor_features(y, W), V)
-    shifted = [favor_features(x, W, stabiliser=torch.randn(1, 2, 5, 1)), favor_features(y, W, stabiliser=3.0)]
+    shifted = [favor_features(x, W, stabilizer=torch.randn(1, 2, 5, 1)), favor_features(y, W, stabilizer=3.0)]
     torch.testing.assert_close(kernel_attention(*shifted, V), plain)
 
 

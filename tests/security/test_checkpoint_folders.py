@@ -194,7 +194,7 @@ def test_module_link_out_of_the_folder_raises_an_error(folder, call, tmp_path):
 
 
 def test_folder_named_like_the_hub_cache_gets_no_exception(folder, tmp_path):
-    from hf_attn_variants.conversion.checkpoint.source import explain_unsafe_path
+    from hf_attn_variants.conversion.checkpoint.source import get_unsafe_path_reason
 
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text(SECRET)
@@ -203,7 +203,7 @@ def test_folder_named_like_the_hub_cache_gets_no_exception(folder, tmp_path):
     snapshot.mkdir(parents=True)
     (repository / "blobs").symlink_to(tmp_path / "etc")
     (snapshot / "notes.txt").symlink_to("../../blobs/passwd")
-    assert "a link that leads out of the folder" in explain_unsafe_path(snapshot / "notes.txt", snapshot)
+    assert "a link that leads out of the folder" in get_unsafe_path_reason(snapshot / "notes.txt", snapshot)
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner"])

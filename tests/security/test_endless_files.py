@@ -12,7 +12,7 @@ from hf_attn_variants import cli
 from hf_attn_variants.files import GROWTH_CHECK_START, open_file, read_file
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
-from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.glue.task import read_glue_tsv
 from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, hash_files
 from hf_attn_variants.training.squad.data import read_squad
@@ -65,7 +65,7 @@ def test_endless_gzip_is_read_up_to_a_bound(reader, unit, tmp_path, quick):
 def test_glue_table_must_be_a_regular_file(tmp_path, quick):
     os.mkfifo(tmp_path / "dev.tsv")
     with pytest.raises(OSError, match="must be a regular file"):
-        read_tsv(tmp_path / "dev.tsv", TASKS["stsb"])
+        read_glue_tsv(tmp_path / "dev.tsv", TASKS["stsb"])
 
 
 def test_huge_single_line_raises_an_error(tmp_path, quick):

@@ -24,7 +24,7 @@ from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
 from hf_attn_variants.training.classification import ClassificationSettings
 from hf_attn_variants.training.classification.data import load_classification_data
 from hf_attn_variants.training.engine.session import read_log
-from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.glue.task import read_glue_tsv
 from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.squad.data import read_squad
 
@@ -118,7 +118,7 @@ READERS = {
     "squad.json": (json.dumps(SQUAD).encode(), read_squad),
     "words.conll": (b"-DOCSTART- O\n\nDogs B-X\nbark O\n\ncats I-X\n", lambda path: read_conll(str(path))),
     **{
-        f"{name}.tsv": (content, lambda path, name=name: read_tsv(path, TASKS[name]))
+        f"{name}.tsv": (content, lambda path, name=name: read_glue_tsv(path, TASKS[name]))
         for name, content in GLUE_FILES.items()
     },
 }

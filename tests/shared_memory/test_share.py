@@ -15,7 +15,7 @@ from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, get_sentence_rows
+from hf_attn_variants.modeling.attention.shared_rows import BeamSharedDynamicLayer, get_unrepeated_encoder_outputs
 from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, cross_attentions
 from hf_attn_variants.shared_memory.installation import EXPANSION_METHOD
 
@@ -228,7 +228,7 @@ def test_returned_cache_can_be_copied_and_pickled(source_form):
             torch.testing.assert_close(mine.values, other.values)
     assert all(layer.source is None for layer in ours.layers)
     copied = copy.deepcopy(ours)
-    assert all(type(layer) is SharedDynamicLayer for layer in copied.layers)
+    assert all(type(layer) is BeamSharedDynamicLayer for layer in copied.layers)
 
 
 def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
@@ -356,7 +356,8 @@ def searched(model, name):
     """Return the tokens of a search by three beams, and the encoder rows that its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
-        lambda module, given, named: rows.add(len(get_sentence_rows(named["encoder_outputs"][0]))), with_kwargs=True
+        lambda module, given, named: rows.add(len(get_unrepeated_encoder_outputs(named["encoder_outputs"][0]))),
+        with_kwargs=True,
     )
     made = model.generate(**source_batch(name), **BEAMS)
     spy.remove()

@@ -24,7 +24,7 @@ import hf_attn_variants
 from hf_attn_variants.commands import load_command
 from hf_attn_variants.commands.training import glue, uptrain
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.training.engine.optimization import list_sharded_layer_classes
+from hf_attn_variants.training.engine.optimization import list_fsdp_layer_class_names
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
 
 main, parse_args = glue.main, glue.parse_args
@@ -71,7 +71,7 @@ def test_fsdp2_shards_existing_layer_classes(name, sizes, layers):
     # layers share one set of weights, and is sharded as a whole.
     model_class = getattr(hf_attn_variants, f"AttnVariant{name}")
     model = model_class(model_class.config_class(vocab_size=50, **sizes))
-    assert list_sharded_layer_classes(model) == layers
+    assert list_fsdp_layer_class_names(model) == layers
     assert layers <= set(model._no_split_modules) and layers <= {type(module).__name__ for module in model.modules()}
 
 

@@ -15,13 +15,13 @@ from hf_attn_variants.commands.training import classify
 from hf_attn_variants.training.classification import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.classification.data import (
     LabelScheme,
+    collect_class_names,
     compute_class_weights,
     find_label_column,
     find_text_columns,
     infer_problem_type,
     load_classification_data,
     parse_label_cell,
-    sort_class_names,
 )
 from hf_attn_variants.training.engine import tables
 
@@ -77,7 +77,7 @@ def test_problem_type_is_detected_from_labels(cells, expected):
     kind, names = expected
     assert infer_problem_type(cells, str) == kind
     if names is not None:
-        assert sort_class_names(cells) == names
+        assert collect_class_names(cells) == names
 
 
 @pytest.mark.parametrize(

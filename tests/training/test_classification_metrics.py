@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hf_attn_variants.training.classification import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL, task
 from hf_attn_variants.training.classification.data import LabelScheme
 from hf_attn_variants.training.classification.task import (
-    Predictions,
+    ClassificationOutput,
     compute_classification_metrics,
     compute_metric_details,
     make_classification_objective,
@@ -36,7 +36,7 @@ def made(kind, classes, rows=60, seed=0):
     else:
         labels = logits[:, 0] + generator.normal(size=rows)
     scheme = LabelScheme(kind, names)
-    return scheme, Predictions(scheme, logits.astype(np.float32), 0.5), labels
+    return scheme, ClassificationOutput(scheme, logits.astype(np.float32), 0.5), labels
 
 
 @pytest.mark.parametrize("classes", [2, 5])
@@ -76,7 +76,7 @@ def test_multilabel_scores_equal_scikit_learn():
     assert [row["precision"] for row in details["per_class"].values()] == pytest.approx(precision.tolist())
     assert [row["recall"] for row in details["per_class"].values()] == pytest.approx(recall.tolist())
     assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, result.probabilities))
-    many = Predictions(scheme, np.log(result.probabilities / (1 - result.probabilities)), 0.2)
+    many = ClassificationOutput(scheme, np.log(result.probabilities / (1 - result.probabilities)), 0.2)
     assert many.chosen.sum() == (result.probabilities > 0.2).sum() > printed
 
 
@@ -113,7 +113,7 @@ def test_metrics_to_minimize_are_known():
 
 def scored(kind, names, logits, labels):
     scheme = LabelScheme(kind, names)
-    result = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
+    result = ClassificationOutput(scheme, np.array(logits, dtype=np.float32), 0.5)
     return compute_classification_metrics(scheme, result, np.array(labels)), compute_metric_details(
         scheme, result, np.array(labels)
     )
@@ -209,10 +209,10 @@ def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.
-    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
+    assert {(text.get_position(), text.get_column_text()) for text in axes.texts} == {
         ((0, 0), "3"),
         ((1, 0), "1"),
         ((1, 1), "12"),
     }
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["no$", "yes"]
+    assert [label.get_column_text() for label in axes.get_yticklabels()] == ["no$", "yes"]
     assert axes.get_ylabel() == "true"

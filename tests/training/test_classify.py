@@ -18,7 +18,7 @@ from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.hub import model_card
+from hf_attn_variants.hub import generate_model_card
 from hf_attn_variants.training.glue.task import load_glue
 
 main, parse_args = classify.main, classify.parse_args
@@ -367,7 +367,7 @@ def test_card_names_the_problem_labels_and_scores(run, tmp_path):
     rows = [("a cat", "a dog", "i$_*|"), ("a dog", "a cat", "b`c")] * 4
     table = write_csv(tmp_path / "pairs.csv", ("premise", "hypothesis", "label"), rows)
     results, out = run(table, table, "--max_train_steps", 2, test=table)
-    card = str(model_card(out, "me/x"))
+    card = str(generate_model_card(out, "me/x"))
     assert "The model assigns one of 2 labels to each pair of texts: `` b`c ``, `i$_*|`." in card
     assert "pipeline_tag: text-classification" in card
     for split, prefix in (("validation", "eval"), ("test", "test")):

@@ -7,7 +7,7 @@ from transformers import AlbertConfig, AutoTokenizer, T5Config
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
 from hf_attn_variants.training.engine.models import configure_token_types
-from hf_attn_variants.training.glue.task import load_ax_diagnostics, load_glue, read_tsv
+from hf_attn_variants.training.glue.task import load_ax_diagnostics, load_glue, read_glue_tsv
 
 
 def write(path, text, encoding="utf-8"):
@@ -20,7 +20,7 @@ def write(path, text, encoding="utf-8"):
 @pytest.mark.parametrize("header", ["sentence\tlabel\n", ""])
 def test_header_bom_line_ends_and_quotes_are_read(tmp_path, header, bom, newline):
     text = bom + header + '"an unclosed quote\t1\nhe said ""no"" twice\u2028so\t0\nnegative\x85space\t1\n'
-    data = read_tsv(write(tmp_path / "train.tsv", text.replace("\n", newline)), TASKS["sst2"])
+    data = read_glue_tsv(write(tmp_path / "train.tsv", text.replace("\n", newline)), TASKS["sst2"])
     assert data["text1"][:] == ['"an unclosed quote', 'he said ""no"" twice\u2028so', "negative\x85space"]
     assert data["label"][:] == [1, 0, 1]
 
@@ -38,22 +38,22 @@ def test_official_layouts_are_read_by_column_name(tmp_path):
     row = ["0", "1", "1n", "fiction", "(", "(", "(", "(", "A.", "B.", "entailment", "neutral"]
     text = "\t".join(header) + "\n" + "\t".join(row) + "\n"
     for content in (text, text.split("\n", 1)[1]):
-        row = read_tsv(write(tmp_path / "train.tsv", content), TASKS["mnli"])[0]
+        row = read_glue_tsv(write(tmp_path / "train.tsv", content), TASKS["mnli"])[0]
         assert (row["text1"], row["text2"], row["label"]) == ("A.", "B.", 1)
     mrpc = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t70\t71\tOne.\tTwo.\n"
-    assert read_tsv(write(tmp_path / "m.tsv", mrpc), TASKS["mrpc"])[0] == {
+    assert read_glue_tsv(write(tmp_path / "m.tsv", mrpc), TASKS["mrpc"])[0] == {
         "index": "0",
         "text1": "One.",
         "text2": "Two.",
         "label": 1,
     }
     test = "id\tquestion1\tquestion2\n7\tWhy?\tHow?\n"
-    assert read_tsv(write(tmp_path / "t.tsv", test), TASKS["qqp"], has_labels=False)[0]["index"] == "7"
+    assert read_glue_tsv(write(tmp_path / "t.tsv", test), TASKS["qqp"], has_labels=False)[0]["index"] == "7"
 
 
 def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
     text = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t1\n1\t3\t4\tC?\nand D?\tE?\t0\n"
-    assert len(read_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
+    assert len(read_glue_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
     assert "2 of 3 rows are split" in caplog.text
 
 
@@ -80,7 +80,7 @@ def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
 def test_glue_errors_name_file_and_row(tmp_path, task, text, message):
     path = write(tmp_path / "train.tsv", text)
     with pytest.raises(ValueError, match=message) as caught:
-        read_tsv(path, TASKS[task])
+        read_glue_tsv(path, TASKS[task])
     assert str(path) in str(caught.value)
 
 
@@ -88,7 +88,7 @@ def test_invalid_utf8_error_names_the_row(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
     with pytest.raises(ValueError, match=r"line 3.*UTF-8"):
-        read_tsv(path, TASKS["sst2"])
+        read_glue_tsv(path, TASKS["sst2"])
 
 
 def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
@@ -183,5 +183,5 @@ def test_labels_and_submissions_have_the_official_format():
 
 
 def test_first_returns_all_rows_without_a_count(glue):
-    split = ClassificationSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
+    split = ClassificationSplit("train", read_glue_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
     assert len(split.take(None)) == len(split.take(99)) == 12 and len(split.take(3)) == 3

@@ -8,7 +8,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands.training import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, describe_field, get_field_row
-from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides
+from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_config_overrides
 
 NAMES = [name for row in FIELDS for name in row.names]
 SIZES = {
@@ -128,7 +128,7 @@ def test_model_flags_need_a_model_from_scratch():
     ],
 )
 def test_overrides_may_be_json_or_plain_text(text, result):
-    assert parse_overrides(text) == result
+    assert parse_config_overrides(text) == result
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_overrides_may_be_json_or_plain_text(text, result):
 )
 def test_invalid_override_error_names_the_field(text, message):
     with pytest.raises(ValueError, match=f"--config_overrides:? ?{message}"):
-        parse_overrides(text)
+        parse_config_overrides(text)
 
 
 def test_overrides_and_flags_give_equal_configurations():

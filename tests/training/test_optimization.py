@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 from hf_attn_variants.training.engine.optimization import (
     create_optimizer,
     create_scheduler,
-    find_no_decay_parameters,
+    get_no_decay_parameter_names,
     make_parameter_groups,
 )
 from hf_attn_variants.training.engine.settings import OptimizationSettings
@@ -32,15 +32,15 @@ def test_parameters_without_decay_are_known():
     bert = BertForSequenceClassification(
         BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
-    assert find_no_decay_parameters(bert) == {
+    assert get_no_decay_parameter_names(bert) == {
         name for name, _ in bert.named_parameters() if name.endswith("bias") or "LayerNorm" in name
     }
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, d_ff=8, num_heads=2, d_kv=4))
-    exempt = find_no_decay_parameters(t5)
+    exempt = get_no_decay_parameter_names(t5)
     assert "encoder.final_layer_norm.weight" in exempt and not any(
         "relative_attention_bias" in name for name in exempt
     )
-    assert find_no_decay_parameters(nn.Sequential(TalkingHeadsSettings())) == {
+    assert get_no_decay_parameter_names(nn.Sequential(TalkingHeadsSettings())) == {
         "0.query.bias",
         "0.logits_proj",
         "0.weights_proj",

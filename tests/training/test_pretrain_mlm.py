@@ -44,7 +44,7 @@ from hf_attn_variants import (
 )
 from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.registration import variant_model_class
-from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, find_word_starts
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, make_word_start_mask
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.models import get_vocabulary_size, make_new_config
 from hf_attn_variants.training.pretraining.task import (
@@ -175,7 +175,7 @@ def test_impossible_sentence_pairs_raise_an_error(tokenizer, blocks):
 
 def test_whole_word_masking_masks_all_pieces(tokenizer, blocks):
     prepare = MaskedLMPreparer(tokenizer, 64, 0.3, seed=0, whole_words=True)
-    starts = find_word_starts(tokenizer)
+    starts = make_word_start_mask(tokenizer)
     whole = parts = 0
     for i, block in enumerate(blocks):
         chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED_LABEL
@@ -196,7 +196,7 @@ def test_vocabulary_may_have_gaps(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **{f"{name}_token": v for name, v in names.items()})
     ids = np.array(tokenizer("talking heads", add_special_tokens=False)["input_ids"])
     assert ids.tolist() == [15, 18, 21] and get_vocabulary_size(tokenizer) == 22
-    assert find_word_starts(tokenizer)[ids].tolist() == [True, False, True]
+    assert make_word_start_mask(tokenizer)[ids].tolist() == [True, False, True]
     prepare = MaskedLMPreparer(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
     argv = ["--tokenizer_name", tmp_path, "--output_dir", tmp_path, "--train_file", "x", *STEPS, *scratch()]
@@ -210,7 +210,7 @@ def test_byte_level_pieces_are_grouped_into_words():
     raw.train_from_iterator([LICENCE.read_text()], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
     ids = tokenizer("Redistribution (of licenses), 2004.")["input_ids"]
-    starts, words = find_word_starts(tokenizer)[ids], []
+    starts, words = make_word_start_mask(tokenizer)[ids], []
     for token, begins in zip(tokenizer.convert_ids_to_tokens(ids), starts, strict=True):
         words = [*words, token] if begins or not words else [*words[:-1], words[-1] + token]
     assert words == ["Redistribution", "Ġ(of", "Ġlicenses", ")", ",", "Ġ2004", "."]
@@ -220,7 +220,7 @@ def test_byte_level_pieces_are_grouped_into_words():
 def test_sentencepiece_pieces_are_grouped_into_words(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
-    tokens, starts = tokenizer.convert_ids_to_tokens(ids), find_word_starts(tokenizer)[ids]
+    tokens, starts = tokenizer.convert_ids_to_tokens(ids), make_word_start_mask(tokenizer)[ids]
     words = []
     for token, begins in zip(tokens, starts, strict=True):
         words = [*words, token] if begins else [*words[:-1], words[-1] + token]

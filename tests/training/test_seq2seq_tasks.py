@@ -7,7 +7,12 @@ from fixtures.squad import write_questions
 from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.training.seq2seq import TEXT_TASKS
-from hf_attn_variants.training.seq2seq.task import format_glue, format_label, load_text_task, parse_predictions
+from hf_attn_variants.training.seq2seq.task import (
+    format_glue_example,
+    format_glue_label,
+    load_text_task,
+    parse_glue_predictions,
+)
 
 parse_args = seq2seq.parse_args
 
@@ -27,20 +32,23 @@ parse_args = seq2seq.parse_args
     ],
 )
 def test_sources_are_worded_like_t5(name, texts, expected):
-    assert format_glue(TASKS[name], texts) == expected
+    assert format_glue_example(TASKS[name], texts) == expected
 
 
 def test_labels_become_words_and_scores_are_rounded():
-    assert format_label(TASKS["cola"], 0) == "unacceptable" and format_label(TASKS["mnli"], 2) == "contradiction"
+    assert (
+        format_glue_label(TASKS["cola"], 0) == "unacceptable"
+        and format_glue_label(TASKS["mnli"], 2) == "contradiction"
+    )
     scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # 0.3 / 0.2 is less than 1.5
-    assert [format_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
+    assert [format_glue_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
 
 
 def test_generated_texts_other_than_labels_count_as_wrong():
     labels = np.array([0, 1, 2, 1])
-    result = parse_predictions(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
+    result = parse_glue_predictions(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
     assert (result == labels).tolist() == [True, True, False, False]
-    scores = parse_predictions(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
+    scores = parse_glue_predictions(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
     assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
 
 

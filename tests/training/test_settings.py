@@ -111,13 +111,13 @@ def test_settings_are_frozen():
 def test_resumed_run_must_share_settings_that_affect_weights():
     shared = {"model_name_or_path": "m", "output_dir": "o"}
     glue_settings = GlueSettings(task_name="stsb", **shared)
-    always, best = (glue_settings.get_resume_values(with_best) for with_best in (False, True))
+    always, best = (glue_settings.get_resume_fingerprint(with_best) for with_best in (False, True))
     assert best.keys() - always.keys() == {"eval_steps", "greater_is_better", "max_eval_samples", "validation_file"}
     assert {"seed", "learning_rate", "max_length", "group_by_length"} <= always.keys()
     assert not always.keys() & {"output_dir", "logging_steps", "cpu", "per_device_eval_batch_size"}
     text = Seq2SeqSettings(train_file=("a",), validation_file=("b", "c"), **shared)
     # As a checkpoint's JSON holds it.
-    assert text.get_resume_values(True)["validation_file"] == ["b", "c"]
+    assert text.get_resume_fingerprint(True)["validation_file"] == ["b", "c"]
 
 
 def test_flag_groups_are_in_reading_order():

@@ -16,7 +16,7 @@ from hf_attn_variants.training.pretraining.span_corruption import (
     get_sentinel_ids,
     sample_noise_spans,
 )
-from hf_attn_variants.training.pretraining.task import PreparedBlocks
+from hf_attn_variants.training.pretraining.task import HeldOutBlockDataset
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_inputs_and_targets_together_contain_the_text(tokenizer):
 def test_examples_depend_only_on_seed_and_key(tokenizer):
     prepare, other = SpanCorruptionPreparer(tokenizer, 32, seed=3), SpanCorruptionPreparer(tokenizer, 32, seed=4)
     words = np.arange(20, 20 + prepare.block_length)
-    same = PreparedBlocks([words], prepare)[0], prepare(words, (0, 0))
+    same = HeldOutBlockDataset([words], prepare)[0], prepare(words, (0, 0))
     assert all(np.array_equal(same[0][key], same[1][key]) for key in same[0])
     for changed in (prepare(words, (1, 0)), prepare(words, (0, 1)), other(words, (0, 0))):
         assert not np.array_equal(changed["input_ids"], same[0]["input_ids"])
@@ -99,7 +99,7 @@ def test_shuffling_moves_only_words(tokenizer):
     prepare = SpanCorruptionPreparer(tokenizer, 32, seed=3)
     examples = [prepare(np.arange(20, 20 + n), (0, n)) for n in (prepare.block_length, 9)]
     batch = {key: torch.from_numpy(np.stack([example[key] for example in examples])) for key in examples[0]}
-    shuffled, again = prepare.shuffle_text(batch), prepare.shuffle_text(batch)
+    shuffled, again = prepare.shuffle_input_tokens(batch), prepare.shuffle_input_tokens(batch)
     assert torch.equal(shuffled["input_ids"], again["input_ids"])
     assert shuffled["labels"] is batch["labels"] and not torch.equal(shuffled["input_ids"], batch["input_ids"])
     assert torch.equal(shuffled["input_ids"].sort(-1).values, batch["input_ids"].sort(-1).values)

@@ -18,7 +18,7 @@ from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining import text_stream as text_data
 from hf_attn_variants.training.pretraining.text_stream import (
-    DatasetRows,
+    DatasetShard,
     TextFile,
     TextStream,
     check_text_files,
@@ -149,7 +149,7 @@ def any_shards(request, shards, tmp_path):
     for i, path in enumerate(paths):
         datasets.Dataset.from_dict({"text": ARTICLES[i::3]}).to_json(path)
     stream = datasets.load_dataset("json", data_files=paths, split="train", streaming=True)
-    return [DatasetRows(f"{i}.jsonl", stream, shard=i) for i in range(3)]
+    return [DatasetShard(f"{i}.jsonl", stream, shard=i) for i in range(3)]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -223,12 +223,12 @@ def test_dataset_rows_are_read_as_text(tokenizer, tmp_path):
     path = tmp_path / "train.jsonl"
     datasets.Dataset.from_dict({"text": ARTICLES}).to_json(path)
     stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
-    source = DatasetRows("articles", stream)
+    source = DatasetShard("articles", stream)
     assert list(source.read_articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
     blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
     assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
     with pytest.raises(ValueError, match=r"row 0.*column 'body'"):
-        next(DatasetRows("articles", stream, "body").read_articles())
+        next(DatasetShard("articles", stream, "body").read_articles())
 
 
 def test_whitespace_is_kept_on_request(tmp_path):

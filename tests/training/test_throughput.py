@@ -15,7 +15,7 @@ from hf_attn_variants import (
     AttnVariantT5Config,
     AttnVariantT5ForConditionalGeneration,
 )
-from hf_attn_variants.training.engine.loop import TrainingCost
+from hf_attn_variants.training.engine.loop import TrainingCostCounter
 from hf_attn_variants.training.pretraining.task import make_masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
@@ -43,20 +43,20 @@ def output_sum(model, batch):
 def test_encoder_step_flops_equal_the_torch_counter(fields):
     config = AttnVariantBertConfig(**BERT, **fields, attn_implementation="eager")
     model = AttnVariantBertForTokenClassification(config)
-    tokens, flops = TrainingCost(model).count(batch_of(7), items=2)
+    tokens, flops = TrainingCostCounter(model).count(batch_of(7), num_items=2)
     assert tokens == 14 and flops == executed(model, batch_of(7), output_sum)
 
 
 def test_transformers_model_has_equal_flops_and_padding_counts_nothing():
     model = BertForQuestionAnswering(BertConfig(**BERT, attn_implementation="eager"))
     batch = batch_of(7)
-    cost = TrainingCost(model)
-    tokens, flops = cost.count(batch, items=2)
+    cost = TrainingCostCounter(model)
+    tokens, flops = cost.count(batch, num_items=2)
     assert tokens == 14
     assert flops == executed(model, batch, lambda m, x: (lambda o: (o.start_logits + o.end_logits).sum())(m(**x)))
     batch["attention_mask"][0, 3:] = 0
-    shorter = cost.count(batch, items=2)
-    alone = [cost.count(batch_of(n, b=1), items=1) for n in (3, 7)]
+    shorter = cost.count(batch, num_items=2)
+    alone = [cost.count(batch_of(n, b=1), num_items=1) for n in (3, 7)]
     assert shorter == (10, alone[0][1] + alone[1][1]) and shorter[1] < flops
 
 
@@ -67,7 +67,7 @@ def test_masked_lm_head_counts_only_masked_tokens():
     objective = make_masked_lm_objective(model)
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
-    tokens, flops = TrainingCost(model, objective.applies_head_to_items_only).count(batch, items=3)
+    tokens, flops = TrainingCostCounter(model, objective.applies_head_to_items_only).count(batch, num_items=3)
     result = executed(model, batch, objective.loss_sum)
     assert tokens == 18 and flops == result
 
@@ -83,7 +83,7 @@ def test_masked_lm_head_is_recognized_under_any_name(name):
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
     objective, batch = make_masked_lm_objective(model), batch_of(9, labels=labels)
-    flops = TrainingCost(model, objective.applies_head_to_items_only).count(batch, items=3)[1]
+    flops = TrainingCostCounter(model, objective.applies_head_to_items_only).count(batch, num_items=3)[1]
     assert flops == executed(model, batch, objective.loss_sum)
 
 
@@ -96,38 +96,38 @@ def test_classification_head_counts_once_per_sequence(name):
             **(sizes if name == "DistilBert" else BERT | {"embedding_size": 32} if name == "Electra" else BERT)
         )
     )
-    base = TrainingCost(getattr(hf_attn_variants, f"AttnVariant{name}Model")(model.config))
-    assert TrainingCost(model).flops_per_token == base.flops_per_token
+    base = TrainingCostCounter(getattr(hf_attn_variants, f"AttnVariant{name}Model")(model.config))
+    assert TrainingCostCounter(model).flops_per_token == base.flops_per_token
 
 
 def test_encoder_decoder_flops_count_sources_and_targets():
     config = AttnVariantT5Config(**T5, num_key_value_heads=2, decoder_start_token_id=0, attn_implementation="eager")
     model = AttnVariantT5ForConditionalGeneration(config)
     batch = batch_of(6, labels=torch.randint(5, 50, (2, 4)))
-    tokens, flops = TrainingCost(model).count(batch, items=8)
+    tokens, flops = TrainingCostCounter(model).count(batch, num_items=8)
     assert tokens == 20 and flops == executed(model, batch, output_sum)
     batch["labels"][0, 1:] = -100
-    assert TrainingCost(model).count(batch, items=5)[0] == 17
+    assert TrainingCostCounter(model).count(batch, num_items=5)[0] == 17
 
 
 def test_frozen_weights_have_no_backward_flops():
     model = AttnVariantBertForTokenClassification(AttnVariantBertConfig(**BERT))
-    whole = TrainingCost(model).count(batch_of(7), items=2)[1]
+    whole = TrainingCostCounter(model).count(batch_of(7), num_items=2)[1]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert TrainingCost(model).count(batch_of(7), items=2)[1] == round(whole * 2 / 3)
+    assert TrainingCostCounter(model).count(batch_of(7), num_items=2)[1] == round(whole * 2 / 3)
 
 
 def test_shared_layers_count_once_per_run():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
-    whole = TrainingCost(model)
+    whole = TrainingCostCounter(model)
     for parameter in model.predictions.parameters():
         parameter.requires_grad_(False)
     # Three runs of 4 x 32^2 + 2 x 32 x 64, the embeddings' 16 x 32; the head's 32 x 16 and 16 x 50 stay.
     body, head = 3 * (4 * 32**2 + 2 * 32 * 64) + 16 * 32, 32 * 16 + 16 * 50
-    assert whole.passes == 3 and TrainingCost(model).passes == pytest.approx(2 + body / (body + head))
+    assert whole.passes == 3 and TrainingCostCounter(model).passes == pytest.approx(2 + body / (body + head))
 
 
 def test_unknown_model_reports_tokens_without_flops():
-    assert TrainingCost(nn.Linear(3, 2)).count(batch_of(5), items=2) == (10, 0)
-    assert TrainingCost(nn.Linear(3, 2)).count({"x": torch.ones(2, 3)}, items=2) == (0, 0)
+    assert TrainingCostCounter(nn.Linear(3, 2)).count(batch_of(5), num_items=2) == (10, 0)
+    assert TrainingCostCounter(nn.Linear(3, 2)).count({"x": torch.ones(2, 3)}, num_items=2) == (0, 0)

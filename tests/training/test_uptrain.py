@@ -30,7 +30,7 @@ from transformers import (
 from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
-from hf_attn_variants.hub import model_card
+from hf_attn_variants.hub import generate_model_card
 from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
@@ -528,7 +528,7 @@ def test_training_without_improvement_gives_a_warning_and_a_note_on_the_card(run
     assert worse["eval_loss"] > worse["initial_eval_loss"] and worse["held_out_loss_improved"] is False
     assert caplog.text.count(message) == 1
     assert json.loads((run.out / "all_results.json").read_text())["held_out_loss_improved"] is False
-    card = str(model_card(run.out, "me/worse"))
+    card = str(generate_model_card(run.out, "me/worse"))
     assert (
         "The held-out loss did not improve." in card and "distilled (2 steps, without a lower held-out loss)" in card
     )

@@ -177,7 +177,7 @@ def _int8_paths() -> dict[str, Any]:
 def _fixed_path(path: Any) -> Iterator[None]:
     module: Any = importlib.import_module("hf_attn_variants.quantization.int8_weight")
     chosen = module.current_plan
-    module.current_plan = lambda: module.Plan(path[1], (path[0],) * len(module.ROW_COUNTS))
+    module.current_plan = lambda: module.ExecutionPlan(path[1], (path[0],) * len(module.ROW_COUNTS))
     try:
         yield
     finally:

@@ -53,15 +53,15 @@ SILENCE = 1e-3
 WARN_SHARE = 0.25
 
 
-def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def check_token_count(stacks: Iterable[str], hidden_size: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Warn if the fitted attention modules of an encoder or decoder read too few tokens.
 
     Args:
         stacks: "encoder", "decoder" or both, depending on where the fitted modules are.
-        width: Hidden state size.
+        hidden_size: Hidden state size.
         batches: Model inputs for the fitting examples.
     """
-    min_tokens = TOKENS_PER_DIMENSION * width
+    min_tokens = TOKENS_PER_DIMENSION * hidden_size
     for stack in dict.fromkeys(stacks):
         name = "decoder_attention_mask" if stack == "decoder" else "attention_mask"
         masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
@@ -71,7 +71,8 @@ def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mappi
         if len(known) == len(masks) and tokens < min_tokens:
             logger.warning(
                 f"Calibrating the {stack} requires at least {min_tokens} tokens ({TOKENS_PER_DIMENSION} for each of "
-                f"the {width} hidden-state elements), got {tokens} tokens in {examples} examples. The model may lose "
+                f"the {hidden_size} hidden-state elements), got {tokens} tokens in {examples} examples. The model "
+                f"may lose "
                 f"quality on other text. Provide about {-(-min_tokens * examples // max(1, tokens))} such examples."
             )
 
@@ -134,12 +135,12 @@ def _normalize_word(text: str) -> str:
     return word if word.isalpha() and (word[1:].islower() or word[1:].isupper() or len(word) == 1) else ""
 
 
-def check_source_loss(loss: float | None, vocabulary: int) -> None:
+def check_source_loss(loss: float | None, vocab_size: int) -> None:
     """Warn if the original model's loss, in nats per token, is more than half the loss of a random guess."""
-    if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
+    if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocab_size):
         logger.warning(
             f"The original model has a loss of {loss:.1f} nats per token on the calibration data, compared with a "
-            f"random guess among its {vocabulary} tokens at {math.log(vocabulary):.1f}. Check that the texts are "
+            f"random guess among its {vocab_size} tokens at {math.log(vocab_size):.1f}. Check that the texts are "
             "typical of the model's inputs."
         )
 
@@ -196,39 +197,39 @@ def should_join_passages(
     return calibration.supports_passages and not has_both and calibration.passages is not False
 
 
-def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
+def join_passages(texts: Sequence[str], token_counts: Sequence[int], max_tokens: int) -> dict[int, tuple[str, int]]:
     """Join every second text with the texts that follow it.
 
-    Passage lengths are distributed evenly on a logarithmic scale between `MIN_PASSAGE_LENGTH` and `longest`. A text
+    Passage lengths are distributed evenly on a logarithmic scale between `MIN_PASSAGE_LENGTH` and `max_tokens`. A text
     that is at least as long as its passage stays unchanged.
 
     Args:
         texts: The texts.
-        counts: Number of tokens in each text without special tokens. Tokens are counted instead of words because
+        token_counts: Number of tokens in each text without special tokens. Tokens are counted instead of words because
             Chinese text and chemical formulas are not divided into words.
-        longest: Maximum number of tokens in a passage.
+        max_tokens: Maximum number of tokens in a passage.
 
     Returns:
         {index of the first text: (passage, number of tokens at which it is truncated)}
     """
-    shortest = min(MIN_PASSAGE_LENGTH, longest)
+    shortest = min(MIN_PASSAGE_LENGTH, max_tokens)
     joined = {}
     for i in range(0, len(texts), 2):
         # Multiples of the golden ratio modulo 1 are distributed evenly over any range of texts without random numbers.
-        length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
-        parts, tokens = [texts[i]], counts[i]
+        length = round(shortest * (max_tokens / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
+        parts, tokens = [texts[i]], token_counts[i]
         # The first text follows the last text, and no passage contains a text twice.
         for following in range(1, len(texts)):
             if tokens >= length:
                 break
             parts.append(texts[(i + following) % len(texts)])
-            tokens += max(1, counts[(i + following) % len(texts)])
+            tokens += max(1, token_counts[(i + following) % len(texts)])
         if len(parts) > 1:
             joined[i] = (" ".join(parts), length)
     return joined
 
 
-def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
+def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
     """Set `whole_length` and `cut_share` in calibration settings, and warn if texts are truncated.
 
     Args:
@@ -270,7 +271,7 @@ def make_batches(
     Returns:
         The fitting batches and the held-out batches.
     """
-    calibration = add_text_lengths(calibration, tokenizer, model.config)
+    calibration = set_length_statistics(calibration, tokenizer, model.config)
     fit_rows, held_out = split_examples(calibration, generator)
     encoded, segments, targets = _tokenize_examples(model, tokenizer, calibration, (fit_rows, held_out))
     if calibration.max_length is None:
@@ -287,10 +288,10 @@ def make_batches(
     return batches
 
 
-def _truncate_to_token_limit(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
+def _truncate_to_token_limit(indices: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Return the leading examples that have at most `limit` tokens in total, but at least one example."""
-    totals = itertools.accumulate(len(encoded[row]) for row in rows)
-    return rows[: max(1, sum(total <= limit for total in totals))]
+    totals = itertools.accumulate(len(encoded[row]) for row in indices)
+    return indices[: max(1, sum(total <= limit for total in totals))]
 
 
 def make_untruncated_batches(
@@ -306,7 +307,7 @@ def make_untruncated_batches(
         generator: Random number generator that selects the held-out examples, with the same seed as for
             `make_batches`.
     """
-    calibration = add_text_lengths(calibration, tokenizer, model.config)
+    calibration = set_length_statistics(calibration, tokenizer, model.config)
     rows = split_examples(calibration, generator)[1]
     texts, length = [calibration.texts[row] for row in rows], calibration.evaluation_length
     encoded, segments = tokenize_texts(model.config, tokenizer, texts, length)
@@ -410,16 +411,16 @@ def without_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
 
-def pad_rows(rows: list[list[int]], pad_token_id: int) -> Batch:
+def pad_sequences(sequences: list[list[int]], pad_token_id: int) -> Batch:
     """Pad token id lists of different lengths on the right, and return a batch with an attention mask."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
-    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in sequences], True, pad_token_id)
+    lengths = torch.tensor([len(row) for row in sequences])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def tokenize_texts(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], length: int
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], max_length: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
     """Tokenize and truncate texts, and return the token ids and the token type ids (None if the model has none).
 
@@ -427,7 +428,7 @@ def tokenize_texts(
         config: Configuration of the model that reads the texts.
         tokenizer: The model's tokenizer.
         texts: Texts, or pairs of texts.
-        length: Maximum number of tokens.
+        max_length: Maximum number of tokens.
 
     Raises:
         ValueError: if the tokenizer has no padding token, or if its token ids exceed the model's vocabulary.
@@ -438,7 +439,7 @@ def tokenize_texts(
     has_types = getattr(config, "type_vocab_size", 0) > 1
     # ALBERT's tokenizer only returns token type ids on request.
     options = {"return_token_type_ids": True} if has_types else {}
-    arguments = tokenizer(*map(list, columns), **options, truncation=True, max_length=length)
+    arguments = tokenizer(*map(list, columns), **options, truncation=True, max_length=max_length)
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= config.vocab_size:
         raise ValueError(
@@ -448,9 +449,9 @@ def tokenize_texts(
     return encoded, segments
 
 
-def _tokenize_targets(tokenizer: Any, targets: Sequence[str], length: int) -> list[list[int]]:
+def _tokenize_targets(tokenizer: Any, targets: Sequence[str], max_length: int) -> list[list[int]]:
     """Tokenize and truncate target texts, and return their token ids."""
-    ids: list[list[int]] = tokenizer(text_target=list(targets), truncation=True, max_length=length)["input_ids"]
+    ids: list[list[int]] = tokenizer(text_target=list(targets), truncation=True, max_length=max_length)["input_ids"]
     return ids
 
 
@@ -506,21 +507,21 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
         )
 
 
-def generate_targets(model: Any, batch: Batch, length: int) -> Batch:
+def generate_decoder_inputs(model: Any, batch: Batch, max_new_tokens: int) -> Batch:
     """Generate greedily from a batch of texts, and return the output as decoder inputs (`make_decoder_arguments`)."""
     positions = max_input_length(model.config)
     if positions is not None:
-        length = min(length, positions - 1)  # one position is reserved for the start token
+        max_new_tokens = min(max_new_tokens, positions - 1)  # one position is reserved for the start token
     on_device: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
-        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=length)
+        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens)
     return make_decoder_arguments(generated, model.config.pad_token_id)
 
 
 def _make_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[int],
+    indices: Sequence[int],
     examples: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
     length: int | None,
 ) -> Batch:
@@ -529,18 +530,18 @@ def _make_batch(
     Args:
         model: The original model.
         tokenizer: The model's tokenizer.
-        rows: Indices of the examples.
+        indices: Indices of the examples.
         examples: Token ids, token type ids and target ids of all examples.
         length: Maximum number of tokens to generate if there are no targets. If None, nothing is generated.
     """
     encoded, segments, targets = examples
-    batch = pad_rows([encoded[i] for i in rows], tokenizer.pad_token_id)
+    batch = pad_sequences([encoded[i] for i in indices], tokenizer.pad_token_id)
     if segments is not None:
-        batch["token_type_ids"] = pad_rows([segments[i] for i in rows], 0)["input_ids"]
+        batch["token_type_ids"] = pad_sequences([segments[i] for i in indices], 0)["input_ids"]
     if not get_decoder_input(type(model), model.config).is_target:
         return batch
     if targets is None:
-        return batch if length is None else batch | generate_targets(model, batch, length)
+        return batch if length is None else batch | generate_decoder_inputs(model, batch, length)
     config, start = model.config, get_decoder_start_token(model.config)
-    decoder_rows = pad_rows([[start, *targets[i][:-1]] for i in rows], config.pad_token_id)
+    decoder_rows = pad_sequences([[start, *targets[i][:-1]] for i in indices], config.pad_token_id)
     return batch | {f"decoder_{name}": tensor for name, tensor in decoder_rows.items()}

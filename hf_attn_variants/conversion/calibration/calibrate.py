@@ -30,23 +30,23 @@ from ..attention_tensors import (
     CalibratedLatent,
     CalibratedMethod,
     HeadCounts,
-    LatentForms,
+    KeyValueErrorForms,
     LayerContext,
     MeanPooling,
     find_best_latent,
 )
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..plan import ConversionPlan, explain_why_not_calibrated, make_seeded_generator
+from ..plan import ConversionPlan, get_calibration_blocker, make_seeded_generator
 from ..report import CalibrationResult
 from .batches import (
     Batch,
-    add_text_lengths,
     check_source_loss,
     check_targets,
     check_token_count,
     make_batches,
     make_untruncated_batches,
+    set_length_statistics,
     should_join_passages,
 )
 from .examples import make_audio_batches
@@ -62,7 +62,7 @@ Batches = tuple[list[Batch], list[Batch]]
 def calibrate(
     plan: ConversionPlan,
     reader: TensorSource,
-    source: SourceLoader,
+    source_loader: SourceLoader,
     calibration: Calibration,
     with_source_outputs: bool = True,
     batches: Batches | None = None,
@@ -72,8 +72,8 @@ def calibrate(
     Args:
         plan: The conversion plan. Its method must be a `CalibratedMethod`.
         reader: The tensors of the original model.
-        source: Function that loads the original model with this package's class. Only the generation settings of the
-            model are changed.
+        source_loader: Function that loads the original model with this package's class. Only the generation settings
+            of the model are changed.
         calibration: The calibration settings with the text or audio.
         with_source_outputs: Whether to compute the original model's outputs for a later comparison.
         batches: The batches from an earlier calibration of this model with the same examples and seed.
@@ -84,31 +84,31 @@ def calibrate(
     """
     if not should_calibrate(plan, calibration):
         return CalibrationResult({})
-    run = CalibrationRun(plan, reader, source, calibration, batches)
-    with run.convert_errors():
+    run = CalibrationRun(plan, reader, source_loader, calibration, batches)
+    with run.convert_linalg_errors():
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
-        return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.settings())
+        return CalibrationResult(run.fit_modules(), outputs, run.batches, run.settings())
 
 
-def measure_latent_forms(
+def measure_error_forms(
     plan: ConversionPlan,
     modules: Sequence[AttentionModule],
     reader: TensorSource,
-    source: SourceLoader,
+    source_loader: SourceLoader,
     calibration: Calibration,
-) -> list[LatentForms]:
+) -> list[KeyValueErrorForms]:
     """Measure the quadratic forms that determine the best latents for the given attention modules.
 
     Args:
-        plan, reader, source, calibration: See `calibrate`.
+        plan, reader, source_loader, calibration: See `calibrate`.
         modules: The attention modules, which are measured with their original heads.
 
     Raises:
         ValueError: See `calibrate`.
     """
-    run = CalibrationRun(plan, reader, source, calibration)
-    with run.convert_errors():
+    run = CalibrationRun(plan, reader, source_loader, calibration)
+    with run.convert_linalg_errors():
         return [calls.compute_latent_forms(calls.tensors) for calls in run.record_calls(modules)]
 
 
@@ -125,7 +125,7 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
         name = plan.model_class.__name__.removeprefix("AttnVariant")
         raise ValueError(f"`calibration` must be {kind} for {name}. Set it (--{option}).")
-    if (reason := explain_why_not_calibrated(plan)) is not None:
+    if (reason := get_calibration_blocker(plan)) is not None:
         raise ValueError(
             f'`method` {plan.method.name!r} is not supported for this model because {reason}. Use method "mean".'
         )
@@ -134,7 +134,7 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
     return True
 
 
-class AttentionCalls(NamedTuple):
+class RecordedAttention(NamedTuple):
     """An original attention module with its recorded inputs, which are the latents if the module has a latent."""
 
     module: AttentionModule
@@ -142,7 +142,7 @@ class AttentionCalls(NamedTuple):
     tensors: AttentionTensors
     layer: LayerContext
 
-    def compute_latent_forms(self, tensors: AttentionTensors) -> LatentForms:
+    def compute_latent_forms(self, tensors: AttentionTensors) -> KeyValueErrorForms:
         """Compute the quadratic forms of these projections on the recorded inputs."""
         return compute_latent_forms(tensors, self.heads, self.layer.inputs, self.layer.generator)
 
@@ -164,11 +164,11 @@ class CalibrationRun:
         self._model = model.eval().to(calibration.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._plan, self._reader = plan, reader
         self._method = cast(CalibratedMethod, plan.method)  # ensured by `resolve_method`
-        self.calibration = add_text_lengths(calibration, self._processor, plan.config)
+        self.calibration = set_length_statistics(calibration, self._processor, plan.config)
         self.current_name = plan.reduced_modules[0].name  # for error messages
         # The new heads and quadratic forms of modules that share a latent, by module, and the latents by tensor name.
         self._new_heads: dict[str, AttentionTensors] = {}
-        self._forms: dict[str, LatentForms] = {}
+        self._forms: dict[str, KeyValueErrorForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
         self.batches = batches or self._make_batches()
         if batches is None:
@@ -196,7 +196,7 @@ class CalibrationRun:
         return make_seeded_generator(self._plan.seed, "held-out texts")
 
     @contextmanager
-    def convert_errors(self) -> Iterator[None]:
+    def convert_linalg_errors(self) -> Iterator[None]:
         """Convert linear algebra errors to a `ValueError` that names the attention module."""
         try:
             yield
@@ -226,18 +226,18 @@ class CalibrationRun:
 
     def find_shared_latents(self) -> None:
         """Compute each latent that several modules share, based on the quadratic forms of all these modules."""
-        sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
+        sharing = [module for module in self._plan.reduced_modules if module.shared_latent_name is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.kv_head_change == "pool":
                 self._new_heads[name] = tensors.to("cpu")
             self._forms[name] = calls.compute_latent_forms(tensors)
-        for latent in dict.fromkeys(module.new_latent for module in sharing):
-            readers = [module for module in sharing if module.new_latent == latent]
+        for latent in dict.fromkeys(module.shared_latent_name for module in sharing):
+            readers = [module for module in sharing if module.shared_latent_name == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
             self._latents[latent] = find_best_latent(forms, readers[0].heads.rank[1])
 
-    def fit_attentions(self) -> dict[str, AttentionTensors]:
+    def fit_modules(self) -> dict[str, AttentionTensors]:
         """Fit every module that changes, and return the new projections, {module name: projections}."""
         converted = {}
         for calls in self.record_calls(self._plan.reduced_modules):
@@ -252,7 +252,7 @@ class CalibrationRun:
             converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
-    def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
+    def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[RecordedAttention]:
         """Record the calls of as many modules at a time as fit into memory, and yield the calls of each module."""
         if not modules:
             return
@@ -274,28 +274,28 @@ class CalibrationRun:
                     error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
                     layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
-                    yield AttentionCalls(module, module.heads, tensors, layer)
+                    yield RecordedAttention(module, module.heads, tensors, layer)
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a tensor from the original model in float32 on the device that is used for calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
-    def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
+    def _convert_heads(self, recorded: RecordedAttention) -> AttentionTensors:
         """Return the projections of a module after converting its heads."""
-        if calls.heads.kv_head_change != "pool":
-            return self._plan.with_new_heads(calls.module, calls.tensors)
-        return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
+        if recorded.heads.kv_head_change != "pool":
+            return self._plan.with_new_heads(recorded.module, recorded.tensors)
+        return self._method.convert_module(recorded.tensors, recorded.heads, recorded.layer)
 
-    def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
+    def _convert_to_latent(self, recorded: RecordedAttention, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of a module after adding the new latent."""
-        module, heads = calls.module, calls.heads
-        forms = self._forms.pop(module.name, None) or calls.compute_latent_forms(tensors)
-        weight = self._latents.get(module.new_latent)
+        module, heads = recorded.module, recorded.heads
+        forms = self._forms.pop(module.name, None) or recorded.compute_latent_forms(tensors)
+        weight = self._latents.get(module.shared_latent_name)
         if weight is None:
             weight = find_best_latent([forms.key, forms.value], heads.rank[1])
         latent = CalibratedLatent(weight, forms, module.site.shares_latent)
-        return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
+        return self._method.with_latent(_remove_error_details(tensors), heads, recorded.layer, latent)
 
 
 def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:

@@ -64,11 +64,11 @@ def read_audio_calibration(
             f"`folder` (--calibration_audio_dir) must contain at least {MIN_TEXTS} audio files "
             f"({', '.join(AUDIO_FILES)}), got {len(recordings)} in {os.fspath(folder)!r:.200}. Check the path."
         )
-    rows = _sample_rows(len(recordings), AUDIO_CALIBRATION_SIZE if size is None else size, seed)
+    rows = _sample_indices(len(recordings), AUDIO_CALIBRATION_SIZE if size is None else size, seed)
     return Calibration(audio=[recordings[i] for i in rows], **settings)
 
 
-def _sample_rows(count: int, size: int, seed: int) -> Sequence[int]:
+def _sample_indices(count: int, size: int, seed: int) -> Sequence[int]:
     """Return the sorted indices of at most `size` examples out of `count`, sampled at random."""
     return range(count) if count <= size else sorted(random.Random(seed).sample(range(count), size))
 
@@ -218,7 +218,7 @@ def make_audio_batch(
         encoder: Any = model.get_encoder()
         hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
         try:
-            batch |= generate_transcripts(model, batch, max_length)
+            batch |= generate_audio_decoder_inputs(model, batch, max_length)
         finally:
             hook.remove()
         # The first call may only be used to detect the language. If a call processed only part of the batch, it is not
@@ -229,7 +229,7 @@ def make_audio_batch(
 
 
 @torch.no_grad()
-def generate_transcripts(model: Any, batch: Batch, max_length: int) -> Batch:
+def generate_audio_decoder_inputs(model: Any, batch: Batch, max_length: int) -> Batch:
     """Generate greedily from a batch of audio, and return the output as decoder inputs (`make_decoder_arguments`)."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
@@ -302,7 +302,7 @@ def read_calibration(
     """
     columns = [columns] if isinstance(columns, str) else columns
     texts, targets = _read_examples(path, columns, target_file, target_column)
-    rows = _sample_rows(len(texts), CALIBRATION_SIZE if size is None else size, seed)
+    rows = _sample_indices(len(texts), CALIBRATION_SIZE if size is None else size, seed)
     return Calibration([texts[i] for i in rows], targets and [targets[i] for i in rows], **settings)
 
 

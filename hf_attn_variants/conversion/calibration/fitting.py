@@ -137,18 +137,18 @@ class _WhitenedProjections:
         contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
         key_value_states = [batch.key_value_states[batch.get_key_mask()] for batch in inputs]
-        key_value = _compute_roots(map(tensors.latent, key_value_states), tensors.value_bias is not None)
+        key_value = _compute_second_moment_roots(map(tensors.latent, key_value_states), tensors.value_bias is not None)
         # The matrices C^-1/2 and C^1/2 for the input of each role.
         self._roots = {
-            "query": _compute_roots(states, tensors.query_bias is not None),
+            "query": _compute_second_moment_roots(states, tensors.query_bias is not None),
             "key": key_value,
             "value": key_value,
-            "output": _compute_roots(contexts, tensors.output_bias is not None),
+            "output": _compute_second_moment_roots(contexts, tensors.output_bias is not None),
         }
         if tensors.latent_weight is not None:
-            self._roots["latent"] = _compute_roots(key_value_states, False)
+            self._roots["latent"] = _compute_second_moment_roots(key_value_states, False)
         self._weights = {
-            role: (self._pad_joined(role) @ root).requires_grad_() for role, (_, root) in self._roots.items()
+            role: (self._pad_weight_and_bias(role) @ root).requires_grad_() for role, (_, root) in self._roots.items()
         }
         # A kernel's learned tensors are not whitened because their inputs are heads.
         names = () if tensors.kernel is None else tensors.kernel.learned
@@ -168,7 +168,7 @@ class _WhitenedProjections:
         learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
-    def _pad_joined(self, role: str) -> torch.Tensor:
+    def _pad_weight_and_bias(self, role: str) -> torch.Tensor:
         """Return [W | b], padded with zeros if the input has a bias column but this role has no bias."""
         joined = self._original.join_weight_and_bias(role)
         return nn.functional.pad(joined, (0, self._roots[role][1].shape[0] - joined.shape[1]))
@@ -183,11 +183,11 @@ class _WhitenedProjections:
         return changed
 
 
-def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_second_moment_roots(batches: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return C^-1/2 and C^1/2 (up to a rotation), where C is the damped second-moment matrix of all rows [n, D]."""
     moment: Any = 0.0
     count = 0
-    for part in rows:
+    for part in batches:
         part = nn.functional.pad(part, (0, 1), value=1.0) if with_bias else part  # the input for the bias is 1
         moment, count, dtype = moment + (part.T @ part).double(), count + part.shape[0], part.dtype
     moment = moment / count
@@ -220,14 +220,14 @@ def refit_output_projection(
         The projections with a new output projection. They are unchanged if cross-validation finds no improvement, or
         if there is only one example.
     """
-    folds = _compute_folds(tensors, heads, inputs, targets)
+    folds = _compute_fold_moments(tensors, heads, inputs, targets)
     if len(folds) < 2:
         return tensors
     all_moments = functools.reduce(operator.add, folds)
     has_bias = tensors.output_bias is not None
     errors: dict[Any, float] = {(None, 0): sum(float(fold.energy[0]) for fold in folds)}
     for fold in folds:
-        for choice, error in _measure_errors(all_moments - fold, fold, has_bias):
+        for choice, error in _compute_validation_errors(all_moments - fold, fold, has_bias):
             errors[choice] = errors.get(choice, 0.0) + error
     strength, base = min(errors, key=errors.__getitem__)
     if strength is None:
@@ -243,21 +243,21 @@ def iterate_output_refits(
 
     Takes the same arguments as `refit_output_projection`.
     """
-    moments = functools.reduce(operator.add, _compute_folds(tensors, heads, inputs, targets))
+    moments = functools.reduce(operator.add, _compute_fold_moments(tensors, heads, inputs, targets))
     regression = _RidgeRegression(moments, tensors.output_bias is not None)
     for strength in REFIT_STRENGTHS:
         yield _replace_output_projection(tensors, regression, strength, 0)
 
 
 def _replace_output_projection(
-    tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, base: int
+    tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, target_index: int
 ) -> AttentionTensors:
     """Replace the output projection with the solution of a regression (see `_RidgeRegression.solve`)."""
-    weight, bias = regression.solve(strength, base)
+    weight, bias = regression.solve(strength, target_index)
     old, old_bias = tensors.weight_and_bias("output")
-    changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
+    changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if target_index == 0 else 0.0)}
     if old_bias is not None:
-        changed["output_bias"] = bias.to(old) + (old_bias if base == 0 else 0.0)
+        changed["output_bias"] = bias.to(old) + (old_bias if target_index == 0 else 0.0)
     return replace(tensors, **changed)
 
 
@@ -298,7 +298,7 @@ class _Moments:
         return _Moments(self.count, *sums, square, cross, energy)
 
 
-def _compute_folds(
+def _compute_fold_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
     """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output_projection`."""
@@ -347,17 +347,18 @@ class _RidgeRegression:
         """Return the factors [in] by which the components of sum y c^T along the eigenvectors are multiplied."""
         return 1 / (self._values + strength * self._scale)
 
-    def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def solve(self, strength: float, target_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the solution [out, in] and its bias [out].
 
-        If `base` is 0, they must be added to the current projection. If it is 1, they replace the current projection.
+        If `target_index` is 0, they must be added to the current projection. If it is 1, they replace the current
+        projection.
         """
-        weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
+        weight = (self.cross[target_index] * self.factors(strength)) @ self.vectors.T
         context, target = self.means
-        return weight, target[base] - weight @ context
+        return weight, target[target_index] - weight @ context
 
 
-def _measure_errors(
+def _compute_validation_errors(
     fit_moments: _Moments, test_moments: _Moments, has_bias: bool
 ) -> list[tuple[tuple[float, int], float]]:
     """Return the squared error on the test examples for each pair (strength, base) (see `_RidgeRegression.solve`)."""

@@ -10,7 +10,7 @@ import torch
 
 from ..attention_tensors import AttentionInputs, AttentionTensors, HeadCounts
 from ..rotary_positions import RotaryPairs
-from .recording import attention_weights
+from .recording import compute_attention_weights
 
 # Directions with a smaller weight, relative to the largest weight, are numerical noise in float32 activations.
 RANK_TOLERANCE = 1e-7
@@ -92,7 +92,7 @@ def compute_head_moments(
         for group, moment in zip(groups, keys, strict=True):
             stacked = key[:, list(group)].flatten(1)
             moment += stacked.T @ stacked
-        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
+        weights = compute_attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
         value = project_heads(tensors, "value", heads, batch)  # [b, m, h, d]
         for group, moments in zip(groups, values, strict=True):
             stacked = value[:, :, list(group)].flatten(2)

@@ -53,7 +53,7 @@ from ..attention_tensors import (
     CalibratedLatent,
     CalibratedMethod,
     HeadCounts,
-    LatentForms,
+    KeyValueErrorForms,
     LayerContext,
     QuadraticErrorForm,
     join_heads,
@@ -76,7 +76,7 @@ from .head_moments import (
     project_heads,
     split_output_heads,
 )
-from .recording import attention_weights
+from .recording import compute_attention_weights
 from .rotary_heads import (
     compute_pair_moments,
     find_phases,
@@ -96,7 +96,7 @@ UNSEEN_SHARE = 1e-4
 @torch.no_grad()
 def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
-) -> LatentForms:
+) -> KeyValueErrorForms:
     """Compute the quadratic forms for a module's keys and values from text. Their energies are averages over queries.
 
     Args:
@@ -118,7 +118,7 @@ def compute_latent_forms(
     for batch in inputs:
         mixes = _compute_mixture_coefficients(tensors, value, output, batch, generator)
         for role, mix in enumerate(mixes):
-            moments[role] += _compute_moment(mix, batch.key_value_states, shares[role])
+            moments[role] += _compute_weighted_second_moment(mix, batch.key_value_states, shares[role])
             energies[role] += _compute_energy(mix, batch.key_value_states, projections[role], products[role])
         sums += torch.einsum("bhm,bmi->hi", mixes[1].sum(2), batch.key_value_states).double()
         queries += int(batch.valid.sum())
@@ -136,8 +136,8 @@ def compute_latent_forms(
     pairs = zip(projections, products, strict=True)
     grams = [torch.einsum("hdi,hdj->ij", weight, metric @ weight) for weight, metric in pairs]
     energies = [total / queries for total in energies]
-    key_form, value_form = map(_make_form, grams, moments, energies)
-    return LatentForms(key_form, value_form, value_input_means)
+    key_form, value_form = map(_make_error_form, grams, moments, energies)
+    return KeyValueErrorForms(key_form, value_form, value_input_means)
 
 
 def _compute_mixture_coefficients(
@@ -151,7 +151,7 @@ def _compute_mixture_coefficients(
 
     The module docstring defines a and z, which are weighted sums of the key/value inputs for each head and query.
     """
-    weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
+    weights = compute_attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
     probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.key_value_states)  # e
     directions = torch.einsum("bno,hod->bhnd", probe, output.to(probe))
     slopes = directions @ _project_states(batch.key_value_states, value).mT
@@ -164,24 +164,26 @@ def _project_states(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bmi,hdi->bhmd", states, weight.to(states))
 
 
-def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _compute_weighted_second_moment(
+    coefficients: torch.Tensor, states: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
     """Return the second-moment matrix [D, D] of the mixtures of states. Each head is weighted by its share."""
-    rows = (mix * shares.sqrt().to(mix)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
+    rows = (coefficients * shares.sqrt().to(coefficients)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
     return torch.einsum("bmi,bmj->ij", states, (rows.mT @ rows) @ states).double()
 
 
 def _compute_energy(
-    mix: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor
+    coefficients: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor
 ) -> torch.Tensor:
     """Return the energy of the projected mixtures of states, summed over all heads and queries.
 
     The energy of a projected mixture x [d] is x^T M x, where M is its head's matrix in `metric` [h, d, d].
     """
-    mixed = mix @ _project_states(states, weight)  # [b, h, n, d]
+    mixed = coefficients @ _project_states(states, weight)  # [b, h, n, d]
     return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
-def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> QuadraticErrorForm:
+def _make_error_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> QuadraticErrorForm:
     """Return a form that is scaled to the given energy. Its metric also gives a small weight to unseen directions."""
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
@@ -297,7 +299,7 @@ class Calibrated(CalibratedMethod):
             groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = iterate_closed_forms(tensors, heads, layer.inputs, layer.targets)
+        forms = iterate_closed_form_projections(tensors, heads, layer.inputs, layer.targets)
         measured = ((layer.held_out_error(form), form) for form in forms)
         error, closed = min(measured, key=_get_measured_error)
         if (pairs := get_rotary_pairs(heads, layer.inputs)) is not None:
@@ -306,7 +308,7 @@ class Calibrated(CalibratedMethod):
             candidates = (error, closed), (layer.held_out_error(fitted), fitted)
             error, closed = min(candidates, key=_get_measured_error)
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
-        return self._fit(closed, heads, layer, closed_error=error)
+        return self._fit_closed_form(closed, heads, layer, closed_form_error=error)
 
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: CalibratedLatent
@@ -318,39 +320,43 @@ class Calibrated(CalibratedMethod):
         """
         tensors = project_onto_latent(tensors, latent.weight, latent.forms)
         tensors = refit_output_projection(tensors, heads, layer.inputs, layer.targets)
-        return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
+        return self._fit_closed_form(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Refit the output projection for the kernel, and then fit the kernel and all projections."""
-        return self._fit(refit_output_projection(tensors, heads, layer.inputs, layer.targets), heads, layer)
+        return self._fit_closed_form(
+            refit_output_projection(tensors, heads, layer.inputs, layer.targets), heads, layer
+        )
 
-    def _fit(
+    def _fit_closed_form(
         self,
-        closed: AttentionTensors,
+        closed_form: AttentionTensors,
         heads: HeadCounts,
         layer: LayerContext,
         fixed_latent: torch.Tensor | None = None,
-        closed_error: float | None = None,
+        closed_form_error: float | None = None,
     ) -> AttentionTensors:
         """Fit the closed form, and return whichever result has the smaller error on held-out text.
 
         Args:
-            closed: The projections of the closed form.
+            closed_form: The projections of the closed form.
             heads, layer: See `convert_module`.
             fixed_latent: A latent that is not fitted because other modules share it.
-            closed_error: The closed form's error on held-out text, if it is already known.
+            closed_form_error: The closed form's error on held-out text, if it is already known.
         """
         calibration, measure = layer.calibration, layer.held_out_error
         if not calibration.get_fit_option("fit_steps"):
-            return closed
-        before, start = measure(closed) if closed_error is None else closed_error, closed
-        if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
+            return closed_form
+        before, start = measure(closed_form) if closed_form_error is None else closed_form_error, closed_form
+        if closed_form.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
             # A latent's closed form is already close to the optimum, and large steps would move away from it.
             rate = max(before, MIN_RATE_ERROR) * calibration.get_fit_option("fit_learning_rate")
             layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
-            start = replace(closed, latent_weight=None)
-            inputs = [replace(batch, key_value_states=closed.latent(batch.key_value_states)) for batch in layer.inputs]
+            start = replace(closed_form, latent_weight=None)
+            inputs = [
+                replace(batch, key_value_states=closed_form.latent(batch.key_value_states)) for batch in layer.inputs
+            ]
             layer = replace(layer, inputs=inputs)
 
         def add_latent(tensors: AttentionTensors) -> AttentionTensors:
@@ -366,7 +372,7 @@ class Calibrated(CalibratedMethod):
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
         details = dict(zip(names, map(round_error, (before, after, after if is_better else before)), strict=True))
         details |= {"fit_kept": is_better}
-        return replace(add_latent(fitted) if is_better else closed, details=closed.details | details)
+        return replace(add_latent(fitted) if is_better else closed_form, details=closed_form.details | details)
 
 
 def _get_measured_error(measured: tuple[float | None, AttentionTensors]) -> float:
@@ -375,7 +381,7 @@ def _get_measured_error(measured: tuple[float | None, AttentionTensors]) -> floa
 
 
 @torch.no_grad()
-def iterate_closed_forms(
+def iterate_closed_form_projections(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
     """Compute the best shared heads in the least-squares sense, and yield projections for each of `ATTENDED_SHARES`.
@@ -407,7 +413,7 @@ def _share_keys(
     heads: HeadCounts,
     groups: Sequence[Sequence[int]],
     queries: torch.Tensor,
-    keys: Sequence[torch.Tensor],
+    key_moments: Sequence[torch.Tensor],
     pairs: RotaryPairs | None = None,
 ) -> AttentionTensors:
     """Return projections with the best shared key head for each group, and with queries adapted to it.
@@ -417,14 +423,14 @@ def _share_keys(
         heads: The head counts.
         groups: The query heads in each group.
         queries: Second-moment matrices of the queries, [h, d, d].
-        keys: Second-moment matrix of the stacked keys in each group, [g*d, g*d].
+        key_moments: Second-moment matrix of the stacked keys in each group, [g*d, g*d].
         pairs: The pairs of dimensions that rotary positions rotate, or None if there are no rotary positions.
     """
     joined = map(tensors.join_weight_and_bias, ("query", "key"))
     query, key = (_repeat_for_query_heads(weight, heads) for weight in joined)  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
-    for group, moment in zip(groups, keys, strict=True):
+    for group, moment in zip(groups, key_moments, strict=True):
         query_moments = torch.stack([_add_unseen_directions(queries[head], query[head]) for head in group])
         moment = _add_unseen_directions(moment, key[group].flatten(0, 1))
         if pairs is None:
@@ -435,7 +441,7 @@ def _share_keys(
             key_maps, query_maps, energy = find_shared_rotary_head(query_moments, moment, pairs)
             shared, refitted = (key_maps @ key[group]).sum(0), query_maps @ query[group]
         energies.append(round(energy, 4))
-        scale = _compute_balance(refitted, shared, pairs)
+        scale = _compute_balancing_factors(refitted, shared, pairs)
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
     changed: dict[str, torch.Tensor] = {}
@@ -490,7 +496,7 @@ def _share_values(
         shared, old, energy = find_shared_head(value[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
-        scale = _compute_balance(refitted, shared)
+        scale = _compute_balancing_factors(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
     changed = tensors.split_weight_and_bias("value", torch.cat(new["value"]))
@@ -519,7 +525,9 @@ def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torc
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
-def _compute_balance(first: torch.Tensor, second: torch.Tensor, pairs: RotaryPairs | None = None) -> torch.Tensor:
+def _compute_balancing_factors(
+    first: torch.Tensor, second: torch.Tensor, pairs: RotaryPairs | None = None
+) -> torch.Tensor:
     """Return factors [d, 1] for multiplying the rows of `second` [d, D] and dividing the rows of `first` [g, d, ...].
 
     Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16. Both rows of a

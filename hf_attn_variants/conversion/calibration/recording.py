@@ -19,7 +19,7 @@ from ...modeling.attention.attention_mixin import AttentionVariantMixin
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.mechanism_attention import attend_with_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.patterns.window_pattern import get_global_tokens
+from ...modeling.mechanisms.patterns.window_pattern import get_global_token_mask
 from ...modeling.ops.key_ranges import key_range_to_mask_and_bias
 from ...modeling.ops.padded_rows import roll_padded_rows
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
@@ -64,7 +64,7 @@ def compute_attention(
     return tensors.project("output", context), context
 
 
-def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
+def compute_attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
     """Return the attention weights [b, h, n, m]. Takes the same arguments as `compute_attention`."""
     return _attend_with_weights(_project_heads(tensors, inputs, query_heads), inputs)[1]
 
@@ -237,7 +237,7 @@ def _compute_mask_and_bias(
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
-        global_tokens = get_global_tokens(key_range, kwargs)
+        global_tokens = get_global_token_mask(key_range, kwargs)
         mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, position_bias, global_tokens)
         if mask is not None:
             shape = query.shape[0], *mask.shape[1:]

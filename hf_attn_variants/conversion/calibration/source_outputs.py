@@ -30,7 +30,7 @@ from .batches import (
     ENCODER_OUTPUTS,
     IGNORED,
     Batch,
-    generate_targets,
+    generate_decoder_inputs,
     get_generated_tokens,
     make_next_token_labels,
     with_known_encoder_outputs,
@@ -141,7 +141,7 @@ class SourceOutputs:
             self._targets = batches if calibration.target_texts is not None else self._targets
             bar = progress_bar(batches, desc="generating held-out outputs", unit="batch", leave=False)
             inputs = (_remove_decoder_inputs(batch) for batch in bar)
-            self._batches = [batch | generate_targets(model, batch, self._length) for batch in inputs]
+            self._batches = [batch | generate_decoder_inputs(model, batch, self._length) for batch in inputs]
         if self._measure == "loss":
             if (labelled := _add_labels(model, processor, batches)) is None:
                 self._measure = "embeddings"
@@ -192,7 +192,7 @@ class SourceOutputs:
             BOUNDS[self._measure],
             examples,
             losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
-            runaway=_count_runaway(*generated),
+            runaway=_count_runaway_generations(*generated),
             alike=alike,
             # A model that was not trained on this type of text cannot lose quality on it.
             unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
@@ -206,10 +206,13 @@ class SourceOutputs:
         if self._measure == "tokens":
             pairs = [(edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
         elif self._measure == "predictions":
-            rows = [(a, b, self._is_counted(a) | self._is_counted(b)) for a, b in zip(source, others, strict=True)]
+            rows = [
+                (a, b, self._make_counted_mask(a) | self._make_counted_mask(b))
+                for a, b in zip(source, others, strict=True)
+            ]
             pairs = [(int((a != b).sum()), int(counted.sum())) for a, b, counted in rows]
         else:
-            return _compute_differences(self._measure, torch.stack(source).double(), torch.stack(others).double())
+            return _compute_difference_terms(self._measure, torch.stack(source).double(), torch.stack(others).double())
         amounts, counts = torch.tensor(pairs, dtype=torch.float64).T
         return amounts, counts
 
@@ -221,7 +224,7 @@ class SourceOutputs:
         is_common = self._is_tagger or counts.max() > COMMON * counts.sum()
         return int(values[counts.argmax()]) if is_common else None
 
-    def _is_counted(self, predictions: torch.Tensor) -> torch.Tensor:
+    def _make_counted_mask(self, predictions: torch.Tensor) -> torch.Tensor:
         """Return a boolean mask of the predictions that are counted."""
         if self._logits_kind is LogitsKind.LABELS:
             return predictions ^ self._is_frequent
@@ -251,11 +254,13 @@ class SourceOutputs:
                 if name != "labels"
             }
             labels = batch.get("labels")
-            for name, value in self._compute_batch(model, prepare(arguments), labels, is_source, targets).items():
+            for name, value in self._compute_batch_outputs(
+                model, prepare(arguments), labels, is_source, targets
+            ).items():
                 outputs.setdefault(name, []).extend(value)
         return outputs
 
-    def _compute_batch(
+    def _compute_batch_outputs(
         self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool, targets: Batch | None
     ) -> dict[str, Any]:
         """Return the outputs that are compared for one batch, {name: one item per example}."""
@@ -287,7 +292,7 @@ class SourceOutputs:
         """Generate greedily, and return the output as decoder inputs (see `make_decoder_arguments`)."""
         if "input_features" in batch:
             return make_audio_batch(model, list(batch["input_features"]), self._length)
-        return generate_targets(model, _remove_decoder_inputs(batch), self._length)
+        return generate_decoder_inputs(model, _remove_decoder_inputs(batch), self._length)
 
     def _get_predictions(self, output: Any, batch: Batch) -> list[torch.Tensor]:
         """Return the predicted class, answer start and end, tags, or labels of each example."""
@@ -377,19 +382,19 @@ def _compute_embeddings(output: Any, batch: Batch) -> torch.Tensor:
     return ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)).cpu()
 
 
-def _compute_differences(
-    measure: str, source: torch.Tensor, others: torch.Tensor
+def _compute_difference_terms(
+    measure: str, source: torch.Tensor, converted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the numerator and denominator of the measure for each example.
 
-    `source` and `others` are the original and converted models' losses [b, 2], scores [b, s] or embeddings [b, D].
+    `source` and `converted` are the original and converted models' losses [b, 2], scores [b, s] or embeddings [b, D].
     """
     if measure == "loss":
-        return others[:, 0] - source[:, 0], source[:, 1]
+        return converted[:, 0] - source[:, 0], source[:, 1]
     if measure == "scores":
-        return (others - source).square().sum(1), (source - source.mean(0)).square().sum(1)
+        return (converted - source).square().sum(1), (source - source.mean(0)).square().sum(1)
     mean = source.mean(0) if len(source) >= MIN_CENTERED else torch.zeros_like(source[0])
-    cosines = cosine_similarity(source - mean, others - mean)
+    cosines = cosine_similarity(source - mean, converted - mean)
     return cosines, torch.ones_like(cosines)
 
 
@@ -399,6 +404,6 @@ def _are_all_equal(embeddings: torch.Tensor) -> bool:
     return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())
 
 
-def _count_runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
+def _count_runaway_generations(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
     """Return the number of examples for which the converted output has over twice as many tokens as the original."""
     return sum(len(b) > 2 * max(len(a), MIN_RUNAWAY_LENGTH) for a, b in zip(source, converted, strict=True))

@@ -57,16 +57,16 @@ def load_checkpoint_tokenizer(source: str | os.PathLike, advice: str, **options:
 
     Args:
         source: A folder or a Hub id.
-        advice: The end of the error message (see `check_learned_tokens`).
+        advice: The end of the error message (see `check_vocabulary_not_empty`).
         options: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError, ValueError: See `convert_loading_errors`, `check_tokenizer_files` and `check_learned_tokens`.
+        OSError, ValueError: See `convert_loading_errors`, `check_tokenizer_files` and `check_vocabulary_not_empty`.
     """
     with convert_loading_errors(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    check_learned_tokens(tokenizer, source, advice)
+    check_vocabulary_not_empty(tokenizer, source, advice)
     return tokenizer
 
 
@@ -75,7 +75,7 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
 
     Args:
         source: A folder or a Hub id. Hub ids are not checked.
-        advice: The end of the error message (see `check_learned_tokens`).
+        advice: The end of the error message (see `check_vocabulary_not_empty`).
 
     Raises:
         OSError: if the folder contains no file from which a tokenizer can be loaded.
@@ -85,7 +85,7 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
         raise FileNotFoundError(f"{source} has no tokenizer files{advice}")
 
 
-def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
+def check_vocabulary_not_empty(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
     """Check that a tokenizer was loaded from files. If they are missing, Transformers v5 creates an empty tokenizer.
 
     Args:
@@ -225,7 +225,7 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Replace a parameter or buffer in a model."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    module_tensors: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    module_tensors: Any = module._get_parameters if isinstance(tensor, nn.Parameter) else module._buffers
     module_tensors[leaf] = tensor
 
 

@@ -1,10 +1,10 @@
 """Checks a checkpoint folder before it is read, reads its configuration, and lists its other files.
 
-folder or Hub id ──► resolve_source ──► check_files          links out of the folder, pipes, incomplete folders
-                           │            check_complete_model    adapters, pickled weights
+folder or Hub id ──► resolve_source ──► check_checkpoint_files   links out of the folder, incomplete folders
+                           │            check_complete_model     adapters, pickled weights
                            ▼
-                        folder ──► read_config               config.json
-                              └──► list_side_files                files to copy, files to leave out
+                        folder ──► read_config                   config.json
+                              └──► list_auxiliary_files          files to copy, files to leave out
 """
 
 import logging
@@ -49,7 +49,7 @@ CLASS_PREFIX, MODEL_AUTO_CLASSES = "AttnVariant", ("AutoConfig", "AutoModel")
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
-def explain_unsafe_path(path: Path, folder: Path) -> str | None:
+def get_unsafe_path_reason(path: Path, folder: Path) -> str | None:
     """Return the reason why a path in a checkpoint folder is not safe to read, or None if it is safe.
 
     Links within the folder and into the Hub cache are safe. Other links, pipes and devices are not.
@@ -65,7 +65,7 @@ def explain_unsafe_path(path: Path, folder: Path) -> str | None:
     return None
 
 
-def check_files(folder: Path) -> None:
+def check_checkpoint_files(folder: Path) -> None:
     """Check that every file that is read to load a checkpoint exists and is safe to read.
 
     Raises:
@@ -75,11 +75,11 @@ def check_files(folder: Path) -> None:
     if advice := describe_unfinished_model(folder):
         raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
-        if not _matches(path.name, LOADED):
+        if not _matches_any_pattern(path.name, LOADED):
             continue
         if not path.exists():
             raise FileNotFoundError(f"{path} is a broken link. Repair or remove it.")
-        if reason := explain_unsafe_path(path, folder):
+        if reason := get_unsafe_path_reason(path, folder):
             raise OSError(
                 f"{path} is {reason}, which is not read for security reasons. Replace it with a copy of the file."
             )
@@ -109,7 +109,7 @@ def check_no_adapter(name: str, files: list[str]) -> None:
     Raises:
         ValueError: if the files include an adapter.
     """
-    if adapter_files := sorted(file for file in files if _matches(file, ADAPTER_FILES)):
+    if adapter_files := sorted(file for file in files if _matches_any_pattern(file, ADAPTER_FILES)):
         kind = "an adapter next to complete weights" if {*WEIGHTS} & {*files} else "only an adapter"
         raise ValueError(
             f"{name} must be a model without an adapter, got {kind} ({', '.join(adapter_files)}). Merge the adapter "
@@ -117,7 +117,7 @@ def check_no_adapter(name: str, files: list[str]) -> None:
         )
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a file name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -144,13 +144,13 @@ def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
         model_name_or_path: A folder, or an id such as "google-bert/bert-base-uncased".
 
     Raises:
-        OSError: if the name is empty, a file, or a path that does not exist, or if `check_files` fails. A name is
-            considered a path if it starts with ".", "/" or "~", ends with "/", or contains more than one "/".
+        OSError: if the name is empty, a file, or a path that does not exist, or if `check_checkpoint_files` fails. A
+            name is considered a path if it starts with ".", "/" or "~", ends with "/", or contains more than one "/".
     """
     name = os.fspath(model_name_or_path)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        check_files(path)
+        check_checkpoint_files(path)
         return path
     if name and path.exists():
         raise NotADirectoryError(f"{name!r} is a file. Pass the checkpoint folder {str(path.parent)!r}.")
@@ -164,7 +164,7 @@ def resolve_source(
     revision: str | None = None,
     token: str | bool | None = None,
     allow_pickle: bool = False,
-    weights: bool = True,
+    with_weights: bool = True,
 ) -> Path:
     """Return a checkpoint's folder. If the name is a Hub id, the checkpoint is downloaded to the cache.
 
@@ -173,7 +173,7 @@ def resolve_source(
         revision: Branch, tag or commit on the Hub.
         token: Access token for private and gated repositories on the Hub.
         allow_pickle: Whether to download pytorch_model.bin if the repository has no safetensors file.
-        weights: Whether the weights will be read. If False, pickled weights and adapters are not checked.
+        with_weights: Whether the weights will be read. If False, pickled weights and adapters are not checked.
 
     Raises:
         OSError: if the folder or repository does not exist, or the Hub cannot be reached.
@@ -183,8 +183,8 @@ def resolve_source(
     if folder is not None and revision is not None:
         raise ValueError(f"`revision` is only supported for a Hub id, not for the folder {name!r}. Remove it.")
     if folder is None:
-        return _download(name, revision, token, allow_pickle, weights)
-    if weights:
+        return _download_checkpoint(name, revision, token, allow_pickle, with_weights)
+    if with_weights:
         check_complete_model(folder, allow_pickle)
     return folder
 
@@ -239,7 +239,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
+def list_auxiliary_files(
+    folder: Path, weight_files: list[str], allow_pickle: bool = False
+) -> tuple[list[str], list[str]]:
     """List the files in a checkpoint other than its weights and config.json.
 
     The files to copy include the tokenizer, the generation configuration, and the additional modules of a
@@ -279,7 +281,7 @@ def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = 
             path = (relative / file).as_posix()
             if path in read:
                 continue
-            is_result = relative == Path(".") and _matches(file, RESULT_FILES)
+            is_result = relative == Path(".") and _matches_any_pattern(file, RESULT_FILES)
             is_copied = not is_result and _should_copy_file(file, relative.as_posix() in modules, allow_pickle)
             if is_copied and not (folder / path).exists():
                 raise FileNotFoundError(f"{folder / path} is a broken link. Repair or remove it.")
@@ -303,8 +305,11 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
         )
 
 
-def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
-    """Copy files by their relative paths (see `list_side_files`). Links are replaced by the files they point to."""
+def copy_auxiliary_files(folder: Path, output: Path, files: list[str]) -> None:
+    """Copy files by their relative paths (see `list_auxiliary_files`).
+
+    Links are replaced by the files they point to.
+    """
     for name in files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -317,12 +322,12 @@ def list_learned_tokens(tokenizer: Any) -> set[str]:
 
 
 def _is_unsafe(folder: Path, path: Path, modules: set[str]) -> bool:
-    """Return whether to leave out a file or folder because it is not safe to read (see `explain_unsafe_path`).
+    """Return whether to leave out a file or folder because it is not safe to read (see `get_unsafe_path_reason`).
 
     Raises:
         OSError: if the path belongs to a sentence-transformers module, which cannot be left out.
     """
-    if (reason := explain_unsafe_path(folder / path, folder)) is None:
+    if (reason := get_unsafe_path_reason(folder / path, folder)) is None:
         return False
     if modules & {path.as_posix(), path.parent.as_posix()}:
         raise OSError(
@@ -336,7 +341,9 @@ def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
     """Return whether to copy a file, based on its name."""
     name = file.lower()
     # An adapter, even in a separate folder, does not match the new heads.
-    if _matches(name, (*ADAPTER_FILES, *LOG_PATTERNS)) or name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
+    if _matches_any_pattern(name, (*ADAPTER_FILES, *LOG_PATTERNS)) or name.endswith(
+        (".index.json", *OTHER_WEIGHT_SUFFIXES)
+    ):
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
         return in_module
@@ -358,13 +365,15 @@ def _list_module_folders(folder: Path) -> set[str]:
         return set()
 
 
-def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool, weights: bool) -> Path:
+def _download_checkpoint(
+    repo_id: str, revision: str | None, token: str | bool | None, allow_pickle: bool, with_weights: bool
+) -> Path:
     """Download a checkpoint to the cache. Takes the same arguments and raises the same errors as `resolve_source`."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    arguments: dict[str, Any] = {"repo_id": name, "revision": revision, "token": token}
-    with _convert_download_errors(name):
+    arguments: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "token": token}
+    with _convert_download_errors(repo_id):
         try:
             files = HfApi().list_repo_files(**arguments)
         except (HfHubHTTPError, HFValidationError):
@@ -373,28 +382,30 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             files = []
             folder = Path(snapshot_download(**arguments, local_files_only=True))
     if not files:
-        if weights:
+        if with_weights:
             check_complete_model(folder, allow_pickle)
         return folder
-    if weights:
-        check_no_adapter(name, files)
-    if weights and not allow_pickle:
-        _check_pickles(name, files)
-    with _convert_download_errors(name):
-        return Path(snapshot_download(allow_patterns=list(_select_files(files, allow_pickle)), **arguments))
+    if with_weights:
+        check_no_adapter(repo_id, files)
+    if with_weights and not allow_pickle:
+        _check_pickled_weights(repo_id, files)
+    with _convert_download_errors(repo_id):
+        return Path(
+            snapshot_download(allow_patterns=list(_iterate_files_to_download(files, allow_pickle)), **arguments)
+        )
 
 
 @contextmanager
-def _convert_download_errors(name: str) -> Iterator[None]:
+def _convert_download_errors(repo_id: str) -> Iterator[None]:
     """Convert all download errors to `OSError`, because the HTTP library raises its own types of errors."""
     try:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise OSError(f"{name!r} is not a folder, and it cannot be downloaded as a Hub id ({reason}).") from error
+        raise OSError(f"{repo_id!r} is not a folder, and it cannot be downloaded as a Hub id ({reason}).") from error
 
 
-def _check_pickles(name: str, files: list[str]) -> None:
+def _check_pickled_weights(name: str, files: list[str]) -> None:
     """Check that not all weights in a repository are pickled, and warn about modules that only have pickled weights.
 
     Raises:
@@ -408,7 +419,7 @@ def _check_pickles(name: str, files: list[str]) -> None:
         logger.warning("The pickled weights of %s are not copied. Pass --allow_pickle to copy them.", ", ".join(lost))
 
 
-def _select_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
+def _iterate_files_to_download(files: list[str], allow_pickle: bool) -> Iterator[str]:
     """Yield the names of the files in a repository that should be downloaded."""
     has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:

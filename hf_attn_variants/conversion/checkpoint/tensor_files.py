@@ -29,7 +29,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 from ...model_folder import read_json
-from ...modeling.fields.field_checks import check_size
+from ...modeling.fields.field_checks import check_integer_range
 from ...modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ...registration import variant_config_class
 from .source import check_no_pickled_weights
@@ -428,7 +428,7 @@ class SafetensorsWriter:
             self.close()
 
 
-def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
+def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], total_size: int) -> None:
     """Write the index of a sharded checkpoint.
 
     The sizes in the metadata of the original index are updated. All other metadata stay unchanged.
@@ -437,9 +437,9 @@ def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mappin
         path: The file to write.
         entries: All tensors.
         metadata: The metadata of the original index.
-        size: Total size of all tensors in bytes.
+        total_size: Total size of all tensors in bytes.
     """
-    metadata = dict(metadata) | {"total_size": size}
+    metadata = dict(metadata) | {"total_size": total_size}
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(entry.numel for entry in entries.values())
     index = {"metadata": metadata, "weight_map": {name: entry.file for name, entry in sorted(entries.items())}}
@@ -523,7 +523,7 @@ def extend_positions(
             f"{config.get('model_type')!r} checkpoints. Remove it."
         )
     old_positions = reader.entries[tables[0]].shape[0]
-    check_size(POSITIONS_FIELD, positions, old_positions + 1)
+    check_integer_range(POSITIONS_FIELD, positions, old_positions + 1)
     kernel = config.get("attention_kernel")
     if kernel in KERNELS and get_kernel_class(kernel).depends_on_positions:
         raise ValueError(
@@ -534,7 +534,7 @@ def extend_positions(
     return config | {POSITIONS_FIELD: positions}, longer
 
 
-def update_tokenizer_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def update_tokenizer_max_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Update the maximum lengths of the tokenizer and of sentence-transformers if the number of positions changed.
 
     Args:

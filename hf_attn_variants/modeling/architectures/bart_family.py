@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
-from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.shared_rows import share_sentence_rows
+from ..attention.attention_sites import AttentionSite, ProjectionPaths
+from ..attention.shared_rows import share_encoder_outputs_between_beams
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
-_BART_PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+_BART_PROJECTIONS: ProjectionPaths = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 BART_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -55,11 +55,13 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         """
         states, _, cache, encoder_outputs = self.arguments.read(args, kwargs)
         if encoder_outputs is not None:
-            rows = share_sentence_rows(self, (self.k_proj, self.v_proj), states, encoder_outputs, cache)
+            rows = share_encoder_outputs_between_beams(
+                self, (self.k_proj, self.v_proj), states, encoder_outputs, cache
+            )
             if rows is not encoder_outputs:
                 args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=rows)
         return super().forward(*args, **kwargs)
 
-    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+    def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:
         """Apply the output projection to the outputs of all heads [b, n, h_v d_v]."""
-        return self.out_proj(output)
+        return self.out_proj(head_outputs)

@@ -1,11 +1,11 @@
 """Shared attention code for BERT, RoBERTa and ELECTRA."""
 
 from ..attention.attention_mixin import AttentionVariantMixin
-from ..attention.attention_sites import AttentionSite, Projections
+from ..attention.attention_sites import AttentionSite, ProjectionPaths
 
 __all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
 
-_BERT_PROJECTIONS: Projections = {
+_BERT_PROJECTIONS: ProjectionPaths = {
     "query": "self.query",
     "key": "self.key",
     "value": "self.value",

@@ -3,7 +3,7 @@
 import sys
 from typing import Any, ClassVar
 
-from ..fields.field_checks import check_buckets
+from ..fields.field_checks import check_relative_position_buckets
 from ..fields.variant_config import AttnVariantConfigMixin, CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
 from ..mechanisms.talking_heads import KIND, get_settings_prefix, has_talking_heads
@@ -55,16 +55,16 @@ BERT_HEADS = (*ENCODER_HEADS, "ForNextSentencePrediction", "ForPreTraining", "LM
 WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForConditionalGeneration")
 
 
-def _get_variant_auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
+def _get_variant_auto_classes(model_type: str, class_prefix: str, class_suffixes: tuple[str, ...]) -> dict[str, str]:
     """Return the names of the variant model classes as {name of the Auto class: name of the model class}.
 
     Args:
         model_type: the model type in Transformers.
-        name: the prefix of the Transformers model class names.
-        heads: the suffixes of the model classes in the modeling file. Other Transformers classes are omitted, because
-            later releases may add model classes that have no variant.
+        class_prefix: the prefix of the Transformers model class names.
+        class_suffixes: the suffixes of the model classes in the modeling file. Other Transformers classes are omitted,
+            because later releases may add model classes that have no variant.
     """
-    here = {f"{name}{head}" for head in heads}
+    here = {f"{class_prefix}{head}" for head in class_suffixes}
     return {auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in here}
 
 
@@ -248,7 +248,7 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        check_buckets(self)
+        check_relative_position_buckets(self)
         # Sentence Transformers creates a configuration before it looks up the class in its table.
         _register_with_sentence_transformers(type(self))
 

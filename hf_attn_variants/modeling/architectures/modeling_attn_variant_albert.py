@@ -45,9 +45,9 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     dropout_name = "attention_dropout"
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
-    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+    def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:
         """Apply the output projection, residual connection and layer norm to the head outputs [b, n, h_v d_v]."""
-        return self.LayerNorm(states + self.output_dropout(self.dense(output)))
+        return self.LayerNorm(states + self.output_dropout(self.dense(head_outputs)))
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):

@@ -39,9 +39,9 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
     linears = ("q_lin", "k_lin", "v_lin")
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
-    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+    def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:
         """Apply the output projection to the outputs of all heads [b, n, h_v d_v]."""
-        return self.out_lin(output)
+        return self.out_lin(head_outputs)
 
 
 class AttnVariantDistilBertEmbeddings(PositionEmbeddingsMixin, Embeddings):

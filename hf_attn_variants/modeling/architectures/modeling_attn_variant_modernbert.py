@@ -53,7 +53,7 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute self-attention over hidden states [b, n, D]. The arguments are the same as in Transformers."""
         (states, mask, rotary), options = self.arguments.split(args, kwargs)
-        options |= self.prepare_variant_inputs(states, None, None, options)
+        options |= self.prepare_attention_kwargs(states, None, None, options)
         heads = self.heads
         sizes = (heads.head_dim, heads.head_dim, heads.value_dim)
         rows = self.Wqkv(states).split(heads.fused_rows, dim=-1)

@@ -6,7 +6,7 @@ from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..transformers_internals import (
-    MethodArguments,
+    MethodSignature,
     check_attention_function,
     collect_variant_classes,
     guarded_imports,
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 
-class BartForwardMixin:
+class WhisperGroupedHeadsMixin:
     """Mixin that lets `WhisperAttention` have fewer key/value heads than query heads.
 
     `WhisperAttention.forward` assumes that these numbers are the same. `BartAttention` computes the same attention
     without this assumption. It scales the dot products, whereas Whisper scales the queries.
     """
 
-    arguments: MethodArguments
+    arguments: MethodSignature
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute attention as `BartAttention` does. See `WhisperAttention.forward` for the arguments."""
@@ -55,13 +55,13 @@ class BartForwardMixin:
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
 
-class AttnVariantWhisperAttention(BartFamilyAttentionMixin, BartForwardMixin, WhisperAttention):
+class AttnVariantWhisperAttention(BartFamilyAttentionMixin, WhisperGroupedHeadsMixin, WhisperAttention):
     """`WhisperAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     transformers_attributes = (*BartFamilyAttentionMixin.transformers_attributes, "head_dim")
 
 
-BART_ARGUMENTS = MethodArguments(BartAttention, AttnVariantWhisperAttention.roles, returns=2)
+BART_ARGUMENTS = MethodSignature(BartAttention, AttnVariantWhisperAttention.roles, returns=2)
 check_attention_function(BartAttention)
 
 

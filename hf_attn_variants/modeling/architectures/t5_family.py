@@ -7,18 +7,22 @@ from torch import Tensor, nn
 
 from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
-from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.latent_attention import attend_to_latent, get_keys_and_values, get_latent
-from ..attention.shared_rows import share_sentence_rows
+from ..attention.attention_sites import AttentionSite, ProjectionPaths
+from ..attention.latent_attention import (
+    attend_to_latent,
+    compute_keys_and_values_with_cache,
+    compute_latent_with_cache,
+)
+from ..attention.shared_rows import share_encoder_outputs_between_beams
 from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
 from ..mechanisms.patterns.transient_global import (
-    TransientPattern,
+    TransientGlobalPattern,
     add_summary_parameters,
     attend_with_summaries,
     compute_summary_bias,
 )
 from ..mechanisms.sinusoidal_positions import has_sinusoids
-from ..ops.key_ranges import TransientGlobal
+from ..ops.key_ranges import TransientGlobalKeyRange
 from ..ops.variant_attention import AttentionHeads
 from ..transformers_internals import check_attributes, check_method, get_transformers_class, guarded_imports
 
@@ -27,7 +31,7 @@ with guarded_imports():
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
 
-_T5_PROJECTIONS: Projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
+_T5_PROJECTIONS: ProjectionPaths = {"query": "q", "key": "k", "value": "v", "output": "o"}
 T5_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -93,7 +97,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         if self.has_relative_attention_bias and has_sinusoids(config):
             self.has_relative_attention_bias = False
             del self.relative_attention_bias
-        if config.encoder_attention_pattern == TransientPattern.name and not self.is_decoder:
+        if config.encoder_attention_pattern == TransientGlobalPattern.name and not self.is_decoder:
             add_summary_parameters(self, config, heads.softmax)
         if self.has_relative_attention_bias and heads.softmax != heads.query:
             like = self.relative_attention_bias.weight
@@ -136,17 +140,19 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
         if encoder_outputs is not None:
-            encoder_outputs = share_sentence_rows(self, (self.k, self.v), states, encoder_outputs, cache)
-        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
+            encoder_outputs = share_encoder_outputs_between_beams(
+                self, (self.k, self.v), states, encoder_outputs, cache
+            )
+        dynamic = self.prepare_attention_kwargs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _get_past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         query = extend(self, HEAD_STAGE, query, "query")
         if self.heads.rank is None:
-            key, value = get_keys_and_values(self, (self.k, self.v), states, encoder_outputs, cache)
+            key, value = compute_keys_and_values_with_cache(self, (self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
         else:
-            latent, layer = get_latent(self, states, encoder_outputs, cache)  # [b, 1, m, r]
+            latent, layer = compute_latent_with_cache(self, states, encoder_outputs, cache)  # [b, 1, m, r]
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
@@ -156,7 +162,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             # In memory, the last axis of the computed bias is the heads, but fused CUDA kernels require it to be the
             # keys. The bias is copied only once, because all layers share it.
             position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
-            if isinstance(self.key_range, TransientGlobal):
+            if isinstance(self.key_range, TransientGlobalKeyRange):
                 position_bias = torch.cat(
                     [position_bias, compute_summary_bias(self, query.shape[2], query.device)], -1
                 )
@@ -167,7 +173,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
-        if isinstance(self.key_range, TransientGlobal):
+        if isinstance(self.key_range, TransientGlobalKeyRange):
             operands = (query, key, value)
             output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
         elif self.heads.rank is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
+from ..ops.variant_attention import VariantAttention, get_attention_kwargs, is_traced, should_return_weights
 from ..transformers_internals import check_mask_function, guarded_imports
 from ..variant_names import EAGER, SDPA, includes
 from .mechanism_attention import attend_with_mechanisms
@@ -83,7 +83,7 @@ def eager_attention_forward(
     """
     if not getattr(module, "is_plain", False):
         return attend_with_mechanisms("eager", module, query, key, value, attention_mask, **kwargs)
-    options = get_call_options(module, query, attention_mask, kwargs)
+    options = get_attention_kwargs(module, query, attention_mask, kwargs)
     return attention_with_weights(query, key, value, attention_mask, **options)
 
 
@@ -102,7 +102,7 @@ def sdpa_attention_forward(
     """
     if not getattr(module, "is_plain", False):
         return attend_with_mechanisms("sdpa", module, query, key, value, attention_mask, **kwargs)
-    options = get_call_options(module, query, attention_mask, kwargs)
+    options = get_attention_kwargs(module, query, attention_mask, kwargs)
     if should_return_weights(module, kwargs):
         return attention_with_weights(query, key, value, attention_mask, **options)
     return fused_attention(query, key, value, attention_mask, **options), None

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..fields.composition import check_implementation
 from ..mechanisms.patterns.window_pattern import check_global_mask
-from ..mechanisms.talking_heads import get_projection_shapes, get_projection_std
+from ..mechanisms.talking_heads import get_talking_heads_init_std, get_talking_heads_parameter_shapes
 from ..ops.variant_attention import AttentionHeads, get_attn_implementation, should_return_weights
 from ..transformers_internals import (
-    MethodArguments,
+    MethodSignature,
     check_attention_function,
     check_attributes,
     get_transformers_class,
@@ -52,14 +52,14 @@ class AttentionVariantMixin(_Attention):
     dropout_name = "dropout"
     returns = 2
     transformers_attributes: tuple[str, ...] = ()
-    arguments: MethodArguments
+    arguments: MethodSignature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if issubclass(cls, nn.Module):
             owner = get_transformers_class(cls, AttentionVariantMixin)
             check_attention_function(owner)
-            cls.arguments = MethodArguments(owner, cls.roles, returns=cls.returns)
+            cls.arguments = MethodSignature(owner, cls.roles, returns=cls.returns)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute self-attention over hidden states [b, n, D], or cross-attention from them to encoder outputs.
@@ -67,16 +67,16 @@ class AttentionVariantMixin(_Attention):
         The arguments are the same as in the Transformers class.
         """
         states, mask, cache, encoder_outputs = (*self.arguments.read(args, kwargs), None, None)[:4]
-        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
+        dynamic = self.prepare_attention_kwargs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         output, weights = attend_with_projections(self, states, mask, cache, encoder_outputs, others | dynamic)
         return self.compute_output(output, states), weights
 
-    def compute_output(self, output: Tensor, states: Tensor) -> Tensor:
+    def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:
         """Compute the module's output from the head outputs [b, n, h_v d_v]. By default, return them unchanged."""
-        return output
+        return head_outputs
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Store the head counts and add the talking-heads parameters, which the model initializes later.
@@ -94,7 +94,9 @@ class AttentionVariantMixin(_Attention):
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         self.extensions: dict[str, tuple[str, ...]] = {}
         like = next(self.parameters())
-        shapes = get_projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
+        shapes = (
+            get_talking_heads_parameter_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
+        )
         self.projection_names = tuple(shapes)
         self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
@@ -107,7 +109,7 @@ class AttentionVariantMixin(_Attention):
     def resolve_attn_implementation(self) -> None:
         """Check the attention implementation that the configuration selects, and store it in the module.
 
-        `prepare_variant_inputs` only repeats this check if the implementation in the configuration has changed.
+        `prepare_attention_kwargs` only repeats this check if the implementation in the configuration has changed.
 
         Raises:
             ValueError: if the implementation does not support the module's mechanisms.
@@ -128,13 +130,13 @@ class AttentionVariantMixin(_Attention):
         """Initialize the talking-heads parameters according to `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)
-            std = get_projection_std(name, parameter.shape, self.heads.talking_init)
+            std = get_talking_heads_init_std(name, parameter.shape, self.heads.talking_init)
             if std is None:
                 init.copy_(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device))
             else:
                 init.normal_(parameter, mean=0.0, std=std)
 
-    def prepare_variant_inputs(
+    def prepare_attention_kwargs(
         self, states: Tensor, encoder_outputs: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Check the inputs of a call and return additional keyword arguments for the attention function.

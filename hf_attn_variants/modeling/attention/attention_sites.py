@@ -17,16 +17,16 @@ from ..ops.variant_attention import AttentionHeads
 
 __all__ = [
     "AttentionSite",
-    "Projections",
-    "get_kernel",
+    "ProjectionPaths",
+    "create_kernel",
     "get_key_range",
-    "get_root_of_attention_paths",
+    "get_root_module",
     "is_local_layer",
     "named_attention_modules",
 ]
 
 
-class Projections(TypedDict):
+class ProjectionPaths(TypedDict):
     """The paths of the linear layers in an attention module, relative to the module."""
 
     query: str
@@ -91,7 +91,7 @@ class AttentionSite:
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
     @property
-    def place_prefix(self) -> str:
+    def field_prefix(self) -> str:
         """The prefix of the per-place fields: "cross_" for cross-attention, otherwise `stack_prefix`."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
@@ -103,7 +103,7 @@ class AttentionSite:
         """Return the head counts, the rank and the talking-heads settings of the attention module at a path."""
         layer = self.get_layer_index(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.get_layer_value(self.kv_heads_field, layer)
-        talking = config.get_talking_heads(self.place_prefix, layer)
+        talking = config.get_talking_heads(self.field_prefix, layer)
         value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.get_layer_value(self.rank_field, layer)
         sizes = (
@@ -123,7 +123,7 @@ class AttentionSite:
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
-    def get_latent_path(self, path: str) -> str:
+    def get_latent_projection_path(self, path: str) -> str:
         """Return the path (inside the base model) of the linear layer that computes a module's latent."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
@@ -131,11 +131,11 @@ class AttentionSite:
         """Return the linear layer that computes the latent of the module at a path, if there is a latent."""
         if self.rank_field is None:
             return None
-        owner, _, name = self.get_latent_path(path).rpartition(".")
+        owner, _, name = self.get_latent_projection_path(path).rpartition(".")
         return getattr(base_model.get_submodule(owner), name, None)
 
 
-def get_root_of_attention_paths(model: PreTrainedModel) -> nn.Module:
+def get_root_module(model: PreTrainedModel) -> nn.Module:
     """Return the base model, to which the paths of attention modules are relative.
 
     If the model is only an encoder or a decoder, return a new module that contains it under its `stack_name`.
@@ -155,7 +155,7 @@ def named_attention_modules(
 
     The model can be a variant or a Transformers model.
     """
-    for path, module in get_root_of_attention_paths(model).named_modules():
+    for path, module in get_root_module(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module
@@ -184,7 +184,7 @@ def get_key_range(site: AttentionSite, config: Any, path: str, is_causal: bool) 
         return None
     if is_causal and getattr(config, f"{prefix}attention_kernel") is not None:
         # In a decoder with kernels, masks only cover padding, so softmax layers must exclude later keys themselves.
-        has_kernel = get_kernel(site, config, path, is_causal) is not None
+        has_kernel = create_kernel(site, config, path, is_causal) is not None
         return None if has_kernel else KeyRange.from_window(None, 1, 0, is_causal)
     if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
         return None
@@ -192,12 +192,12 @@ def get_key_range(site: AttentionSite, config: Any, path: str, is_causal: bool) 
     return get_pattern_class(pattern).get_key_range(config, prefix, heads, layer, is_causal)
 
 
-def get_kernel(site: AttentionSite, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+def create_kernel(site: AttentionSite, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
     """Create the kernel of an attention module, or return None if the module uses a softmax.
 
     See `get_key_range` for the arguments.
     """
-    prefix, layer = site.place_prefix, site.get_layer_index(config, path)
+    prefix, layer = site.field_prefix, site.get_layer_index(config, path)
     if getattr(config, field := f"{prefix}attention_kernel", None) is None or is_local_layer(config, layer):
         return None
     if (name := config.get_layer_value(field, layer)) is None:

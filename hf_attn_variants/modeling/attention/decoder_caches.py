@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..transformers_internals import check_caches, guarded_imports
+from ..transformers_internals import check_cache_internals, guarded_imports
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
 
-check_caches()
+check_cache_internals()
 
 
 class KernelStateLayer(DynamicLayer):
@@ -123,7 +123,7 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: Tensor 
 
 
 def _prepare_state_layer(cache: Any, layer: int) -> None:
-    layers = get_cache_layers_up_to(cache, layer)
+    layers = ensure_cache_layers(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
@@ -142,12 +142,12 @@ def limit_cache_to_window(module: VariantAttention, cache: Any) -> None:
     key_range, layer = module.key_range, module.layer_idx
     if module.kernel is not None or key_range is None or key_range.before >= MAX_SIZE:
         return
-    layers = get_cache_layers_up_to(cache, layer)
+    layers = ensure_cache_layers(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = DynamicSlidingWindowLayer(key_range.before + 1)
 
 
-def get_cache_layers_up_to(cache: Any, layer: int) -> list[Any]:
+def ensure_cache_layers(cache: Any, layer: int) -> list[Any]:
     """Return the self-attention layers of a cache, after adding missing layers up to the given index."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:

@@ -25,10 +25,16 @@ from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
 from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
-from ..transformers_internals import MethodArguments, get_transformers_class, guarded_imports
+from ..transformers_internals import MethodSignature, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
 from .attention_interface import get_attention_function
-from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated_rows, store_num_beams
+from .shared_rows import (
+    BeamSharedCacheLayer,
+    get_unrepeated_encoder_outputs,
+    has_hooks,
+    mark_repeated_rows,
+    store_num_beams,
+)
 
 with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -39,11 +45,11 @@ __all__ = [
     "attend_to_latent",
     "attend_with_projections",
     "compute_keys_and_values",
+    "compute_keys_and_values_with_cache",
+    "compute_latent_with_cache",
     "count_latent_flops",
-    "get_keys_and_values",
-    "get_latent",
     "is_plain_linear",
-    "multiply_per_head",
+    "matmul_per_head",
     "should_absorb_projections",
     "should_store_expanded_latent",
 ]
@@ -58,7 +64,7 @@ MAX_ROWS_WITH_WEIGHTS = 16
 _Stack: Any = object  # the type of the Transformers class with which the mixin is combined
 
 
-class LatentLayer(SharedRows, DynamicLayer):
+class LatentCacheLayer(BeamSharedCacheLayer, DynamicLayer):
     """A dynamic cache layer that stores a latent [b, 1, m, r] without copying it.
 
     The latent must not be modified in place, because it may be the encoder outputs, which other code also reads.
@@ -77,7 +83,7 @@ class LatentLayer(SharedRows, DynamicLayer):
         vars(self).pop(EXPANDED, None)
 
 
-class SharedLatentLayer(DynamicLayer):
+class SharedLatentCacheLayer(DynamicLayer):
     """A cache layer that refers to the first layer's latent, so that beam search reorders the latent only once."""
 
     def __init__(self, first: Any) -> None:
@@ -103,11 +109,11 @@ class SharedLatentLayer(DynamicLayer):
 class CrossLatentMixin(_Stack):
     """A mixin for decoders that computes the latent of the encoder outputs only once for all layers."""
 
-    call_arguments: MethodArguments
+    call_arguments: MethodSignature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.call_arguments = MethodArguments(
+        cls.call_arguments = MethodSignature(
             get_transformers_class(cls, CrossLatentMixin), ("encoder_outputs", "cache")
         )
 
@@ -117,7 +123,7 @@ class CrossLatentMixin(_Stack):
         makes_latent = getattr(self, "cross_kv_a_proj", None)
         if makes_latent is None or encoder_outputs is None or has_cached_latent(cache):
             return super().forward(*args, **kwargs)
-        rows = get_sentence_rows(encoder_outputs, (makes_latent,))
+        rows = get_unrepeated_encoder_outputs(encoder_outputs, (makes_latent,))
         latent = made = makes_latent(rows)
         if rows is not encoder_outputs:
             made = repeat_for_beams(latent, len(encoder_outputs))
@@ -141,7 +147,7 @@ def attend_with_projections(
     Args:
         module: the attention module (see `AttentionVariantMixin`).
         mask: see `attention_with_weights`.
-        states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
+        states, encoder_outputs, cache: see `compute_latent_with_cache` and `compute_keys_and_values_with_cache`.
         options: additional arguments of the attention function.
     """
     query_linear, *linears = (getattr(module, name) for name in module.linears)
@@ -150,15 +156,15 @@ def attend_with_projections(
     dropout = getattr(module, module.dropout_name)  # a probability or a module
     options |= {"dropout": getattr(dropout, "p", dropout) if module.training else 0.0, "scaling": module.scaling}
     if module.heads.rank is None:
-        key, value = get_keys_and_values(module, linears, states, encoder_outputs, cache)
+        key, value = compute_keys_and_values_with_cache(module, linears, states, encoder_outputs, cache)
         output, weights = get_attention_function(module.implementation)(module, query, key, value, mask, **options)
     else:
-        latent, layer = get_latent(module, states, encoder_outputs, cache)
+        latent, layer = compute_latent_with_cache(module, states, encoder_outputs, cache)
         output, weights = attend_to_latent(module, query, latent, mask, linears, layer, **options)
     return extend(module, OUTPUT_STAGE, output, states).flatten(2), weights
 
 
-def get_keys_and_values(
+def compute_keys_and_values_with_cache(
     module: VariantAttention, linears: Sequence[nn.Module], states: Tensor, encoder_outputs: Tensor | None, cache: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
@@ -188,7 +194,7 @@ def get_keys_and_values(
     return key, value
 
 
-def get_latent(
+def compute_latent_with_cache(
     module: VariantAttention, states: Tensor, encoder_outputs: Tensor | None, cache: Any
 ) -> tuple[Tensor, Any]:
     """Return the latent c [b, 1, m, r], starting with the cached latent, and the cache layer that stores it.
@@ -226,7 +232,7 @@ def attend_to_latent(
     latent: Tensor,
     mask: Tensor | None,
     linears: Sequence[nn.Linear],
-    layer: Any = None,
+    cache_layer: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to the keys and values of a latent, using the cheaper of the absorbed and expanded forms.
@@ -237,8 +243,8 @@ def attend_to_latent(
         latent: c, [b, 1, m, r].
         mask: see `attention_with_weights`.
         linears: the linear layers that contain W_k [k d, r], W_v [k d_v, r] and their biases.
-        layer: the cache layer that stores this latent in all steps (only in cross-attention). It may also store the
-            keys and values of a short latent.
+        cache_layer: the cache layer that stores this latent in all steps (only in cross-attention). It may also store
+            the keys and values of a short latent.
         options: additional arguments of the attention function. `scaling` refers to queries of size d.
 
     Returns:
@@ -247,12 +253,14 @@ def attend_to_latent(
     attend = get_attention_function(module.implementation)
     # Hooks may expect one row per beam. Hooks are checked first, because an exported graph must not depend on the
     # number of rows.
-    if layer is not None and any(has_hooks(linear) for linear in linears) and 0 < len(latent) < len(query):
-        latent, layer = repeat_for_beams(latent, len(query)), None
+    if cache_layer is not None and any(has_hooks(linear) for linear in linears) and 0 < len(latent) < len(query):
+        latent, cache_layer = repeat_for_beams(latent, len(query)), None
     # Inference-mode tensors have no version counter that detects in-place changes.
-    can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
+    can_store = (
+        cache_layer is not None and not getattr(cache_layer, "is_compileable", False) and not latent.is_inference()
+    )
     if can_store and should_store_expanded_latent(latent):
-        key, value = _get_expanded_latent(module, latent, linears, layer)
+        key, value = _get_expanded_latent(module, latent, linears, cache_layer)
     elif module.is_own and should_absorb_projections(module, query, latent, linears, options):
         return _attend_in_absorbed_form(module, query, latent, mask, linears, **options)
     else:
@@ -286,20 +294,20 @@ def get_shared_latent(cache: Any, latents: Tensor, layer: int, states: Tensor) -
         The latent c [b, 1, m, r], and the cache layer that stores it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
-        return get_sentence_rows(latents)[:, None], None
+        return get_unrepeated_encoder_outputs(latents)[:, None], None
     cross = cache.cross_attention_cache
     if not has_cached_latent(cache):
-        latents = get_sentence_rows(latents)
+        latents = get_unrepeated_encoder_outputs(latents)
         latent = latents[:, None]
         if cross.is_compileable:
             store_num_beams(cache, 0, states, latents)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, count_beams_in_cache(states, latents))]
+            cross.layers[:] = [LatentCacheLayer(latent, count_beams_in_cache(states, latents))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
-        cross.layers.append(SharedLatentLayer(first))
+        cross.layers.append(SharedLatentCacheLayer(first))
     cache.is_updated[0] = cache.is_updated[layer] = True
     return first.keys, first
 
@@ -324,9 +332,9 @@ def compute_keys_and_values(
 
 
 def _get_expanded_latent(
-    module: VariantAttention, latent: Tensor, linears: Sequence[nn.Linear], layer: Any
+    module: VariantAttention, latent: Tensor, linears: Sequence[nn.Linear], cache_layer: Any
 ) -> tuple[Tensor, Tensor]:
-    by_layer = vars(layer).setdefault(EXPANDED, {})
+    by_layer = vars(cache_layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
@@ -369,7 +377,7 @@ def should_absorb_projections(
 def count_latent_flops(
     module: VariantAttention,
     linears: Sequence[nn.Linear],
-    attended: int,
+    num_keys: int,
     batch_size: int,
     is_step: bool,
     is_latent_cached: bool,
@@ -381,14 +389,14 @@ def count_latent_flops(
     Args:
         module: the attention module.
         linears: the key and value projections. They may be on the meta device.
-        attended: m, the number of tokens that a query attends to.
+        num_keys: m, the number of tokens that a query attends to.
         batch_size: b.
         is_step: True if a decoder computes one token, or False if a model processes a whole text at once.
         is_latent_cached: True if the same latent is used in all steps, as in cross-attention.
     """
     heads, (key, value) = module.heads, linears
-    query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
-    latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
+    query = torch.empty(batch_size, heads.query, 1 if is_step else num_keys, heads.head_dim, device="meta")
+    latent = torch.empty(batch_size, 1, num_keys, key.in_features, device="meta")
     plain = (
         nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         for linear in (key, value)
@@ -396,11 +404,11 @@ def count_latent_flops(
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
     is_stored = is_latent_cached and should_store_expanded_latent(latent)
     if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
-        return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
-    expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
+        return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * num_keys)
+    expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * num_keys * numbers
     # If keys and values are stored, or if there is only one pass, they are computed once per token. Otherwise, each
     # step recomputes them.
-    return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
+    return (0, attends + num_keys * expanded) if is_step and not is_stored else (expanded, attends)
 
 
 def is_plain_linear(linear: nn.Module, latent: Tensor) -> bool:
@@ -421,7 +429,7 @@ def _attend_in_absorbed_form(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     (key_linear, value_linear), value_dim = linears, module.heads.value_dim
-    query = multiply_per_head(query, key_linear.weight, query.shape[-1])
+    query = matmul_per_head(query, key_linear.weight, query.shape[-1])
     if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # distributed training (DDP) waits for a gradient of every parameter.
@@ -430,7 +438,7 @@ def _attend_in_absorbed_form(
     sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = multiply_per_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
+    output = matmul_per_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
@@ -457,7 +465,7 @@ def _find_queries_with_keys(mask: Tensor | None, batch: int) -> Tensor | None:
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def multiply_per_head(states: Tensor, weight: Tensor, head_dim: int, transposed: bool = False) -> Tensor:
+def matmul_per_head(states: Tensor, weight: Tensor, head_dim: int, transposed: bool = False) -> Tensor:
     """Multiply each head in states [b, k g, n, x] by the rows of a weight [k d, r] that belong to the head's group.
 
     The head size x changes from d to r, or from r to d if `transposed` is True.

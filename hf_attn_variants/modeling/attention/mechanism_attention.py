@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..mechanisms.attention_extension import get_normalization
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
+from ..mechanisms.patterns.block_patterns import attend_to_gathered_keys, should_gather_keys
 from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
-from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_tokens
+from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_token_mask
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, HEAD_PROJECTIONS
 from ..ops.beams import repeat_for_beams, select_first_beams
 from ..ops.flex_windows import attention_in_windows
@@ -23,7 +23,7 @@ from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_block
 from ..ops.memory_efficient_attention import talking_heads_attention
 from ..ops.padded_rows import roll_padded_rows
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, get_call_options, is_exporting, should_return_weights
+from ..ops.variant_attention import VariantAttention, get_attention_kwargs, is_exporting, should_return_weights
 
 __all__ = [
     "attend_with_kernel",
@@ -97,7 +97,7 @@ def kernel_attention_forward(
             sums.
     """
     with_weights = should_return_weights(module, options)
-    scaling = get_call_options(module, query, mask, options)["scaling"]
+    scaling = get_attention_kwargs(module, query, mask, options)["scaling"]
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:
         raise ValueError(
@@ -139,10 +139,10 @@ def eager_attention_with_mechanisms(
         return kernel_attention_forward(module, query, key, value, mask, kwargs)
     bias = kwargs.get("position_bias")
     if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # it may differ for padded rows
-        is_global = get_global_tokens(key_range, kwargs)
+        is_global = get_global_token_mask(key_range, kwargs)
         mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, bias, is_global)
-    options = get_call_options(module, query, mask, kwargs) | {"position_bias": bias, "score": module.score}
-    options |= _get_head_projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
+    options = get_attention_kwargs(module, query, mask, kwargs) | {"position_bias": bias, "score": module.score}
+    options |= _get_talking_heads_projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["normalize"] = get_normalization(module) if module.extensions else None
     return attention_with_weights(query, key, value, mask, **options)
 
@@ -163,23 +163,23 @@ def sdpa_attention_with_mechanisms(
     with_weights = returns_weights or module.score is not None or normalize is not None
     talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
     in_blocks = key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, mask)
-    is_global, bias = get_global_tokens(key_range, kwargs), kwargs.get("position_bias")
+    is_global, bias = get_global_token_mask(key_range, kwargs), kwargs.get("position_bias")
     if not returns_weights and is_global is None and should_gather_keys(key_range, query, key, mask):
-        options = get_call_options(module, query, None, kwargs | {"is_causal": False})
+        options = get_attention_kwargs(module, query, None, kwargs | {"is_causal": False})
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
             options |= {"score": module.score, "normalize": normalize}
-            attend = partial(attention_with_weights, **options, **_get_head_projections(module))
-        return attend_in_blocks(attend, key_range, (query, key, value), mask, bias), None
+            attend = partial(attention_with_weights, **options, **_get_talking_heads_projections(module))
+        return attend_to_gathered_keys(attend, key_range, (query, key, value), mask, bias), None
     if with_weights or (talking_heads and not in_blocks and _needs_explicit_weights(module, query, mask)):
         output, weights = eager_attention_with_mechanisms(module, query, key, value, mask, **kwargs)
         return output, weights if returns_weights else None
     if key_range is not None and not in_blocks:
         mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, bias, is_global)
-    options = get_call_options(module, query, mask, kwargs) | {"position_bias": bias}
+    options = get_attention_kwargs(module, query, mask, kwargs) | {"position_bias": bias}
     if not (talking_heads or in_blocks):
         return fused_attention(query, key, value, mask, **options), None
-    options |= _get_head_projections(module)
+    options |= _get_talking_heads_projections(module)
     if not in_blocks:
         return talking_heads_attention(query, key, value, mask, **options), None
     options["is_causal"] = False  # causality is part of the key range
@@ -189,7 +189,7 @@ def sdpa_attention_with_mechanisms(
     return attend_with_global_tokens_first(attend, key_range, (query, key, value), mask, is_global), None
 
 
-def _get_head_projections(module: VariantAttention) -> dict[str, Any]:
+def _get_talking_heads_projections(module: VariantAttention) -> dict[str, Any]:
     """Return a dictionary with the talking-heads projections of a module."""
     return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 

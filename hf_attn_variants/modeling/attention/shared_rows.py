@@ -2,8 +2,8 @@
 
 encoder outputs    [b, m, D]        one row per sentence
 expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated_rows` marks the result
-attention          [b, m, D]        `get_sentence_rows` returns the rows before the repetition
-cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when beams are reordered
+attention          [b, m, D]        `get_unrepeated_encoder_outputs` returns the rows before the repetition
+cache              [b, k, m, d]     `BeamSharedCacheLayer` keeps one row per sentence when beams are reordered
 """
 
 from collections.abc import Iterable
@@ -23,16 +23,16 @@ with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticLayer
 
 __all__ = [
-    "SharedDynamicLayer",
+    "BeamSharedCacheLayer",
+    "BeamSharedDynamicLayer",
     "SharedEncoderOutputsMixin",
-    "SharedRows",
     "expand_and_mark_encoder_outputs",
     "get_empty_layer",
-    "get_sentence_rows",
+    "get_unrepeated_encoder_outputs",
     "has_hooks",
     "mark_repeated_rows",
+    "share_encoder_outputs_between_beams",
     "share_rows_between_beams",
-    "share_sentence_rows",
     "store_num_beams",
 ]
 
@@ -42,7 +42,7 @@ __all__ = [
 REPEATED = "_attn_variants_repeated"
 
 
-class SharedRows:
+class BeamSharedCacheLayer:
     """The base class of cache layers with one row per sentence.
 
     Attributes:
@@ -84,9 +84,9 @@ class SharedRows:
         layer: Any = self
         return 0 if layer.keys is None else layer.keys.shape[0]
 
-    def _apply(self, rows: Any) -> None:
+    def _apply(self, fn: Any) -> None:
         layer: Any = self
-        layer.keys, layer.values = rows(layer.keys), rows(layer.values)
+        layer.keys, layer.values = fn(layer.keys), fn(layer.values)
 
 
 def _reorders_only_within_sentences(beam_idx: Tensor, beams: int) -> bool:
@@ -94,11 +94,11 @@ def _reorders_only_within_sentences(beam_idx: Tensor, beams: int) -> bool:
     return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
 
-class SharedDynamicLayer(SharedRows, DynamicLayer):
+class BeamSharedDynamicLayer(BeamSharedCacheLayer, DynamicLayer):
     """A dynamic cache layer with one row of keys and values per sentence."""
 
 
-class SharedStaticLayer(SharedRows, StaticLayer):
+class BeamSharedStaticLayer(BeamSharedCacheLayer, StaticLayer):
     """A static cache layer with one row of keys and values per sentence."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ class SharedStaticLayer(SharedRows, StaticLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
 
-_SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: SharedStaticLayer}
+_SHARED: dict[type, type] = {DynamicLayer: BeamSharedDynamicLayer, StaticLayer: BeamSharedStaticLayer}
 
 
 def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
@@ -133,32 +133,32 @@ def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
     return True
 
 
-def get_empty_layer(cross: Any, index: int) -> Any:
+def get_empty_layer(cross_attention_cache: Any, index: int) -> Any:
     """Return a layer of a cross-attention cache if it is empty, and None otherwise."""
-    layers = cross.layers
-    if len(layers) <= index and getattr(cross, "layer_class_to_replicate", None) is DynamicLayer:
+    layers = cross_attention_cache.layers
+    if len(layers) <= index and getattr(cross_attention_cache, "layer_class_to_replicate", None) is DynamicLayer:
         layers.extend(DynamicLayer() for _ in range(index + 1 - len(layers)))
     if index >= len(layers):
         return None
     if (
-        layers[index].is_initialized and type(layers[index]) is not SharedStaticLayer
+        layers[index].is_initialized and type(layers[index]) is not BeamSharedStaticLayer
     ):  # static layers keep their tensors after a reset
         return None
-    if isinstance(layers[index], SharedDynamicLayer):  # the layer was reset
+    if isinstance(layers[index], BeamSharedDynamicLayer):  # the layer was reset
         layers[index] = DynamicLayer()
     return layers[index]
 
 
-def mark_repeated_rows(repeated: Tensor, states: Tensor) -> None:
-    """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
+def mark_repeated_rows(expanded: Tensor, original: Tensor) -> None:
+    """Mark encoder outputs [b B, m, D] that contain each row of `original` [b, m, D] B times.
 
     To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
     tensors that are computed from the marked tensor do not inherit it.
     """
-    setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
+    setattr(expanded, REPEATED, (original, None if expanded.is_inference() else expanded._version))
 
 
-def get_sentence_rows(encoder_outputs: Tensor, linears: Iterable[nn.Module] = ()) -> Tensor:
+def get_unrepeated_encoder_outputs(encoder_outputs: Tensor, linears: Iterable[nn.Module] = ()) -> Tensor:
     """Return encoder outputs with one row per sentence if they are marked, and otherwise return them unchanged.
 
     Args:
@@ -182,22 +182,22 @@ def has_hooks(linear: nn.Module) -> bool:
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
-def share_sentence_rows(
+def share_encoder_outputs_between_beams(
     module: Any, linears: Iterable[nn.Module], states: Tensor, encoder_outputs: Tensor, cache: Any
 ) -> Tensor:
     """Return the encoder outputs with one row per sentence if possible, and prepare the cache for such rows.
 
-    Modules with a latent are not affected, because `get_latent` handles their rows.
+    Modules with a latent are not affected, because `compute_latent_with_cache` handles their rows.
 
     Args:
         module: a cross-attention module.
-        linears, encoder_outputs: see `get_sentence_rows`.
+        linears, encoder_outputs: see `get_unrepeated_encoder_outputs`.
         states: the hidden states of the decoder [b B, n, D].
         cache: the cache of the decoder, if any.
     """
     if module.heads.rank is not None:
         return encoder_outputs
-    encoder_outputs = get_sentence_rows(encoder_outputs, linears)
+    encoder_outputs = get_unrepeated_encoder_outputs(encoder_outputs, linears)
     store_num_beams(cache, module.layer_idx, states, encoder_outputs)
     return encoder_outputs
 
@@ -220,25 +220,35 @@ _Generation: Any = object  # the type of the Transformers class with which the m
 
 
 def expand_and_mark_encoder_outputs(
-    expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
+    expand_fn: Any,
+    can_share_rows: bool,
+    expand_size: int,
+    is_encoder_decoder: bool,
+    input_ids: Any,
+    kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs whose rows are repeated.
 
     Args:
-        expand: the Transformers method `_expand_inputs_for_generation`, which takes the following arguments.
-        shares: True if all beams of a sentence can share a row of encoder outputs.
+        expand_fn: the Transformers method `_expand_inputs_for_generation`, which takes the following arguments.
+        can_share_rows: True if all beams of a sentence can share a row of encoder outputs.
         expand_size: the number of beams or samples per sentence.
         is_encoder_decoder: the value that is passed by Transformers.
         input_ids: the input ids of the decoder.
         kwargs: the other model inputs.
     """
     outputs = kwargs.get("encoder_outputs")
-    if shares and expand_size > 1 and outputs is not None:
+    if can_share_rows and expand_size > 1 and outputs is not None:
         kwargs["encoder_outputs"] = type(outputs)(**outputs)  # a copy, because Transformers modifies it
-    input_ids, kwargs = expand(
+    input_ids, kwargs = expand_fn(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
-    if shares and expand_size > 1 and outputs is not None and len(kwargs["encoder_outputs"][0]) > len(outputs[0]):
+    if (
+        can_share_rows
+        and expand_size > 1
+        and outputs is not None
+        and len(kwargs["encoder_outputs"][0]) > len(outputs[0])
+    ):
         mark_repeated_rows(kwargs["encoder_outputs"][0], outputs[0])
     return input_ids, kwargs
 
@@ -264,7 +274,7 @@ class SharedEncoderOutputsMixin(_Generation):
         expand = super()._expand_inputs_for_generation
         return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
-    def _reorder_cache(self, cache: Any, beams: Tensor) -> Any:
+    def _reorder_cache(self, cache: Any, beam_idx: Tensor) -> Any:
         # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.
-        getattr(cache, "self_attention_cache", cache).reorder_cache(beams)
+        getattr(cache, "self_attention_cache", cache).reorder_cache(beam_idx)
         return cache

@@ -20,15 +20,15 @@ from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import get_random_buffer_names
 from ..mechanisms.latents import add_latent_projection
 from ..mechanisms.patterns.compressed_pattern import create_compression
-from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
+from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_talking_heads_init, supports_cache
 from ..ops.padded_rows import set_padding_rule
 from ..remote_code import is_package_class
 from ..transformers_internals import (
     build_change_error,
     check_attributes,
-    check_models,
-    check_paths,
+    check_model_internals,
     check_single_cache,
+    check_submodule_paths,
     get_cache_name,
 )
 from ..transformers_trial import compare_with_transformers
@@ -36,16 +36,16 @@ from ..variant_names import EAGER, SDPA, includes
 from .attention_mixin import AttentionVariantMixin
 from .attention_sites import (
     AttentionSite,
-    get_kernel,
+    create_kernel,
     get_key_range,
-    get_root_of_attention_paths,
+    get_root_module,
     named_attention_modules,
 )
 from .decoder_caches import limit_cache_to_window
 
 __all__ = ["AttnVariantModelMixin"]
 
-check_models()
+check_model_internals()
 
 # This is a child of the Transformers logger, so that the Transformers verbosity level also controls these messages.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -215,7 +215,7 @@ class AttnVariantModelMixin(_Model):
         # At this point, the checkpoint's generation_config.json has been loaded.
         model._update_generation_settings()
         if adds:
-            description = describe_initialization(model.config)
+            description = describe_talking_heads_init(model.config)
             logger.warning(f"{source} has no talking heads. {cls.__name__} adds them. {description}.")
         if source is not None and "sinusoidal_positions" in get_used_mechanisms(model.config):
             warn_about_replaced_positions(model.config, source, kwargs)
@@ -255,11 +255,11 @@ def _yield_added_key_patterns(model: AttnVariantModelMixin, added: frozenset[tup
     The expression matches the names of the module's new parameters.
     """
     for site, path, _ in model.named_attention_modules() if added else ():
-        if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
+        if (site.field_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
-def _change_class(module: Any, variant: Any, config: Any) -> None:
+def _change_class(module: Any, variant_class: Any, config: Any) -> None:
     """Convert a module created by Transformers to an instance of its variant class.
 
     Assigning `__class__` only changes the methods of the object. Its parameters, hooks and attributes, and all
@@ -272,15 +272,15 @@ def _change_class(module: Any, variant: Any, config: Any) -> None:
     the same layout. The constructor of the variant class is not called. `_install_variant` adds the attributes
     instead.
     """
-    module.__class__ = variant
+    module.__class__ = variant_class
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
-        check_attributes(module, getattr(variant, "transformers_attributes", ()))
+        check_attributes(module, getattr(variant_class, "transformers_attributes", ()))
     if hasattr(module, "install_positions"):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
         # The original constructor stores values by class name, such as the recorded outputs, so it is also run for the
         # new class.
-        PreTrainedModel.__init__(variant.__new__(variant), module.config)
+        PreTrainedModel.__init__(variant_class.__new__(variant_class), module.config)
 
 
 def _check_all_variants_installed(model: PreTrainedModel) -> None:
@@ -295,19 +295,19 @@ def _check_all_variants_installed(model: PreTrainedModel) -> None:
 
 
 def _install_variant(
-    site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel, used: frozenset[str]
+    site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel, used_mechanisms: frozenset[str]
 ) -> None:
     """Set the head counts of an attention module and add its new parameters.
 
     A second call has no effect. It occurs if the model contains another model that has already called this function.
     """
-    check_paths(module, (site.core,) if site.core else ())
+    check_submodule_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
         raise build_change_error(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
-    check_paths(module, site.projections.values())
+    check_submodule_paths(module, site.projections.values())
     key_linear: Any = module.get_submodule(site.key)
     query_linear: Any = module.get_submodule(site.query)
     heads, width = site.get_heads(model.config, path), key_linear.in_features
@@ -321,25 +321,25 @@ def _install_variant(
     if any(resized):
         # In T5, the projections are initialized by the attention module that contains them.
         vars(module)["_is_hf_initialized"] = False
-    root = get_root_of_attention_paths(model)
+    root = get_root_module(model)
     if rank < width and site.get_latent_projection(root, path) is None:  # shared by all layers
-        add_latent_projection(root, site.get_latent_path(path), width, rank)
+        add_latent_projection(root, site.get_latent_projection_path(path), width, rank)
     core.install_variant(model.config, heads, query_linear.in_features, rank if site.shares_latent else width)
     # Cross-attention computes its dynamic terms from the encoder outputs, which are available in each step. With a
     # smaller latent, the terms are computed from the latent, which is only in the cache after the first step.
     core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
     core.score = core.compression = core.key_range = core.kernel = None
     is_causal = getattr(core, "is_causal", False)
-    if "additive_score" in used:
-        core.score = create_additive_score(core, heads, model.config, site.place_prefix)
-    if "patterns" in used:
+    if "additive_score" in used_mechanisms:
+        core.score = create_additive_score(core, heads, model.config, site.field_prefix)
+    if "patterns" in used_mechanisms:
         core.compression = create_compression(core, heads, site, model.config)
-    if "linear_attention" in used:
-        install_kernel(core, get_kernel(site, model.config, path, is_causal))
-    if not used.isdisjoint(("linear_attention", "patterns")):
+    if "linear_attention" in used_mechanisms:
+        install_kernel(core, create_kernel(site, model.config, path, is_causal))
+    if not used_mechanisms.isdisjoint(("linear_attention", "patterns")):
         core.key_range = get_key_range(site, model.config, path, is_causal)
-    if not used.isdisjoint(EXTENSION_FIELDS):
-        install_extensions(core, model.config, site.place_prefix, query_linear.in_features)
+    if not used_mechanisms.isdisjoint(EXTENSION_FIELDS):
+        install_extensions(core, model.config, site.field_prefix, query_linear.in_features)
     others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others) and WEIGHT_STAGE not in core.extensions
     if not core.is_plain:

@@ -13,17 +13,17 @@ from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, i
 from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.clipped_softmax import ClippedSoftmax
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.kernels.elementwise_kernels import Elu, Relu
+from ..mechanisms.kernels.elementwise_kernels import EluKernel, ReluKernel
 from ..mechanisms.kernels.linformer_kernel import Linformer
 from ..mechanisms.knocking_heads import KnockingHeads
-from ..mechanisms.latents import Latent
+from ..mechanisms.latents import LatentAttention
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
 from ..mechanisms.output_gate import OutputGate
 from ..mechanisms.patterns.attention_pattern import AttentionPattern
-from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
-from ..mechanisms.patterns.transient_global import TransientPattern
-from ..mechanisms.sinusoidal_positions import DistanceBias
-from ..mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
+from ..mechanisms.patterns.compressed_pattern import MemoryCompressedPattern
+from ..mechanisms.patterns.transient_global import TransientGlobalPattern
+from ..mechanisms.sinusoidal_positions import RelativePositionBias
+from ..mechanisms.talking_heads import DynamicTalkingHeads, TalkingHeadsSettings
 from ..ops.variant_attention import VariantAttention
 from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
 from .field_table import FIELDS
@@ -34,7 +34,7 @@ __all__ = [
     "UNSUPPORTED_PAIRS",
     "check_combinations",
     "check_implementation",
-    "check_included",
+    "check_mechanisms_included",
     "get_requested_extensions",
     "get_used_mechanisms",
     "install_extensions",
@@ -86,13 +86,13 @@ def get_used_mechanisms(config: Any) -> frozenset[str]:
     return frozenset(used)
 
 
-def check_included(used: frozenset[str]) -> None:
+def check_mechanisms_included(used_mechanisms: frozenset[str]) -> None:
     """Check that the code in this repository includes the mechanisms that a configuration uses.
 
     Raises:
         ValueError: if the code was saved without one of the mechanisms.
     """
-    missing = [] if INCLUDED_MECHANISMS is None else sorted(used - {*INCLUDED_MECHANISMS})
+    missing = [] if INCLUDED_MECHANISMS is None else sorted(used_mechanisms - {*INCLUDED_MECHANISMS})
     if missing:
         raise ValueError(
             f"The code of this repository does not include {', '.join(missing)}, because the saved model "
@@ -119,24 +119,30 @@ class UnsupportedPair(NamedTuple):
 
 
 UNSUPPORTED_PAIRS = (
-    UnsupportedPair(AttentionPattern, DynamicTerms, "Patterns do not support input-dependent projections."),
+    UnsupportedPair(AttentionPattern, DynamicTalkingHeads, "Patterns do not support input-dependent projections."),
     UnsupportedPair(
-        MemoryCompressed,
-        DistanceBias,
+        MemoryCompressedPattern,
+        RelativePositionBias,
         "Keys that are computed from several tokens have no distance. "
         'Use `position_embedding_type="sinusoidal"`, which adds no relative position bias.',
     ),
-    UnsupportedPair(MemoryCompressed, Latent, "Latent attention does not compute the keys that would be compressed."),
     UnsupportedPair(
-        TransientPattern, Latent, "Summaries require keys and values, which latent attention does not compute."
+        MemoryCompressedPattern,
+        LatentAttention,
+        "Latent attention does not compute the keys that would be compressed.",
+    ),
+    UnsupportedPair(
+        TransientGlobalPattern,
+        LatentAttention,
+        "Summaries require keys and values, which latent attention does not compute.",
     ),
     UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
     UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads require a softmax, which kernels replace."),
     UnsupportedPair(AttentionKernel, AttentionPattern, "Patterns require a softmax, which kernels replace."),
-    UnsupportedPair(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
+    UnsupportedPair(AttentionKernel, LatentAttention, "The cache stores the sums of a kernel instead of latents."),
     UnsupportedPair(
         AttentionKernel,
-        DistanceBias,
+        RelativePositionBias,
         "A relative position bias is not a product of features. "
         'Use `position_embedding_type="sinusoidal"`, or only `cross_attention_kernel`.',
     ),
@@ -145,12 +151,15 @@ UNSUPPORTED_PAIRS = (
 # Mechanisms that do not support rotary positions (RoFormer, arXiv 2104.09864), with the reasons.
 _NOT_A_DISTANCE = "The scores of rotated queries and keys would not depend only on the distance of two tokens."
 UNSUPPORTED_WITH_ROTARY: tuple[tuple[type[Mechanism], str], ...] = (
-    (Latent, "Latents require a rotary part of their own, as in DeepSeek's MLA (arXiv 2405.04434, section 2.1.3)."),
+    (
+        LatentAttention,
+        "Latents require a rotary part of their own, as in DeepSeek's MLA (arXiv 2405.04434, section 2.1.3).",
+    ),
     (AdditiveScore, _NOT_A_DISTANCE),
-    (Elu, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
-    (Relu, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
+    (EluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
+    (ReluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
     (Linformer, "It adds up keys that are rotated by different angles."),
-    (MemoryCompressed, "It adds up keys that are rotated by different angles."),
+    (MemoryCompressedPattern, "It adds up keys that are rotated by different angles."),
 )
 # Mechanisms that attention functions from other packages would ignore, in the order of the checks.
 IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (

@@ -11,12 +11,12 @@ __all__ = [
     "MAX_HEADS",
     "MAX_LABELS",
     "MAX_LAYERS",
-    "check_buckets",
+    "check_integer_range",
     "check_rank",
-    "check_size",
+    "check_relative_position_buckets",
     "explain_type_errors",
     "find_closest_match",
-    "remove_place_prefix",
+    "remove_field_prefix",
     "validate_kv_heads",
 ]
 
@@ -34,7 +34,7 @@ def find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     Word order is ignored, and so are place prefixes, such as `decoder_` in `decoder_num_kv_heads`.
     """
     name = name.lower()
-    if (bare := remove_place_prefix(name)) in known:
+    if (bare := remove_field_prefix(name)) in known:
         return bare
     spelled = {spelling: candidate for candidate in known for spelling in (_sort_words(candidate), candidate)}
     for spelling in (name, _sort_words(name), bare, _sort_words(bare)):
@@ -43,7 +43,7 @@ def find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     return None
 
 
-def remove_place_prefix(name: str) -> str:
+def remove_field_prefix(name: str) -> str:
     """Remove the prefixes for the encoder, the decoder and cross-attention from a name."""
     return re.sub("^((encoder|decoder|cross)_)+", "", name)
 
@@ -53,14 +53,20 @@ def _sort_words(name: str) -> str:
     return "_".join(sorted(words))
 
 
-def check_size(field: str, value: Any, least: int, most: int | None = None) -> None:
-    """Check that a field's value is an integer from `least` to `most`. If `most` is None, there is no upper limit.
+def check_integer_range(field: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Check that a field's value is an integer from `minimum` to `maximum`. If `maximum` is None, there is no upper
+    limit.
 
     Raises:
         ValueError: if it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < minimum
+        or (maximum is not None and value > maximum)
+    ):
+        bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"`{field}` must be a whole number {bounds}, got {value!r}.")
 
 
@@ -76,7 +82,7 @@ def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
         ValueError: if the number is not an integer of at least 1 that divides `heads`.
     """
     count = heads if value is None else value
-    check_size(field, count, 1, heads)
+    check_integer_range(field, count, 1, heads)
     if heads % count:
         raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
@@ -89,10 +95,10 @@ def check_rank(field: str, value: int | None, width: int) -> None:
         ValueError: if it is not.
     """
     if value is not None:
-        check_size(field, value, 1, width)
+        check_integer_range(field, value, 1, width)
 
 
-def check_buckets(config: Any) -> None:
+def check_relative_position_buckets(config: Any) -> None:
     """Check the buckets of the relative position bias in a T5 configuration.
 
     Raises:

@@ -167,7 +167,7 @@ def with_table_fields(*prefixes: str, inherits: bool = False) -> Callable[[type]
     return add_fields
 
 
-class Place(NamedTuple):
+class AttentionTypeWording(NamedTuple):
     """The words that describe a place, such as the encoder, in field descriptions and on model cards."""
 
     attention: str
@@ -179,7 +179,7 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "": Place(
+    "": AttentionTypeWording(
         attention="self-attention (in encoder-decoders: of the decoder)",
         layer="each layer (in encoder-decoders: of the decoder)",
         here="self-attention",
@@ -187,7 +187,7 @@ PLACES = {
         softmax="the softmax in self-attention",
         token="token",
     ),
-    "encoder_": Place(
+    "encoder_": AttentionTypeWording(
         attention="the self-attention of the encoder",
         layer="each encoder layer",
         here="the self-attention of the encoder",
@@ -195,7 +195,7 @@ PLACES = {
         softmax="the softmax in the self-attention of the encoder",
         token="token",
     ),
-    "cross_": Place(
+    "cross_": AttentionTypeWording(
         attention="cross-attention",
         layer="the cross-attention of each decoder layer",
         here="cross-attention",
@@ -206,8 +206,8 @@ PLACES = {
 }
 
 
-class FieldDescriptions(NamedTuple):
-    """The descriptions of a field, which may contain the words of a `Place` in braces.
+class FieldDescription(NamedTuple):
+    """The descriptions of a field, which may contain the words of an `AttentionTypeWording` in braces.
 
     Args:
         help: the one-line description.
@@ -223,83 +223,83 @@ class FieldDescriptions(NamedTuple):
 
 
 FIELD_TEXTS = {
-    "num_key_value_heads": FieldDescriptions("number of key/value heads in {layer}; 1 = multi-query"),
-    "value_head_dim": FieldDescriptions(
+    "num_key_value_heads": FieldDescription("number of key/value heads in {layer}; 1 = multi-query"),
+    "value_head_dim": FieldDescription(
         "size of a value head in all attention modules, if it differs from the size of a query head",
         card="size of a value head",
         not_in_transformers="value heads whose size differs from the key heads",
         unconvertible="value heads whose size differs from the key heads",
     ),
-    "kv_lora_rank": FieldDescriptions(
+    "kv_lora_rank": FieldDescription(
         "rank of the latent from which {attention} computes keys and values; the width of the input "
         "caches the input itself, without loss",
         card="latent dimension in {here}",
     ),
-    "per_layer_values": FieldDescriptions('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
-    "talking_heads": FieldDescriptions(
+    "per_layer_values": FieldDescription('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
+    "talking_heads": FieldDescription(
         "talking-heads projections: of the logits, of the weights or of both", not_in_transformers="talking heads"
     ),
-    "num_softmax_heads": FieldDescriptions("talking heads: number of softmax heads"),
-    "num_value_heads": FieldDescriptions(
+    "num_softmax_heads": FieldDescription("talking heads: number of softmax heads"),
+    "num_value_heads": FieldDescription(
         "talking heads: number of value heads; differs from the softmax heads only with a weights projection"
     ),
-    "talking_heads_init": FieldDescriptions("talking heads: initialization of new projections"),
-    "talking_heads_dynamic": FieldDescriptions("talking heads: input-dependent projections to add"),
-    "attention_pattern": FieldDescriptions(
+    "talking_heads_init": FieldDescription("talking heads: initialization of new projections"),
+    "talking_heads_dynamic": FieldDescription("talking heads: input-dependent projections to add"),
+    "attention_pattern": FieldDescription(
         "pattern that selects the keys of {attention}", not_in_transformers="windows and other patterns"
     ),
-    "attention_window": FieldDescriptions(
+    "attention_window": FieldDescription(
         "window size in tokens of {attention}, for patterns and hybrid kernels: half on each side, in "
         "decoders the most recent ones",
         card="window size (tokens) in {here}",
     ),
-    "attention_dilation": FieldDescriptions("step between the tokens in a window or block of {attention}"),
-    "num_global_tokens": FieldDescriptions("number of global tokens at the start of the text (only encoders)"),
-    "attention_block_size": FieldDescriptions(
+    "attention_dilation": FieldDescription("step between the tokens in a window or block of {attention}"),
+    "num_global_tokens": FieldDescription("number of global tokens at the start of the text (only encoders)"),
+    "attention_block_size": FieldDescription(
         "block size in tokens of {attention}; for `strided`, the stride", card="block size (tokens) in {here}"
     ),
-    "num_random_blocks": FieldDescriptions("`random_blocks`: number of random blocks per block of {attention}"),
-    "attention_seed": FieldDescriptions("`random_blocks`: seed of the random blocks of {attention}"),
-    "num_summary_tokens": FieldDescriptions(
+    "num_random_blocks": FieldDescription("`random_blocks`: number of random blocks per block of {attention}"),
+    "attention_seed": FieldDescription("`random_blocks`: seed of the random blocks of {attention}"),
+    "num_summary_tokens": FieldDescription(
         "`fixed`: number of tokens at the end of each block of {attention} that all tokens attend to"
     ),
-    "split_attention_heads": FieldDescriptions(
+    "split_attention_heads": FieldDescription(
         "`strided`, `fixed`: half of the heads of {attention} attend to near tokens, the others to far tokens"
     ),
-    "attention_kernel": FieldDescriptions(
+    "attention_kernel": FieldDescription(
         "kernel that replaces the softmax of {attention} (linear attention)",
         card="{softmax}",
         not_in_transformers="kernels",
     ),
-    "attention_kernel_features": FieldDescriptions(
+    "attention_kernel_features": FieldDescription(
         "kernels: width of the learned features, number of random vectors or number of rows"
     ),
-    "attention_kernel_seed": FieldDescriptions("kernels: seed of the random vectors"),
-    "position_embedding_type": FieldDescriptions(
+    "attention_kernel_seed": FieldDescription("kernels: seed of the random vectors"),
+    "position_embedding_type": FieldDescription(
         "position embeddings, if they differ from those of the architecture",
         not_in_transformers="sinusoidal positions",
     ),
-    "score_function": FieldDescriptions(
+    "score_function": FieldDescription(
         "score function, if it differs from the dot product",
         not_in_transformers="additive scores",
         unconvertible="scores other than dot products",
     ),
-    "output_gate": FieldDescriptions(
+    "output_gate": FieldDescription(
         "gates of the head outputs: one value per head, or one per element of a head",
         card="output gates",
         not_in_transformers="output gates",
     ),
-    "attention_sink": FieldDescriptions(
+    "attention_sink": FieldDescription(
         "learned attention sinks, an additional term in the denominator of the softmax",
         card="attention sinks",
         not_in_transformers="attention sinks",
     ),
-    "clipped_softmax": FieldDescriptions(
+    "clipped_softmax": FieldDescription(
         "clipped softmax with the given gamma (at most 0) and zeta (at least 1)",
         card="a clipped softmax",
         not_in_transformers="a clipped softmax",
     ),
-    "knocking_heads": FieldDescriptions(
+    "knocking_heads": FieldDescription(
         "knocking heads: one matrix for the values of all heads, or also for the queries and keys",
         card="knocking heads",
     ),

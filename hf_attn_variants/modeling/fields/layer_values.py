@@ -38,7 +38,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         raise ValueError(f"`per_layer_values` must be {{field: [one value per layer]}}, got {lists!r}.")
     differing = {}
     for name, values in lists.items():
-        _check_differs_by_layer(config, name)
+        _check_is_per_layer_field(config, name)
         layers = config.layer_count(name)
         if not isinstance(values, list | tuple) or len(values) != layers:
             raise ValueError(f"`per_layer_values` must have a list of {layers} values for `{name}`, got {values!r}.")
@@ -74,7 +74,7 @@ def merge_per_layer_config(
     lists = {name: list(values) for name, values in (config.per_layer_values or {}).items()}
     for layer, fields in by_layer.items():
         for name, value in fields.items():
-            _check_differs_by_layer(config, name)
+            _check_is_per_layer_field(config, name)
             count = config.layer_count(name)
             if not str(layer).isdecimal() or int(layer) >= count:
                 raise ValueError(
@@ -86,16 +86,18 @@ def merge_per_layer_config(
     return lists or None
 
 
-def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model-wide and per-layer values of a configuration without those that `fields` replaces."""
-    by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
-    new = fields.get("per_layer_values")
+def drop_replaced_layer_values(values: Mapping[str, Any], new_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model-wide and per-layer values of a configuration without those that `new_fields` replaces."""
+    by_layer = {
+        name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in new_fields
+    }
+    new = new_fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
     others = {name: value for name, value in values.items() if name not in new}
     return {**others, "per_layer_values": by_layer or None}
 
 
-def _check_differs_by_layer(config: Any, name: str) -> None:
+def _check_is_per_layer_field(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
         raise ValueError(
             f"`per_layer_values` contains the unsupported field `{name}`. Set `{name}` for the whole model. Supported "

@@ -25,18 +25,18 @@ from ..mechanisms.talking_heads import (
     TALKING_FIELDS,
     WEIGHTS,
     TalkingHeadsSettings,
-    get_per_layer_fields,
-    get_query_heads,
+    get_num_query_heads,
+    get_per_layer_talking_heads_fields,
     get_settings_prefix,
-    get_talking_heads_places,
+    get_talking_heads_prefixes,
 )
 from ..ops.key_ranges import MAX_SIZE
-from .field_checks import MAX_HEADS, check_size
+from .field_checks import MAX_HEADS, check_integer_range
 from .field_table import FIELDS, get_field_row, variant_field
 
 __all__ = [
-    "BlockPatternFields",
-    "KernelFields",
+    "BlockPatternConfigMixin",
+    "KernelConfigMixin",
     "check_kernels",
     "check_pattern_value",
     "check_patterns",
@@ -53,7 +53,7 @@ _Config: Any = object  # the type of the Transformers class with which the mixin
 
 
 @dataclass(kw_only=True, repr=False)
-class KernelFields(_Config):
+class KernelConfigMixin(_Config):
     """The kernel fields of all configurations in this package.
 
     Args:
@@ -99,9 +99,9 @@ def check_kernels(config: Any) -> None:
     Raises:
         ValueError: if a size is invalid, or if the model does not support the kernel (see `AttentionKernel.check`).
     """
-    check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
+    check_integer_range("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
-        check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
+        check_integer_range("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
     for field, name in get_kernel_names(config).items():
         get_kernel_class(name).check(config, field)
 
@@ -111,7 +111,7 @@ PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.fac
 
 
 @dataclass(kw_only=True, repr=False)
-class BlockPatternFields:
+class BlockPatternConfigMixin:
     """The fields of block patterns.
 
     Args:
@@ -170,7 +170,7 @@ def check_pattern_value(field: str, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"`{field}` must be True or False, got {value!r}.")
     elif value is not None or not field.endswith(("attention_window", "attention_block_size")):
-        check_size(field, value, 1 if field.endswith(("window", "dilation", "block_size")) else 0, MAX_SIZE)
+        check_integer_range(field, value, 1 if field.endswith(("window", "dilation", "block_size")) else 0, MAX_SIZE)
         if field.endswith("attention_window") and value % 2:
             raise ValueError(f"`{field}` must be even, got {value}.")
 
@@ -185,8 +185,8 @@ def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
     if row.name == DYNAMIC:
         return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
-        value = get_query_heads(config, prefix) if value is None else value
-        check_size(name, value, 1, MAX_HEADS)
+        value = get_num_query_heads(config, prefix) if value is None else value
+        check_integer_range(name, value, 1, MAX_HEADS)
         return value
     return None if value == NONE else value or row.default
 
@@ -198,13 +198,13 @@ def check_talking_heads(config: Any) -> None:
         ValueError: if a field requires a projection that `talking_heads` does not select, if the number of key/value
             heads does not divide the number of value heads, or if an encoder would inherit per-layer values.
     """
-    for prefix in get_talking_heads_places(config):
+    for prefix in get_talking_heads_prefixes(config):
         for name in (prefix + field for field in TALKING_FIELDS[1:]):
             if (value := getattr(config, name)) is not None:
                 setattr(config, name, validate_talking_heads_value(config, name, value))
-        _check_kind_is_set(config, prefix)
+        _check_talking_heads_is_set(config, prefix)
         group = get_settings_prefix(config, prefix)
-        if prefix == "encoder_" and not group and get_per_layer_fields(config, ("",)):
+        if prefix == "encoder_" and not group and get_per_layer_talking_heads_fields(config, ("",)):
             raise ValueError(
                 f"`encoder_{KIND}` must be set if `per_layer_values` contains talking-heads fields for the decoder's "
                 f'layers. Use "{NONE}" for an encoder without talking heads.'
@@ -212,17 +212,17 @@ def check_talking_heads(config: Any) -> None:
         for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
             if TalkingHeadsSettings.from_config(config, prefix, layer).kind is not None:
                 _check_talking_heads_in_layer(config, prefix, group, layer)
-    if not get_per_layer_fields(config, ("",)):
+    if not get_per_layer_talking_heads_fields(config, ("",)):
         talking = TalkingHeadsSettings.from_config(config, "", 0)
         counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2
         config.num_softmax_heads, config.num_value_heads = counts
 
 
-def _check_kind_is_set(config: Any, prefix: str) -> None:
+def _check_talking_heads_is_set(config: Any, prefix: str) -> None:
     """Check that `talking_heads` is set at a place if other talking-heads fields are set there."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
-    heads = config.num_attention_heads, get_query_heads(config, prefix)
+    heads = config.num_attention_heads, get_num_query_heads(config, prefix)
     defaults: dict[str, tuple[Any, ...]] = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)}
     for name in TALKING_FIELDS[1:]:
         value = getattr(config, prefix + name)
@@ -232,26 +232,28 @@ def _check_kind_is_set(config: Any, prefix: str) -> None:
             )
 
 
-def _check_talking_heads_in_layer(config: Any, prefix: str, group: str, layer: int) -> None:
-    talking, heads = TalkingHeadsSettings.from_config(config, prefix, layer), get_query_heads(config, prefix)
+def _check_talking_heads_in_layer(config: Any, prefix: str, settings_prefix: str, layer: int) -> None:
+    talking, heads = TalkingHeadsSettings.from_config(config, prefix, layer), get_num_query_heads(config, prefix)
     needed = {SOFTMAX: LOGITS} if talking.softmax != heads else {}
     needed |= {OUTPUT: WEIGHTS} if talking.output != talking.softmax else {}
     pairs = [*needed.items(), *((DYNAMIC, DYNAMIC_PROJECTIONS[name]) for name in talking.dynamic)]
     for name, projection in pairs:
         if talking.kind not in (projection, BOTH):
             raise ValueError(
-                f'`{group}{KIND}` must be "{projection}" or "{BOTH}" with this `{group}{name}`, got '
+                f'`{settings_prefix}{KIND}` must be "{projection}" or "{BOTH}" with this `{settings_prefix}{name}`, '
+                f"got "
                 f"{talking.kind!r} for {heads} query heads, {talking.softmax} softmax heads and "
                 f"{talking.output} value heads."
             )
     if needed and talking.init == IDENTITY:
         raise ValueError(
-            f'`{group}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
+            f'`{settings_prefix}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
             f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
     kv_field = get_kv_heads_field(prefix)
     kv_heads = config.get_layer_value(kv_field, layer)
     if kv_heads != heads and talking.output % kv_heads:
         raise ValueError(
-            f"`{kv_field}` must divide `{group}num_value_heads`, got {kv_heads} for {talking.output} value heads."
+            f"`{kv_field}` must divide `{settings_prefix}num_value_heads`, got {kv_heads} for {talking.output} value "
+            f"heads."
         )

@@ -22,25 +22,25 @@ from ..mechanisms.talking_heads import (
     OUTPUT,
     SOFTMAX,
     TalkingHeadsSettings,
-    get_talking_heads_places,
+    get_talking_heads_prefixes,
     has_talking_heads,
     supports_cache,
 )
 from ..remote_code import CONFIGURATIONS, is_package_class, write_code
 from .composition import IDLE, get_used_mechanisms
-from .field_checks import find_closest_match, remove_place_prefix
+from .field_checks import find_closest_match, remove_field_prefix
 from .field_table import get_field_row
 from .layer_values import drop_replaced_layer_values
-from .mechanism_fields import KernelFields, has_kernel
+from .mechanism_fields import KernelConfigMixin, has_kernel
 
 __all__ = [
-    "SavedWithCode",
+    "CodeSavingConfigMixin",
     "check_transformers_model_class",
     "describe_misspelled_field",
     "drop_default_value_head_dim",
     "drop_replaced_values",
     "find_added_talking_heads",
-    "find_transformers_model_class",
+    "find_model_class_under_construction",
     "get_effective_fields",
     "warn_about_replaced_positions",
 ]
@@ -59,7 +59,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
         A message with the most similar field, or None if the name is a field or is not similar to any field.
     """
     known = config_class.variant_fields()
-    if hasattr(config_class, name) or {name, remove_place_prefix(name)} & _get_transformers_field_names():
+    if hasattr(config_class, name) or {name, remove_field_prefix(name)} & _get_transformers_field_names():
         return None
     # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
@@ -69,7 +69,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
 
 def _get_transformers_field_names() -> set[str]:
     """Return the names of all fields in the Transformers configurations of all architectures."""
-    classes, names = [KernelFields], {"scale_decoder_outputs"}  # T5 saves this attribute, which is not a field
+    classes, names = [KernelConfigMixin], {"scale_decoder_outputs"}  # T5 saves this attribute, which is not a field
     while classes:
         config_class = classes.pop()
         classes += config_class.__subclasses__()
@@ -78,12 +78,12 @@ def _get_transformers_field_names() -> set[str]:
     return names
 
 
-def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+def drop_replaced_values(values: dict[str, Any], new_fields: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration without those that new fields replace."""
-    values = drop_replaced_layer_values(values, fields)
+    values = drop_replaced_layer_values(values, new_fields)
     # `use_cache=False` was saved because the old dynamic projections do not support a cache. With new projections, the
     # Transformers default applies again.
-    named = {*fields, *(fields.get("per_layer_values") or ())}
+    named = {*new_fields, *(new_fields.get("per_layer_values") or ())}
     if DYNAMIC not in named or supports_cache(values.get(DYNAMIC)):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
@@ -116,7 +116,7 @@ else:
     _Saved = object
 
 
-class SavedWithCode(_Saved):
+class CodeSavingConfigMixin(_Saved):
     """A mixin for configurations that are saved together with the modeling code.
 
     Class attributes:
@@ -172,7 +172,7 @@ class SavedWithCode(_Saved):
 LIBRARY = "transformers.models."
 
 
-def find_transformers_model_class() -> type | None:
+def find_model_class_under_construction() -> type | None:
     """Return the Transformers model class whose constructor is running, or None if this package is building the model.
 
     The result is also None for classes that only contain other models, because these models have their own
@@ -261,7 +261,7 @@ def find_added_talking_heads(
     if has_kernel(old):
         _check_kernel_unchanged(source, old, new)
     if has_talking_heads(old) or has_talking_heads(new):
-        return _compare_talking_heads(source, old, new)
+        return _find_new_talking_heads(source, old, new)
     return frozenset()
 
 
@@ -310,7 +310,7 @@ def _check_kernel_unchanged(source: Any, old: Any, new: Any) -> None:
             )
 
 
-def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
+def _find_new_talking_heads(source: Any, checkpoint_config: Any, new_config: Any) -> frozenset[tuple[str, int]]:
     """Return the attention modules that have talking heads in the new configuration but not in the checkpoint.
 
     Talking heads can be added to a checkpoint, but learned projections must not be dropped when it is loaded.
@@ -319,11 +319,13 @@ def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tup
         ValueError: if learned projections would be dropped or changed, or if the size of a learned weight would
             change.
     """
-    added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
-    for prefix in get_talking_heads_places(wanted):
+    added, has_bias = set(), hasattr(new_config, "relative_attention_num_buckets")
+    for prefix in get_talking_heads_prefixes(new_config):
         field = prefix + KIND
-        for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
-            old, new = (TalkingHeadsSettings.from_config(config, prefix, layer) for config in (held, wanted))
+        for layer in range(min(checkpoint_config.layer_count(field), new_config.layer_count(field))):
+            old, new = (
+                TalkingHeadsSettings.from_config(config, prefix, layer) for config in (checkpoint_config, new_config)
+            )
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
             pairs: dict[str, tuple[Any, Any]] = {OUTPUT: (old.output, new.output)}
@@ -333,7 +335,7 @@ def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tup
                 pairs |= {KIND: (old.kind, new.kind), DYNAMIC: (list(old.dynamic), list(new.dynamic))}
             for name, pair in pairs.items():
                 if pair[0] != pair[1]:
-                    known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
+                    known = (getattr(checkpoint_config, prefix + name, None), getattr(new_config, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name
                     raise ValueError(
                         f"`{shown}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "

@@ -24,31 +24,37 @@ from ..mechanisms.talking_heads import (
     SOFTMAX,
     TalkingHeadsSettings,
     get_dynamic_terms,
-    get_talking_heads_places,
+    get_talking_heads_prefixes,
     has_talking_heads,
     supports_cache,
 )
-from ..transformers_internals import check_configurations
+from ..transformers_internals import check_config_internals
 from ..variant_names import ATTN_VARIANTS_VERSION, CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_combinations, check_included, get_used_mechanisms
+from .composition import check_combinations, check_mechanisms_included, get_used_mechanisms
 from .field_checks import (
     MAX_HEADS,
     MAX_LABELS,
     MAX_LAYERS,
+    check_integer_range,
     check_rank,
-    check_size,
     explain_type_errors,
     validate_kv_heads,
 )
 from .field_table import OPTIONAL_FIELDS, check_choice, variant_field, with_table_fields
 from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
-from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
+from .mechanism_fields import (
+    BlockPatternConfigMixin,
+    KernelConfigMixin,
+    check_kernels,
+    check_patterns,
+    check_talking_heads,
+)
 from .saving_and_loading import (
-    SavedWithCode,
+    CodeSavingConfigMixin,
     check_transformers_model_class,
     describe_misspelled_field,
     drop_replaced_values,
-    find_transformers_model_class,
+    find_model_class_under_construction,
 )
 
 __all__ = [
@@ -79,13 +85,13 @@ def register_with_peft(config_class: Any) -> None:
 # This logger is a child of the Transformers logger and therefore follows its verbosity level.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-check_configurations()
+check_config_internals()
 
 
 # A generated __repr__ would override the one in Transformers and omit its fields.
 @dataclass(kw_only=True, repr=False)
 @with_table_fields("", inherits=True)
-class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
+class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, KernelConfigMixin):
     """A mixin with the fields of the attention variants, which must precede the Transformers class in the bases.
 
     Args:
@@ -174,12 +180,12 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             raise ValueError(reasons[0])
         if reasons:
             logger.warning_once(f"Some names in the saved configuration have no effect. {' '.join(reasons)}")
-        self._finish(**kwargs)
+        self._finish_init(**kwargs)
 
-    def _finish(self, **kwargs: Any) -> None:
+    def _finish_init(self, **kwargs: Any) -> None:
         by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make these fields unreadable
         if kwargs.get("num_labels") is not None:
-            check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
+            check_integer_range("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
         with explain_type_errors():
             super().__post_init__(**kwargs)
         if by_layer is not None:
@@ -194,14 +200,14 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             ValueError: if a value is invalid. The message contains the rule, the field and the values.
         """
         used = get_used_mechanisms(self)
-        check_included(used)
+        check_mechanisms_included(used)
         for name in self.layer_fields:
-            check_size(name, getattr(self, name), 0, MAX_LAYERS)
+            check_integer_range(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
-            check_size(name, getattr(self, name), 1)
+            check_integer_range(name, getattr(self, name), 1)
         for name in self.variant_fields():
             check_choice(name, getattr(self, name))
-        check_size("num_attention_heads", self.num_attention_heads, 1, MAX_HEADS)
+        check_integer_range("num_attention_heads", self.num_attention_heads, 1, MAX_HEADS)
         for heads in map(self.query_heads, self.kv_heads_fields() if self.head_dim_field is None else ()):
             if self.hidden_size % heads:
                 raise ValueError(
@@ -215,7 +221,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         for name in self.rank_fields():
             check_rank(name, getattr(self, name), self.hidden_size)
         if self.value_head_dim is not None:
-            check_size("value_head_dim", self.value_head_dim, 1, MAX_HEADS)
+            check_integer_range("value_head_dim", self.value_head_dim, 1, MAX_HEADS)
             if {self.get_attention_head_dim(name) for name in self.kv_heads_fields()} == {self.value_head_dim}:
                 self.value_head_dim = None
         check_talking_heads(self)
@@ -291,7 +297,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
         places = [
-            place for place in get_talking_heads_places(self) if not place or get_kv_heads_field(place) in kv_fields
+            place for place in get_talking_heads_prefixes(self) if not place or get_kv_heads_field(place) in kv_fields
         ]
         names = [place + name for place in places if has_talking_heads(self, place) for name in (SOFTMAX, OUTPUT)]
         return (*query_fields, *kv_fields, *(name for name in names if getattr(self, name) is not None))
@@ -411,7 +417,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @_experts_implementation_internal.setter
     def _experts_implementation_internal(self, value: str | None) -> None:
         # The constructors of all Transformers models set a name here, but a configuration itself sets None.
-        if value is not None and (model_class := find_transformers_model_class()) is not None:
+        if value is not None and (model_class := find_model_class_under_construction()) is not None:
             check_transformers_model_class(self, model_class)
             name: Any = self._attn_implementation_internal  # the configuration of a variant model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)

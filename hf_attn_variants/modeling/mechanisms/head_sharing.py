@@ -13,9 +13,9 @@ from .mechanism import Mechanism
 
 __all__ = [
     "KV_HEADS",
-    "GroupedQuery",
+    "GroupedQueryAttention",
     "HeadSharing",
-    "MultiQuery",
+    "MultiQueryAttention",
     "get_consecutive_groups",
     "get_head_sharing",
     "get_kv_heads_field",
@@ -53,7 +53,7 @@ class HeadSharing(Mechanism):
         return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
 
 
-class GroupedQuery(HeadSharing):
+class GroupedQueryAttention(HeadSharing):
     """Grouped-query attention, with one key/value head per group of query heads (section 2.2 of the paper)."""
 
     label = "GQA"
@@ -61,7 +61,7 @@ class GroupedQuery(HeadSharing):
     paper = ("Grouped-query attention", "2305.13245")
 
 
-class MultiQuery(HeadSharing):
+class MultiQueryAttention(HeadSharing):
     """Multi-query attention, with one key/value head for all query heads (section 3 of the paper)."""
 
     label = "MQA"
@@ -69,25 +69,25 @@ class MultiQuery(HeadSharing):
     paper = ("Multi-query attention", "1911.02150")
 
 
-def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
+def get_head_sharing(kv_head_counts: Collection[int], heads: int) -> type[HeadSharing]:
     """Return the kind of head sharing in an encoder or decoder, or `HeadSharing` if heads are not shared.
 
     Args:
-        counts: the number of key/value heads in each layer.
+        kv_head_counts: the number of key/value heads in each layer.
         heads: h_k, the number of query heads in a layer.
     """
-    if min(counts) == heads:
+    if min(kv_head_counts) == heads:
         return HeadSharing
-    return MultiQuery if max(counts) == 1 else GroupedQuery
+    return MultiQueryAttention if max(kv_head_counts) == 1 else GroupedQueryAttention
 
 
-def get_consecutive_groups(heads: int, count: int) -> list[list[int]]:
-    """Return the query heads in each of `count` groups.
+def get_consecutive_groups(num_heads: int, num_groups: int) -> list[list[int]]:
+    """Return the query heads in each of `num_groups` groups.
 
     Group i contains heads g*i to g*i + g - 1, where g is the number of heads per group.
     """
-    size = heads // count
-    return [list(range(size * i, size * (i + 1))) for i in range(count)]
+    size = num_heads // num_groups
+    return [list(range(size * i, size * (i + 1))) for i in range(num_groups)]
 
 
 def get_kv_heads_field(prefix: str) -> str:

@@ -13,10 +13,10 @@ from .mechanism import Mechanism
 with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["Latent", "add_latent_projection", "get_projection_rank"]
+__all__ = ["LatentAttention", "add_latent_projection", "get_projection_rank"]
 
 
-class Latent(Mechanism):
+class LatentAttention(Mechanism):
     """The latent of an attention module. This class is not instantiated.
 
     Class attributes:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..transformers_internals import MethodArguments, check_attributes, get_transformers_class
+from ..transformers_internals import MethodSignature, check_attributes, get_transformers_class
 from .mechanism import Mechanism
 
 __all__ = [
-    "DistanceBias",
     "PositionEmbeddingsMixin",
+    "RelativePositionBias",
     "SinusoidalInputsMixin",
     "SinusoidalPositions",
     "compute_sinusoids",
@@ -74,7 +74,7 @@ class SinusoidalPositions(Mechanism, nn.Module):
         return (compute_sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
 
-class DistanceBias(Mechanism):
+class RelativePositionBias(Mechanism):
     """The relative position bias of T5 and UMT5, which is implemented in Transformers.
 
     This class is not instantiated.
@@ -100,13 +100,13 @@ class PositionEmbeddingsMixin(_Base):
     """
 
     position_embeddings: Any  # the table of Transformers, or sinusoids
-    arguments: MethodArguments
+    arguments: MethodSignature
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
     transformers_attributes = ("position_embeddings",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.arguments = MethodArguments(get_transformers_class(cls, PositionEmbeddingsMixin), cls.roles)
+        cls.arguments = MethodSignature(get_transformers_class(cls, PositionEmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
         """Replace the learned positions with sinusoidal positions if the configuration requests them."""
@@ -142,13 +142,13 @@ class SinusoidalInputsMixin(_Base):
     relative position bias, left padding therefore does not change the outputs.
     """
 
-    input_arguments: MethodArguments
+    input_arguments: MethodSignature
 
     transformers_attributes = ("embed_tokens", "is_decoder")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.input_arguments = MethodArguments(
+        cls.input_arguments = MethodSignature(
             get_transformers_class(cls, SinusoidalInputsMixin), ("ids", "embedded", "mask", "cache")
         )
 

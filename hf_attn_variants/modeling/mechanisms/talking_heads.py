@@ -35,17 +35,17 @@ __all__ = [
     "TALKING_HEADS_INITS",
     "WEIGHTS",
     "X2L",
-    "DynamicTerms",
+    "DynamicTalkingHeads",
     "TalkingHeadsSettings",
-    "count_mixing_flops",
-    "describe_initialization",
+    "count_talking_heads_flops",
+    "describe_talking_heads_init",
     "get_dynamic_terms",
-    "get_per_layer_fields",
-    "get_projection_shapes",
-    "get_projection_std",
-    "get_query_heads",
+    "get_num_query_heads",
+    "get_per_layer_talking_heads_fields",
     "get_settings_prefix",
-    "get_talking_heads_places",
+    "get_talking_heads_init_std",
+    "get_talking_heads_parameter_shapes",
+    "get_talking_heads_prefixes",
     "has_talking_heads",
     "supports_cache",
 ]
@@ -97,10 +97,10 @@ class TalkingHeadsSettings(Mechanism):
 
         Args:
             config: a variant configuration with valid fields.
-            prefix: the prefix of the place, one of `get_talking_heads_places`.
+            prefix: the prefix of the place, one of `get_talking_heads_prefixes`.
             layer: the index of the layer in the encoder or decoder.
         """
-        heads, group = get_query_heads(config, prefix), get_settings_prefix(config, prefix)
+        heads, group = get_num_query_heads(config, prefix), get_settings_prefix(config, prefix)
         kind, softmax, output, init, dynamic = (config.get_layer_value(group + name, layer) for name in TALKING_FIELDS)
         if kind in (None, NONE):
             return cls(None, heads, heads)
@@ -109,7 +109,7 @@ class TalkingHeadsSettings(Mechanism):
         return cls(kind, softmax, output, init or IDENTITY, tuple(dynamic or ()))
 
 
-class DynamicTerms(Mechanism):
+class DynamicTalkingHeads(Mechanism):
     """The input-dependent terms of talking-heads projections. This class is not instantiated."""
 
     field = DYNAMIC
@@ -121,18 +121,18 @@ class DynamicTerms(Mechanism):
 
         The result is None if no layer at the place uses such terms.
         """
-        terms = get_dynamic_terms(config, prefix) if prefix in get_talking_heads_places(config) else []
+        terms = get_dynamic_terms(config, prefix) if prefix in get_talking_heads_prefixes(config) else []
         return (cls.field, terms) if terms else None
 
 
-def get_talking_heads_places(config: Any) -> tuple[str, ...]:
+def get_talking_heads_prefixes(config: Any) -> tuple[str, ...]:
     """Return the prefixes of the places that have talking-heads fields in a configuration, starting with ""."""
     return tuple(prefix for prefix in PREFIXES if hasattr(config, prefix + KIND))
 
 
 def has_talking_heads(config: Any, prefix: str | None = None) -> bool:
     """Return True if any layer at a place has talking heads. If `prefix` is None, all places are checked."""
-    places = get_talking_heads_places(config) if prefix is None else (prefix,)
+    places = get_talking_heads_prefixes(config) if prefix is None else (prefix,)
     return any(talking.kind for place in places for talking in get_settings_per_layer(config, place))
 
 
@@ -142,10 +142,10 @@ def get_dynamic_terms(config: Any, prefix: str = "") -> list[str]:
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
 
 
-def describe_initialization(config: Any) -> str:
+def describe_talking_heads_init(config: Any) -> str:
     """Describe how new talking-heads projections are initialized and how this changes the outputs."""
     talking = [
-        heads for prefix in get_talking_heads_places(config) for heads in get_settings_per_layer(config, prefix)
+        heads for prefix in get_talking_heads_prefixes(config) for heads in get_settings_per_layer(config, prefix)
     ]
     if any(heads.init == RANDOM for heads in talking):
         return f'They are initialized randomly (`{INIT}="{RANDOM}"`), which changes the outputs. Train the model'
@@ -159,7 +159,9 @@ def supports_cache(dynamic: Iterable[str] | None) -> bool:
     return not any(name[0] == "m" for name in dynamic or ())
 
 
-def get_projection_shapes(heads: "AttentionHeads", query_dim: int, key_input_dim: int) -> dict[str, tuple[int, ...]]:
+def get_talking_heads_parameter_shapes(
+    heads: "AttentionHeads", query_dim: int, key_input_dim: int
+) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of each talking-heads parameter in an attention module.
 
     Args:
@@ -177,7 +179,7 @@ def get_projection_shapes(heads: "AttentionHeads", query_dim: int, key_input_dim
     return shapes
 
 
-def get_projection_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
+def get_talking_heads_init_std(name: str, shape: tuple[int, ...], initialization: str) -> float | None:
     """Return the initial standard deviation of a parameter, or None if it is initialized as the identity.
 
     As in the authors' code, the variance is 1 / fan-in. A dynamic projection [input size, h_in, h_out] is added to a
@@ -194,16 +196,18 @@ def get_projection_std(name: str, shape: tuple[int, ...], initialization: str) -
     return 0.0 if initialization == IDENTITY else (1e-2 / shape[1] / shape[0]) ** 0.5
 
 
-def count_mixing_flops(heads: "AttentionHeads", query_dim: int, key_input_dim: int, attended: int) -> tuple[int, int]:
+def count_talking_heads_flops(
+    heads: "AttentionHeads", query_dim: int, key_input_dim: int, num_keys: int
+) -> tuple[int, int]:
     """Return the number of floating-point operations per key token and per query token.
 
     Args:
-        heads, query_dim, key_input_dim: see `get_projection_shapes`.
-        attended: the number of keys that a query attends to.
+        heads, query_dim, key_input_dim: see `get_talking_heads_parameter_shapes`.
+        num_keys: the number of keys that a query attends to.
     """
     of_key = of_query = 0
-    for name, shape in get_projection_shapes(heads, query_dim, key_input_dim).items():
-        of_query += 2 * attended * shape[-2] * shape[-1]
+    for name, shape in get_talking_heads_parameter_shapes(heads, query_dim, key_input_dim).items():
+        of_query += 2 * num_keys * shape[-2] * shape[-1]
         if name not in HEAD_PROJECTIONS:  # a dynamic projection is first computed for each token
             of_term = 2 * shape[0] * shape[1] * shape[2]
             of_query += of_term if name[0] == "x" else 0
@@ -211,12 +215,12 @@ def count_mixing_flops(heads: "AttentionHeads", query_dim: int, key_input_dim: i
     return of_key, of_query
 
 
-def get_query_heads(config: Any, prefix: str) -> int:
+def get_num_query_heads(config: Any, prefix: str) -> int:
     """Return h_k, the number of query heads for one kind of attention."""
     return config.query_heads(get_kv_heads_field(prefix))
 
 
-def get_per_layer_fields(config: Any, prefixes: Iterable[str]) -> set[str]:
+def get_per_layer_talking_heads_fields(config: Any, prefixes: Iterable[str]) -> set[str]:
     """Return the talking-heads fields with per-layer values at the given places."""
     return {prefix + name for prefix in prefixes for name in TALKING_FIELDS} & {*(config.per_layer_values or {})}
 
@@ -230,6 +234,6 @@ def get_settings_prefix(config: Any, prefix: str) -> str:
 
 def get_settings_per_layer(config: Any, prefix: str) -> list[TalkingHeadsSettings]:
     """Return the talking-heads settings of each layer at a place, or only one entry if all layers have the same."""
-    listed = get_per_layer_fields(config, (get_settings_prefix(config, prefix),))
+    listed = get_per_layer_talking_heads_fields(config, (get_settings_prefix(config, prefix),))
     layers = range(config.layer_count(prefix + KIND)) if listed else (0,)
     return [TalkingHeadsSettings.from_config(config, prefix, layer) for layer in layers]

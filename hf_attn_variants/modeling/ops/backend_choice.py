@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils import checkpoint
 from transformers.utils import logging
 
-from .blocked_attention import Operands, blocked_backward, blocked_forward
+from .blocked_attention import AttentionOperands, blocked_backward, blocked_forward
 from .triton_attention import allows_tf32, supports_operands, triton_backward, triton_forward
 
 __all__ = [
     "BACKENDS",
     "choose_backend",
     "compute_largest_error",
-    "describe_disagreement",
+    "describe_kernel_mismatch",
     "get_tolerance",
     "run_after_trial",
 ]
@@ -39,24 +39,26 @@ NOT_KERNEL_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
-def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str) -> bool:
+def passes_trial(
+    trial_results: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str
+) -> bool:
     """Return True if a kernel can be used for a kind of call. The first call of each kind runs the trial.
 
     Args:
-        known: the results of previous trials by kind. The function adds the new result.
+        trial_results: the results of previous trials by kind. The function adds the new result.
         kind: the properties of a call that the kernel depends on, including its `device`.
         trial: a function that returns None if the kernel works, and otherwise the reason why it does not.
         fallback_message: the first part of the warning, before the reason.
     """
-    if kind not in known:
+    if kind not in trial_results:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # a trial cannot run while a CUDA graph is captured, so a later call runs it
-        _record_trial_result(known, kind, trial(), fallback_message)
-    return known[kind]
+        _record_trial_result(trial_results, kind, trial(), fallback_message)
+    return trial_results[kind]
 
 
 def run_after_trial(
-    known: dict[Any, bool],
+    trial_results: dict[Any, bool],
     kind: Any,
     trial: Callable[[], str | None],
     run: Callable[[], Tensor],
@@ -67,40 +69,44 @@ def run_after_trial(
     If `run` raises an error, such as a compiler error for a shape that the trial did not cover, the kernel is not used
     again. See `passes_trial` for the other arguments.
     """
-    if not passes_trial(known, kind, trial, fallback_message):
+    if not passes_trial(trial_results, kind, trial, fallback_message):
         return None
     try:
         return run()
     except NOT_KERNEL_FAILURES:
         raise
     except Exception as error:
-        _record_trial_result(known, kind, _describe_failure(error), fallback_message)
+        _record_trial_result(trial_results, kind, _describe_failure(error), fallback_message)
         return None
 
 
-def _record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
-    known[kind] = reason is None
+def _record_trial_result(trial_results: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
+    trial_results[kind] = reason is None
     if reason is not None:
         logger.warning(f"{fallback_message}: {reason}.")
 
 
-def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
+def describe_kernel_mismatch(
+    kernel_name: str, compute_errors: Callable[[], dict[str, float]], tolerance: float
+) -> str | None:
     """Return the reason why kernels must not be used, or None if they agree with the reference.
 
     Args:
-        kernels: the name of the kernels.
-        errors: a function that runs a small call and returns the relative error of each result, {name: error}. It may
-            raise any compiler or driver exception.
-        most: the largest error that rounding can cause.
+        kernel_name: the name of the kernels.
+        compute_errors: a function that runs a small call and returns the relative error of each result, {name: error}.
+            It may raise any compiler or driver exception.
+        tolerance: the largest error that rounding can cause.
     """
     try:
-        measured = errors()
+        measured = compute_errors()
     except NOT_KERNEL_FAILURES:
         raise
     except Exception as error:  # the call can still be computed by plain torch
         return _describe_failure(error)
-    wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
-    return f"{kernels} returned different values (relative errors: {', '.join(wrong)})" if wrong else None
+    wrong = [
+        f"{name} by {value:.1e}" for name, value in measured.items() if not value <= tolerance
+    ]  # NaN is also an error
+    return f"{kernel_name} returned different values (relative errors: {', '.join(wrong)})" if wrong else None
 
 
 def _describe_failure(error: Exception) -> str:
@@ -148,7 +154,7 @@ class _TritonKernelKey(NamedTuple):
     with_backward: bool
 
 
-def choose_backend(operands: Operands, with_backward: bool) -> str:
+def choose_backend(operands: AttentionOperands, with_backward: bool) -> str:
     """Return the backend for a call, "triton" or "blocked".
 
     The backend for a kind of call does not change within a process. The only exception that this function can raise is
@@ -184,7 +190,7 @@ def choose_backend(operands: Operands, with_backward: bool) -> str:
     )
     return (
         "triton"
-        if passes_trial(_trial_results, kind, partial(_describe_triton_disagreement, kind), fallback_message)
+        if passes_trial(_trial_results, kind, partial(_run_triton_trial, kind), fallback_message)
         else "blocked"
     )
 
@@ -201,24 +207,24 @@ def _describe_layout(tensor: Tensor | None) -> str:
     return "".join(str(step) if step < 2 else "n" for step in steps)
 
 
-def _describe_triton_disagreement(kind: _TritonKernelKey) -> str | None:
+def _run_triton_trial(kind: _TritonKernelKey) -> str | None:
     """Run a trial with both backends. Return the reason why the kernels must not be used, or None if they agree."""
 
     def errors() -> dict[str, float]:
-        actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")
+        actual, expected = _compute_trial_outputs(kind, "triton"), _compute_trial_outputs(kind, "blocked")
         return {name: compute_largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
 
-    return describe_disagreement("the Triton kernels", errors, get_tolerance(kind.dtype))
+    return describe_kernel_mismatch("the Triton kernels", errors, get_tolerance(kind.dtype))
 
 
-def _run_random_call(kind: _TritonKernelKey, backend: str) -> dict[str, Tensor]:
+def _compute_trial_outputs(kind: _TritonKernelKey, backend: str) -> dict[str, Tensor]:
     """Return the output and the gradients of a random call. The blocked backend uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
-    d_output, operands = _create_random_call(kind)
+    d_output, operands = _make_random_operands(kind)
     if backend == "blocked":
         # The dropout probability is 0, so no seed is needed.
         tensors = (None if tensor is None else _to_float32_on_cpu(tensor) for tensor in operands[:7])
-        d_output, operands = _to_float32_on_cpu(d_output), Operands._make((*tensors, None, *operands[8:]))
+        d_output, operands = _to_float32_on_cpu(d_output), AttentionOperands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
     outcome = {"output": output}
     if kind.with_backward:
@@ -232,7 +238,7 @@ def _to_float32_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 
-def _create_random_call(kind: _TritonKernelKey) -> tuple[Tensor, Operands]:
+def _make_random_operands(kind: _TritonKernelKey) -> tuple[Tensor, AttentionOperands]:
     """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -258,7 +264,7 @@ def _create_random_call(kind: _TritonKernelKey) -> tuple[Tensor, Operands]:
         None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
     )
     d_output = new(kind.dtype, 1, QUERIES, heads_out, value_size)
-    operands = Operands(
+    operands = AttentionOperands(
         query=new(kind.dtype, 1, heads_in, QUERIES, size),
         key=new(kind.dtype, 1, key_heads, m, size),
         value=new(kind.dtype, 1, value_heads, m, value_size),

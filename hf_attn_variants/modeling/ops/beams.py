@@ -22,7 +22,7 @@ from torch import Tensor
 from .variant_attention import is_exporting, is_traced
 
 __all__ = [
-    "QueryFold",
+    "QueryFolder",
     "count_beams",
     "count_beams_in_cache",
     "get_sentence_indices",
@@ -45,9 +45,9 @@ def count_beams_in_cache(states: Tensor, encoder_outputs: Tensor) -> int:
     return 1 if is_traced() or not len(encoder_outputs) else max(count_beams(states, encoder_outputs), 1)
 
 
-def get_sentence_indices(rows: Tensor, beams: int) -> Tensor:
+def get_sentence_indices(row_indices: Tensor, beams: int) -> Tensor:
     """Return the index of the sentence that each decoder row belongs to."""
-    return rows // beams
+    return row_indices // beams
 
 
 def select_first_beams(tensor: Tensor, beams: int) -> Tensor:
@@ -55,12 +55,12 @@ def select_first_beams(tensor: Tensor, beams: int) -> Tensor:
     return tensor[::beams] if beams > 1 else tensor
 
 
-def repeat_for_beams(tensor: Tensor, rows: int) -> Tensor:
+def repeat_for_beams(tensor: Tensor, num_rows: int) -> Tensor:
     """Repeat each row of a tensor [b, ...] for the beams of its sentence, and return a tensor [rows, ...]."""
-    return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
+    return tensor.repeat_interleave(num_rows // tensor.shape[0], dim=0)
 
 
-class QueryFold:
+class QueryFolder:
     """Folds the queries of all beams and of all heads in a group into rows that share a key/value head."""
 
     def __init__(self, query: Tensor, key: Tensor, beams: int):

@@ -17,8 +17,8 @@ a softmax to the same thread, so that each thread finds its data in its own core
 sequence, products would be split by heads and mixing by positions, and most values would have to be moved between
 cores.
 
-If there is a key range, a block only reads the keys in its windows (see `BlockWindows`). The symbols are defined in
-`softmax_attention`.
+If there is a key range, a block only reads the keys in its windows (see `WindowBlockLayout`). The symbols are defined
+in `softmax_attention`.
 
 Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2112.05682 (attention in blocks that the backward pass
 recomputes).
@@ -32,12 +32,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .key_ranges import BlockWindows, KeyRange
+from .key_ranges import KeyRange, WindowBlockLayout
 
-__all__ = ["Operands", "add_bias_gradient", "blocked_backward", "blocked_forward", "stack_groups"]
+__all__ = ["AttentionOperands", "add_bias_gradient", "blocked_backward", "blocked_forward", "stack_groups"]
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """The operands of an attention call. See `talking_heads_attention` for their meaning."""
 
     query: Tensor
@@ -115,7 +115,7 @@ class _BlockedCall:
         threads: the number of threads that compute a block, which determines the block sizes.
     """
 
-    def __init__(self, operands: Operands, threads: int):
+    def __init__(self, operands: AttentionOperands, threads: int):
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, key_range = (
             operands
         )
@@ -147,7 +147,9 @@ class _BlockedCall:
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
         self.rows_without_keys: Tensor | None = None
-        self.windows = None if key_range is None else BlockWindows(KeyRange(*key_range), self.query, self.key, bias)
+        self.windows = (
+            None if key_range is None else WindowBlockLayout(KeyRange(*key_range), self.query, self.key, bias)
+        )
         self._store_masks(mask, bias if key_range is None else None)
 
     def _store_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
@@ -212,14 +214,14 @@ class _BlockedCall:
         """Return the values [B * k, m, d_v]."""
         return self.gather_states("values", self.value, block)
 
-    def gather_states(self, name: str, states: Tensor, block: _QueryBlock) -> Tensor:
+    def gather_states(self, buffer_name: str, states: Tensor, block: _QueryBlock) -> Tensor:
         """Return the part [B * k, m, x] of keys or values [b, k, all keys, x] that a block reads.
 
         If there are several slices, they are joined in a buffer.
         """
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
-            out = self.allocate(name, block.size, states.shape[1], block.key_length, states.shape[3])
+            out = self.allocate(buffer_name, block.size, states.shape[1], block.key_length, states.shape[3])
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
@@ -239,7 +241,7 @@ class _BlockedCall:
 
     def scores(self, queries: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dot products [B, h_k, r * m] in the buffer "scores"."""
-        return _multiply(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
+        return _matmul_transposed(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
 
     def softmax(self, scores: Tensor, block: _QueryBlock) -> Tensor:
         """Return the softmax weights [B, h, r, m] for scores [B, h_k, r * m], computed in at least float32."""
@@ -286,12 +288,12 @@ class _BlockedCall:
             return allowed & near, [*added, outside]
         return allowed, added
 
-    def mix_weights(self, softmax: Tensor, name: str, block: _QueryBlock) -> Tensor:
+    def mix_weights(self, softmax: Tensor, buffer_name: str, block: _QueryBlock) -> Tensor:
         """Apply P_w to softmax weights [B, h, r, m], and return the value weights [B, h_v, r * m] before dropout."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
-        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
+        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(buffer_name, self.heads_out, block))
 
     def draw_dropout_mask(self, weights: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dropout mask of a block. It depends only on the seed and the block number."""
@@ -318,7 +320,7 @@ class _BlockedCall:
             self.windows.finish_bias_gradient(d_bias)
 
 
-def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+def blocked_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the number of threads [1].
 
     The backward pass needs this number to create the same blocks, because dropout depends on the block number.
@@ -343,7 +345,9 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
-def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: bool, operands: Operands) -> list[Tensor]:
+def blocked_backward(
+    d_output: Tensor, threads: Tensor, needs_bias_gradient: bool, operands: AttentionOperands
+) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj (empty if not needed).
 
     Args:
@@ -378,7 +382,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         d_rows = stack_groups(d_rows, call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
         # The gradient overwrites the weights, which are not needed again (unless they are the softmax itself).
-        d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
+        d_weights = _matmul_transposed(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
         if dropout_mask is not None:
             d_weights *= dropout_mask
         d_softmax = d_weights
@@ -405,7 +409,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
-def _choose_num_parts(operands: Operands, threads: int) -> int:
+def _choose_num_parts(operands: AttentionOperands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
     # Splitting is not necessary for causal blocks, which only read the keys up to their last row, or for windows,
     # which have few keys.
@@ -425,7 +429,7 @@ def _unstack_groups(states: Tensor, size: int, heads: int) -> Tensor:
     return states.view(size, heads, -1, states.shape[-1])
 
 
-def _multiply(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+def _matmul_transposed(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
     """Multiply [B * k, g * r, x] by the transposed [B * k, m, x] and write the result to `out` [B, h, r * m]."""
     torch.bmm(states, shared.transpose(1, 2), out=out.view(*states.shape[:2], shared.shape[1]))
     return out

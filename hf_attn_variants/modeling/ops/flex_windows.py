@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backend_choice import compute_largest_error, describe_disagreement, get_tolerance, run_after_trial
+from .backend_choice import compute_largest_error, describe_kernel_mismatch, get_tolerance, run_after_trial
 from .key_ranges import KeyRange
 from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["FlexCallKind", "attention_in_windows", "find_attended_blocks", "get_flex_mismatch_reason"]
+__all__ = ["FlexCallKind", "attention_in_windows", "find_attended_blocks", "run_flex_trial"]
 
 DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,7 +94,7 @@ def attention_in_windows(
             f"{kind.heads[0]} heads. The results are exact. Reason"
         )
         call = (query, key, value, mask, position_bias, key_range, options["scaling"])
-        trial, run = partial(get_flex_mismatch_reason, kind), partial(_attend_with_flex_attention, *call)
+        trial, run = partial(run_flex_trial, kind), partial(_attend_with_flex_attention, *call)
         output = run_after_trial(_flex_trial_results, kind, trial, run, fallback_message)
         if output is not None:
             return output
@@ -171,7 +171,7 @@ def _attend_with_flex_attention(
             key,
             value,
             score_mod=_create_score_mod(
-                readable, table, _get_number_tensor("offset", key_length - length, query.device)
+                readable, table, _get_scalar_tensor("offset", key_length - length, query.device)
             ),
             block_mask=_create_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
@@ -201,7 +201,7 @@ def _get_compiled_flex_attention() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
+def _get_scalar_tensor(role: str, value: int, device: torch.device) -> Tensor:
     """Return an integer as a scalar tensor, because torch would compile a separate kernel for each Python integer.
 
     The role is part of the cache key, so that two roles never share a tensor. Otherwise, torch would compile another
@@ -211,22 +211,26 @@ def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
         return torch.tensor(value, device=device)
 
 
-def _create_score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
+def _create_score_mod(
+    key_mask: Tensor | None, bias_table: Tensor | None, offset: Tensor
+) -> Callable[..., Tensor] | None:
     """Return a `score_mod` for FlexAttention that adds the position bias and excludes padding.
 
     Args:
-        readable: a mask [b, m] that is True for keys that are not padding.
-        table: the bias [h, 2 l - 1] for the distances -(l - 1) .. l - 1 from a query to a key.
+        key_mask: a mask [b, m] that is True for keys that are not padding.
+        bias_table: the bias [h, 2 l - 1] for the distances -(l - 1) .. l - 1 from a query to a key.
         offset: the position of the first query, as a scalar tensor.
     """
-    if readable is None and table is None:
+    if key_mask is None and bias_table is None:
         return None
-    middle: Any = None if table is None else _get_number_tensor("middle", table.shape[-1] // 2, table.device)
+    middle: Any = (
+        None if bias_table is None else _get_scalar_tensor("middle", bias_table.shape[-1] // 2, bias_table.device)
+    )
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if table is not None:
-            score = score + table[h, j - i - offset + middle]
-        return score if readable is None else torch.where(readable[b, j], score, -torch.inf)
+        if bias_table is not None:
+            score = score + bias_table[h, j - i - offset + middle]
+        return score if key_mask is None else torch.where(key_mask[b, j], score, -torch.inf)
 
     return score_mod
 
@@ -238,7 +242,7 @@ def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device
 
     # Distances beyond the text length have no effect, and the kernel uses 32-bit integers.
     before, after, step, global_tokens, offset = (
-        _get_number_tensor(role, min(number, length + key_length), device)
+        _get_scalar_tensor(role, min(number, length + key_length), device)
         for role, number in zip((*KeyRange._fields, "first query"), (*key_range, key_length - length), strict=True)
     )
 
@@ -250,22 +254,22 @@ def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device
         near = near & (distance % step == 0) if is_dilated else near
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
-    with torch.inference_mode(False):  # as in `_get_number_tensor`
+    with torch.inference_mode(False):  # as in `_get_scalar_tensor`
         some, whole = (blocks.to(device)[None, None] for blocks in find_attended_blocks(key_range, length, key_length))
-        count, order = _order_blocks(some & ~whole)
-        of_whole = _order_blocks(whole)
+        count, order = _get_block_counts_and_indices(some & ~whole)
+        of_whole = _get_block_counts_and_indices(whole)
         lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
             count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
         )
 
 
-def _order_blocks(read: Tensor) -> tuple[Tensor, Tensor]:
+def _get_block_counts_and_indices(attended_blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of key blocks that each query block reads, and the indices of all key blocks.
 
     The indices of the blocks that are read come first.
     """
-    return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
+    return attended_blocks.sum(-1, dtype=torch.int32), (~attended_blocks).int().argsort(dim=-1, stable=True).int()
 
 
 def find_attended_blocks(
@@ -295,7 +299,7 @@ def find_attended_blocks(
     return some, whole
 
 
-def get_flex_mismatch_reason(kind: FlexCallKind) -> str | None:
+def run_flex_trial(kind: FlexCallKind) -> str | None:
     """Compare FlexAttention with the blocked backend in small calls of this kind.
 
     Returns:
@@ -305,18 +309,20 @@ def get_flex_mismatch_reason(kind: FlexCallKind) -> str | None:
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}
         for batch, length, global_tokens in SMALL_CALLS:
-            states = _create_random_window_call(kind, batch, length)
+            states = _make_random_window_inputs(kind, batch, length)
             # Gradient-checkpointing hooks around this call must not see the tensors in the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                actual, expected = (_run_small_call(kind, states, global_tokens, by_flex) for by_flex in (True, False))
+                actual, expected = (
+                    _compute_flex_trial_outputs(kind, states, global_tokens, by_flex) for by_flex in (True, False)
+                )
             for name, tensor in expected.items():
                 worst[name] = max(worst.get(name, 0.0), compute_largest_error(actual[name], tensor, name))
         return worst
 
-    return describe_disagreement("FlexAttention", errors, get_tolerance(kind.dtype))
+    return describe_kernel_mismatch("FlexAttention", errors, get_tolerance(kind.dtype))
 
 
-def _create_random_window_call(kind: FlexCallKind, batch: int, length: int) -> dict[str, Tensor]:
+def _make_random_window_inputs(kind: FlexCallKind, batch: int, length: int) -> dict[str, Tensor]:
     """Return the tensors for a small call. From row to row, the padding grows by a third of the text length."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -339,7 +345,7 @@ def _create_random_window_call(kind: FlexCallKind, batch: int, length: int) -> d
     return states
 
 
-def _run_small_call(
+def _compute_flex_trial_outputs(
     kind: FlexCallKind, states: dict[str, Tensor], global_tokens: int, by_flex: bool
 ) -> dict[str, Tensor]:
     """Return the output and the gradients of a small call. The blocked backend uses float32 on the CPU."""

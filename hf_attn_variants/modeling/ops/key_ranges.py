@@ -30,9 +30,9 @@ from .variant_attention import is_exporting
 
 __all__ = [
     "MAX_SIZE",
-    "BlockWindows",
     "KeyRange",
-    "TransientGlobal",
+    "TransientGlobalKeyRange",
+    "WindowBlockLayout",
     "key_range_to_mask_and_bias",
     "look_up_relative_bias",
     "should_compute_in_blocks",
@@ -90,11 +90,11 @@ class KeyRange(NamedTuple):
         """
         return min(key_length, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
-    def get_allowed_mask(self, queries: Any, keys: Any) -> Any:
+    def get_allowed_mask(self, query_positions: Any, key_positions: Any) -> Any:
         """Return a boolean mask [n, m] of the keys at positions [m] that queries at positions [n] attend to."""
-        distance = keys - queries[:, None]
+        distance = key_positions - query_positions[:, None]
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
-        return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
+        return near | (key_positions < self.global_tokens) | (query_positions < self.global_tokens)[:, None]
 
     def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Return True if the queries at the last `length` of `key_length` positions attend to all keys.
@@ -105,7 +105,7 @@ class KeyRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransientGlobal:
+class TransientGlobalKeyRange:
     """The key range of transient-global attention: tokens within `radius`, and a summary of every `block` tokens.
 
     The attention itself is computed in the `transient_global` module.
@@ -142,17 +142,17 @@ def num_queries_per_block(key_range: KeyRange, device: str) -> int:
     return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
 
 
-def look_up_relative_bias(table: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def look_up_relative_bias(bias_table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
     """Look up the position bias [1, h, n, m] in a table that is indexed by distance.
 
     Args:
-        table: the bias for the distances -(l - 1) .. l - 1 from a query to a key, [1, h, 1, 2 l - 1].
-        queries, keys: the positions of the queries and keys, [n] and [m].
+        bias_table: the bias for the distances -(l - 1) .. l - 1 from a query to a key, [1, h, 1, 2 l - 1].
+        query_positions, key_positions: the positions of the queries and keys, [n] and [m].
     """
-    return table[:, :, 0, keys - queries[:, None] + table.shape[-1] // 2]
+    return bias_table[:, :, 0, key_positions - query_positions[:, None] + bias_table.shape[-1] // 2]
 
 
-class BlockWindows:
+class WindowBlockLayout:
     """The blocks in one attention call, with the keys, the mask and the bias of each block.
 
     Blocks in the middle of a text have the same mask and bias, which are therefore computed only once.
@@ -255,7 +255,7 @@ def key_range_to_mask_and_bias(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    table: Tensor | None,
+    bias_table: Tensor | None,
     is_global: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask and the position bias that make full attention equivalent to a key range.
@@ -265,7 +265,7 @@ def key_range_to_mask_and_bias(
         query, key: [b, h_k, n, d] and [b, k, m, d].
         mask: see `attention_with_weights`. Only its last m columns are used, because the cache may be shorter than the
             mask.
-        table: the bias table, which is indexed by distance (see `look_up_relative_bias`).
+        bias_table: the bias table, which is indexed by distance (see `look_up_relative_bias`).
         is_global: a mask [b, n] of additional global tokens in an encoder.
 
     Raises:
@@ -283,7 +283,7 @@ def key_range_to_mask_and_bias(
     if key_range.is_causal:
         queries = torch.arange(length, device=query.device) + key_length - length
         mask = None if mask is None else mask[..., -key_length:]
-    bias = None if table is None else look_up_relative_bias(table, queries, keys)
+    bias = None if bias_table is None else look_up_relative_bias(bias_table, queries, keys)
     if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
         logger.warning_once(
             f"attention_pattern={key_range.kind.name!r} creates a mask with {length} x {key_length} "

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend_choice import compute_largest_error, describe_disagreement, run_after_trial
+from .backend_choice import compute_largest_error, describe_kernel_mismatch, run_after_trial
 from .memory_efficient_attention import NAMESPACE, get_registered_op, is_autocast_enabled
 from .triton_attention import get_mask_type, supports_device
 from .variant_attention import is_exporting
@@ -276,7 +276,7 @@ def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) 
         f"The slower kernels in torch compute attention to a latent of dimension {kind.width} on {kind.device} in "
         f"{kind.dtype} with {kind.rows} rows. Reason"
     )
-    trial = partial(_get_latent_mismatch_reason, kind, launch)
+    trial = partial(_run_latent_trial, kind, launch)
     run = partial(run_latent_kernels, query, latent, mask, scaling, launch)
     # Triton launches kernels on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):
@@ -340,7 +340,7 @@ def run_latent_kernels(
     return output
 
 
-def _get_latent_mismatch_reason(kind: _LatentKernelKey, launch: LaunchSettings) -> str | None:
+def _run_latent_trial(kind: _LatentKernelKey, launch: LaunchSettings) -> str | None:
     """Compare the kernels with the formula in a small call of this kind.
 
     Returns:
@@ -351,7 +351,7 @@ def _get_latent_mismatch_reason(kind: _LatentKernelKey, launch: LaunchSettings) 
     launch = launch._replace(programs=4 if kind.in_parts else 1)
 
     def errors() -> dict[str, float]:
-        query, latent, mask = _create_random_latent_call(kind, length, launch.block)
+        query, latent, mask = _make_random_latent_inputs(kind, length, launch.block)
         scaling, added = kind.width**-0.5, torch.zeros(())
         if mask is not None:
             there = mask.cpu()
@@ -363,10 +363,10 @@ def _get_latent_mismatch_reason(kind: _LatentKernelKey, launch: LaunchSettings) 
         actual, expected = (tensor[..., 1:].transpose(1, 2) for tensor in (actual, expected))
         return {"output": compute_largest_error(actual, expected, "output")}
 
-    return describe_disagreement("the Triton kernels", errors, LATENT_TOLERANCE)
+    return describe_kernel_mismatch("the Triton kernels", errors, LATENT_TOLERANCE)
 
 
-def _create_random_latent_call(
+def _make_random_latent_inputs(
     kind: _LatentKernelKey, length: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the queries, the latent and the mask for a small call. The mask excludes the first block of keys."""

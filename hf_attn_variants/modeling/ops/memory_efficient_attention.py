@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..variant_names import NAME_SUFFIX
 from .backend_choice import BACKENDS, choose_backend
-from .blocked_attention import Operands
+from .blocked_attention import AttentionOperands
 from .key_ranges import KeyRange
 from .triton_attention import supports_device, supports_operands
 from .variant_attention import check_mask
@@ -30,9 +30,10 @@ logger = logging.get_logger("transformers.attn_variants")
 # The namespace contains the version, because the installed package and a Hub repository with another version of this
 # code may be loaded in the same process.
 NAMESPACE = f"attn_variants_{NAME_SUFFIX}"
-# torch requires a flat list of arguments. It contains the fields of `Operands`, followed by the backend options.
+# torch requires a flat list of arguments. It contains the fields of `AttentionOperands`, followed by the backend
+# options.
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
-_OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
+_OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in AttentionOperands.__annotations__.items()]
 ARGUMENTS = ", ".join([*_OPERANDS, "str backend", "bool with_backward"])
 
 
@@ -75,7 +76,7 @@ def talking_heads_attention(
         raise ValueError(f"`dropout` must be at least 0 and below 1, got {dropout}.")
     check_mask(mask)
     query, key, value = cast_to_common_dtype(query, key, value)
-    mask, position_bias = _to_four_dimensions(mask), _to_four_dimensions(position_bias)
+    mask, position_bias = _unsqueeze_to_4d(mask), _unsqueeze_to_4d(position_bias)
     window: list[int] | None = None
     if key_range is not None:
         # The cache may contain only the most recent of the keys that the mask covers.
@@ -84,7 +85,7 @@ def talking_heads_attention(
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
     # A tensor seed avoids a synchronization with the device and a graph break.
     seed = torch.randint(2**31, (1,), device=query.device) if dropout > 0 else None
-    operands = Operands(
+    operands = AttentionOperands(
         query, key, value, mask, position_bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, window
     )
     if backend == "auto" and (key_range is not None or not supports_device(query.device)):
@@ -116,7 +117,7 @@ def cast_to_common_dtype(*states: Tensor) -> list[Tensor]:
     return [state.to(dtype) for state in states]
 
 
-def _to_four_dimensions(tensor: Tensor | None) -> Tensor | None:
+def _unsqueeze_to_4d(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dim() == 4 else tensor[(None,) * (4 - tensor.dim())]
 
 
@@ -128,7 +129,7 @@ def disable_autocast(tensor: Tensor) -> Any:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
+    operands, (backend, with_backward) = AttentionOperands(*arguments[:-2]), arguments[-2:]
     with disable_autocast(operands.query):
         chosen = _resolve_backend(backend, operands, with_backward)
         if operands.key_range is None:
@@ -140,24 +141,24 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return output, for_backward
 
 
-def _resolve_backend(backend: str, operands: Operands, with_backward: bool) -> str:
+def _resolve_backend(backend: str, operands: AttentionOperands, with_backward: bool) -> str:
     # The backend is chosen inside the op, where sizes and tensors are concrete. Both passes make the same choice.
     return backend if backend != "auto" else choose_backend(operands, with_backward)
 
 
-def _get_backward_state_shape(operands: Operands, backend: str) -> tuple[int, ...]:
+def _get_backward_state_shape(operands: AttentionOperands, backend: str) -> tuple[int, ...]:
     batches, _, length, _ = operands.query.shape
     return (1,) if backend == "blocked" else (2, batches, operands.heads, length)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands, backend = Operands(*arguments[:-2]), arguments[-2]
+    operands, backend = AttentionOperands(*arguments[:-2]), arguments[-2]
     for_backward = operands.query.new_empty(_get_backward_state_shape(operands, backend), dtype=torch.float32)
     return operands.new_output(), for_backward
 
 
 def _backward(d_output: Tensor, for_backward: Tensor, needs_bias_gradient: bool, *arguments: Any) -> list[Tensor]:
-    operands, (backend, with_backward) = Operands(*arguments[:-2]), arguments[-2:]
+    operands, (backend, with_backward) = AttentionOperands(*arguments[:-2]), arguments[-2:]
     with disable_autocast(d_output):
         chosen = _resolve_backend(backend, operands, with_backward)
         return BACKENDS[chosen][1](d_output, for_backward, needs_bias_gradient, operands)

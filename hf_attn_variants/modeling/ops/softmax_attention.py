@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .beams import QueryFold, count_beams, repeat_for_beams
+from .beams import QueryFolder, count_beams, repeat_for_beams
 from .latent_decoding import attend_to_one_latent, should_use_latent_kernels
 from .variant_attention import check_mask, is_exporting
 
@@ -115,7 +115,7 @@ def _attend_with_folded_beams(
     is_causal: bool,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    fold = QueryFold(query, key, count_beams(query, key))
+    fold = QueryFolder(query, key, count_beams(query, key))
     if is_causal:
         mask = _add_causal_mask(mask, query.shape[2], key.shape[2], query.device)
     mask, position_bias = fold.fold_mask(mask), fold.fold_mask(position_bias)
@@ -182,7 +182,7 @@ def fused_attention(
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _create_causal_mask(length, length, query.device) if is_causal else mask
-        fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
+        fold, is_causal, enable_gqa = QueryFolder(query, key, beams), False, False
         query, mask = fold.fold_queries(query), fold.fold_mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
@@ -255,15 +255,15 @@ def _grouped_matmul(states: Tensor, shared: Tensor) -> Tensor:
     return (states.reshape(batch, shared.shape[1], -1, states.shape[-1]) @ shared).view(batch, heads, length, -1)
 
 
-def _mix_heads(heads: Tensor, proj: Tensor | None, by_query: Tensor | None, by_key: Tensor | None) -> Tensor:
+def _mix_heads(heads: Tensor, proj: Tensor | None, query_terms: Tensor | None, key_terms: Tensor | None) -> Tensor:
     # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. The static part is a single
     # small matmul over all positions.
     if proj is None:
         return heads
     # The projections may be stored in float32 even if the model uses half precision.
     mixed = (proj.to(heads.dtype).transpose(0, 1) @ heads.flatten(2)).unflatten(2, heads.shape[2:])
-    if by_query is not None:
-        mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, by_query)
-    if by_key is not None:
-        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, by_key)
+    if query_terms is not None:
+        mixed = mixed + torch.einsum("binm,bnij->bjnm", heads, query_terms)
+    if key_terms is not None:
+        mixed = mixed + torch.einsum("binm,bmij->bjnm", heads, key_terms)
     return mixed

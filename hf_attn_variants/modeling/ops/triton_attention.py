@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocked_attention import Operands, add_bias_gradient, stack_groups
+from .blocked_attention import AttentionOperands, add_bias_gradient, stack_groups
 
 __all__ = [
     "allows_tf32",
@@ -340,7 +340,7 @@ MAX_HEADS = 64
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
-def supports_operands(operands: Operands) -> bool:
+def supports_operands(operands: AttentionOperands) -> bool:
     """Return True if the kernels support these inputs. This function never raises an error."""
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -407,14 +407,14 @@ def _yield_chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple
             yield slice(batch, batch + 1), slice(row, min(row + step, rows))
 
 
-def _pad(heads: int) -> int:
+def _pad_num_heads(heads: int) -> int:
     return max(16, triton.next_power_of_2(heads))  # tl.dot does not support smaller blocks
 
 
 class _TritonCall:
     """The sizes, strides and compile-time constants of a forward or backward call."""
 
-    def __init__(self, operands: Operands):
+    def __init__(self, operands: AttentionOperands):
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, _ = operands
         # Dot products have the same dtype as the queries. In float16, they could overflow before they are scaled.
         self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
@@ -435,9 +435,9 @@ class _TritonCall:
             "HEADS_IN": self.heads_in,
             "HEADS": self.heads,
             "HEADS_OUT": self.heads_out,
-            "PAD_IN": _pad(self.heads_in),
-            "PAD": _pad(self.heads),
-            "PAD_OUT": _pad(self.heads_out),
+            "PAD_IN": _pad_num_heads(self.heads_in),
+            "PAD": _pad_num_heads(self.heads),
+            "PAD_OUT": _pad_num_heads(self.heads_out),
             "MIX_LOGITS": logits_proj is not None,
             "MIX_WEIGHTS": weights_proj is not None,
             "BIAS": bias is not None,
@@ -492,20 +492,20 @@ def _view_workspaces(
     ]
 
 
-def _multiply_by_transposed(states: Tensor, shared: Tensor, out: Tensor) -> None:
+def _matmul_by_transposed(states: Tensor, shared: Tensor, out: Tensor) -> None:
     # Multiply [b, h, r, x] by the transposed [b, k, m, x]. The result is written to `out` [b, h, r, >= m], with
     # grouped heads stacked as rows.
     out = stack_groups(out, shared.shape[1])[..., : shared.shape[2]]
     torch.bmm(stack_groups(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
-def _multiply_grouped(weights: Tensor, shared: Tensor) -> Tensor:
+def _matmul_grouped(weights: Tensor, shared: Tensor) -> Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
     rows = torch.bmm(stack_groups(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _multiply_transposed(weights: Tensor, states: Tensor, kv_heads: int, key_length: int) -> Tensor:
+def _transposed_matmul(weights: Tensor, states: Tensor, kv_heads: int, key_length: int) -> Tensor:
     # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads in a group.
     weights = stack_groups(weights, kv_heads)[..., :key_length]
     return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
@@ -547,7 +547,7 @@ def _exceeds_registers(call: _TritonCall) -> bool:
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
-def triton_forward(operands: Operands) -> tuple[Tensor, Tensor]:
+def triton_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the softmax statistics of each row [2, b, h, n]."""
     call = _TritonCall(operands)
     output = operands.new_output()
@@ -556,14 +556,14 @@ def triton_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     settings = _choose_forward_settings(call)
     for batch, row, key_length in call.chunks():
         scores, weights = _view_workspaces(call, workspaces, batch, row, key_length)
-        _multiply_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
+        _matmul_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
-        output[batch, row] = _multiply_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
+        output[batch, row] = _matmul_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
     return output, statistics
 
 
 def triton_backward(
-    d_output: Tensor, statistics: Tensor, needs_bias_gradient: bool, operands: Operands
+    d_output: Tensor, statistics: Tensor, needs_bias_gradient: bool, operands: AttentionOperands
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
@@ -596,14 +596,14 @@ def triton_backward(
             call.key[batch, :, :key_length],
             call.value[batch, :, :key_length],
         )
-        _multiply_by_transposed(query, key, scores)
-        _multiply_by_transposed(d_output[batch, :, row], value, weights)
+        _matmul_by_transposed(query, key, scores)
+        _matmul_by_transposed(d_output[batch, :, row], value, weights)
         call.launch(
             backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, key_length, settings
         )
-        d_query[batch, :, row] = _multiply_grouped(scores, key)
-        d_key[batch, :, :key_length] += _multiply_transposed(scores, query, key.shape[1], key_length)
-        d_value[batch, :, :key_length] += _multiply_transposed(
+        d_query[batch, :, row] = _matmul_grouped(scores, key)
+        d_key[batch, :, :key_length] += _transposed_matmul(scores, query, key.shape[1], key_length)
+        d_value[batch, :, :key_length] += _transposed_matmul(
             weights, d_output[batch, :, row], value.shape[1], key_length
         )
         for total, part in zip(d_projs, parts, strict=True):

@@ -11,8 +11,8 @@ __all__ = [
     "AttentionHeads",
     "VariantAttention",
     "check_mask",
+    "get_attention_kwargs",
     "get_attn_implementation",
-    "get_call_options",
     "is_exporting",
     "is_traced",
     "should_return_weights",
@@ -65,7 +65,9 @@ if TYPE_CHECKING:
         implementation: str
         is_own: bool
         kv_a_proj: nn.Module  # present if the latent is smaller than the input
-        key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
+        key_range: (
+            Any  # a `KeyRange`, `BlockPattern` or `TransientGlobalKeyRange`, or None if queries attend to all keys
+        )
         score: Any  # an `AdditiveScore`, or None for dot products
         compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
         extensions: dict[str, tuple[str, ...]]  # the attributes with `AttentionExtension`s for each stage
@@ -89,7 +91,7 @@ def get_attn_implementation(module: VariantAttention) -> str:
     return module.config._attn_implementation_internal
 
 
-def get_call_options(
+def get_attention_kwargs(
     module: VariantAttention, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the `scaling`, `is_causal`, `dropout` and `position_bias` arguments for an attention function.

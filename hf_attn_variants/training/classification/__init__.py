@@ -8,7 +8,7 @@ from ..engine.settings import (
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
     TableSettings,
-    check_metric,
+    check_metric_for_best_model,
     option,
     parse_json_flag,
 )
@@ -101,7 +101,9 @@ class ClassificationSettings(TableSettings):
         super().check()
         self._check_labels()
         known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
-        check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
+        check_metric_for_best_model(
+            self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known))
+        )
 
     def _check_labels(self) -> None:
         """Check `text_columns`, `labels` and `class_weights`."""

@@ -57,7 +57,7 @@ NO_LABEL = (
 )
 
 
-def parse_label_cell(value: Any, separator: str | None, place: str) -> Cell:
+def parse_label_cell(value: Any, separator: str | None, location: str) -> Cell:
     """Return the label or labels in a table cell as text, without surrounding whitespace.
 
     Args:
@@ -65,7 +65,7 @@ def parse_label_cell(value: Any, separator: str | None, place: str) -> Cell:
             list of these values, or None.
         separator: The separator between the labels in a text. A space matches any whitespace. If None, the text is a
             single label.
-        place: The location of the cell (file, row and column) for error messages.
+        location: The location of the cell (file, row and column) for error messages.
 
     Raises:
         ValueError: If the content has another type, or if a list contains an empty or repeated label.
@@ -74,30 +74,30 @@ def parse_label_cell(value: Any, separator: str | None, place: str) -> Cell:
         return None
     if isinstance(value, str) and separator is not None:
         parts = value.split(None if separator == " " else separator) if value.strip() else []
-        return _check_label_list([_to_label_text(part, place) for part in parts], place)
+        return _check_label_list([_to_label_text(part, location) for part in parts], location)
     if isinstance(value, list | tuple):
-        return _check_label_list([_to_label_text(item, place) for item in value], place)
-    return _to_label_text(value, place) or None
+        return _check_label_list([_to_label_text(item, location) for item in value], location)
+    return _to_label_text(value, location) or None
 
 
-def _to_label_text(value: Any, place: str) -> str:
+def _to_label_text(value: Any, location: str) -> str:
     """Convert a single label to text."""
     if isinstance(value, str) and is_unicode(value):
         return value.strip()
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     got = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
-    raise ValueError(f"{place}: A label must be text or a finite number, got {got}.")
+    raise ValueError(f"{location}: A label must be text or a finite number, got {got}.")
 
 
-def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
+def _check_label_list(labels: list[str], location: str) -> tuple[str, ...]:
     """Check that no label in a row is empty or repeated, and return the labels as a tuple."""
     if "" in labels:
-        raise ValueError(f"{place}: Labels must not be empty, got {labels!r:.200}.")
+        raise ValueError(f"{location}: Labels must not be empty, got {labels!r:.200}.")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
         if INDICATORS.issuperset(map(str.lower, labels)):
-            raise ValueError(f"{place}: {INDICATOR_ADVICE.format(labels)}")
-        raise ValueError(f"{place}: The labels in a row must be distinct, got {repeated[0]!r} twice.")
+            raise ValueError(f"{location}: {INDICATOR_ADVICE.format(labels)}")
+        raise ValueError(f"{location}: The labels in a row must be distinct, got {repeated[0]!r} twice.")
     return tuple(labels)
 
 
@@ -151,17 +151,18 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
 
 
 def _check_label_format(
-    words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
+    words: Sequence[str], numbers: Sequence[str], first_rows: Mapping[str, int], describe_row: RowDescriber
 ) -> None:
     """Check that the labels do not mix words and numbers, and that the words are not formatted numbers."""
     amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
     commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
-    if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
+    if amounts and len(amounts) + len(numbers) + len(commas) > len(first_rows) // 2:
         raise ValueError(
-            f"{describe_row(firsts[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. {NUMBER_ADVICE}"
+            f"{describe_row(first_rows[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. "
+            f"{NUMBER_ADVICE}"
         )
     if words and numbers:
-        word, number = firsts[words[0]], firsts[numbers[0]]
+        word, number = first_rows[words[0]], first_rows[numbers[0]]
         raise ValueError(
             f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} in "
             f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
@@ -169,7 +170,7 @@ def _check_label_format(
         )
     if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
         raise ValueError(
-            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
+            f"{describe_row(first_rows[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
             "decimal point. If these are several labels, set --label_separator ','. If they are class names, set "
             f"--problem_type {SINGLE_LABEL}."
         )
@@ -211,7 +212,7 @@ def check_no_class_indicators(cells: Sequence[Cell], describe_row: RowDescriber)
         raise ValueError(f"{describe_row(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
 
 
-def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
+def collect_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Return the distinct class names, sorted by value if they are numbers and otherwise by code point."""
     names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
     if all(WHOLE.fullmatch(name) for name in names):
@@ -247,38 +248,43 @@ class LabelScheme:
         ids = {name: i for i, name in enumerate(self.names)}
         return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
 
-    def _encode_cell(self, cell: Cell, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> Any:
-        """Convert the label or labels of row `number` to a number or a list of numbers."""
+    def _encode_cell(
+        self, cell: Cell, class_ids: Mapping[str, int], row_index: int, describe_row: RowDescriber
+    ) -> Any:
+        """Convert the label or labels of row `row_index` to a number or a list of numbers."""
         if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
-            labels = {self._get_class_id(label, ids, number, describe_row) for label in cell}
-            return [float(i in labels) for i in range(len(ids))]
+            labels = {self._get_class_id(label, class_ids, row_index, describe_row) for label in cell}
+            return [float(i in labels) for i in range(len(class_ids))]
         if cell is None:
-            raise ValueError(
-                f"{describe_row(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'The row has no label.'}"
-            )
+            reason = NO_LABEL if self.problem_type == SINGLE_LABEL else "The row has no label."
+            raise ValueError(f"{describe_row(row_index)}: {reason}")
         if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
             got = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
             rule = (
                 "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
             )
             raise ValueError(
-                f"{describe_row(number)}: Got {got}, but --problem_type {self.problem_type} requires {rule}."
+                f"{describe_row(row_index)}: Got {got}, but --problem_type {self.problem_type} requires {rule}."
             )
         if self.problem_type == SINGLE_LABEL:
-            return self._get_class_id(cell, ids, number, describe_row)
+            return self._get_class_id(cell, class_ids, row_index, describe_row)
         value = float(cell) if NUMBER.fullmatch(cell) else math.nan
         if not math.isfinite(value):
-            raise ValueError(f"{describe_row(number)}: A regression label must be a finite number, got {cell!r:.80}.")
+            raise ValueError(
+                f"{describe_row(row_index)}: A regression label must be a finite number, got {cell!r:.80}."
+            )
         return value
 
-    def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
+    def _get_class_id(
+        self, name: str, class_ids: Mapping[str, int], row_index: int, describe_row: RowDescriber
+    ) -> int:
         """Return the id of a class, or raise `ValueError` if the class is unknown."""
-        if name not in ids:
+        if name not in class_ids:
             raise ValueError(
-                f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
+                f"{describe_row(row_index)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
                 "These labels come from the training rows or from --labels."
             )
-        return ids[name]
+        return class_ids[name]
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -287,28 +293,28 @@ def format_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
 
 
-def count_rows_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
+def count_rows_by_class(scheme: LabelScheme, encoded_labels: Sequence[Any]) -> list[int]:
     """Count the rows in each class.
 
     Args:
         scheme: The classes.
-        values: The encoded labels, as returned by `LabelScheme.encode`.
+        encoded_labels: The encoded labels, as returned by `LabelScheme.encode`.
     """
     if scheme.problem_type == MULTI_LABEL:
-        return [int(sum(column)) for column in zip(*values, strict=True)]
-    counts = Counter(values)
+        return [int(sum(column)) for column in zip(*encoded_labels, strict=True)]
+    counts = Counter(encoded_labels)
     return [counts[i] for i in range(len(scheme.names))]
 
 
 def compute_class_weights(
-    setting: Mapping[str, Any] | str | None, scheme: LabelScheme, values: Sequence[Any]
+    class_weights: Mapping[str, Any] | str | None, scheme: LabelScheme, encoded_labels: Sequence[Any]
 ) -> list[float] | None:
-    """Return the weight of each class in the loss, or None if `setting` is None.
+    """Return the weight of each class in the loss, or None if `class_weights` is None.
 
     Args:
-        setting: "balanced", or weights by class name. All other classes have weight 1.
+        class_weights: "balanced", or weights by class name. All other classes have weight 1.
         scheme: The classes.
-        values: The labels of the training rows, as numbers.
+        encoded_labels: The labels of the training rows, as numbers.
 
     Returns:
         The weights in the order of the class names. With one label per row, "balanced" sets the weight of a class to
@@ -319,24 +325,24 @@ def compute_class_weights(
         ValueError: If a name is not a class, or if the balanced weights are undefined because a label occurs in no row
             or, with several labels per row, in every row.
     """
-    if setting is None or scheme.problem_type == REGRESSION:
+    if class_weights is None or scheme.problem_type == REGRESSION:
         return None
-    if isinstance(setting, Mapping):
-        if unknown := [name for name in setting if name not in scheme.names]:
+    if isinstance(class_weights, Mapping):
+        if unknown := [name for name in class_weights if name not in scheme.names]:
             known = format_names(scheme.names)
             raise ValueError(f"--class_weights contains the unknown label {unknown[0]!r}. Use only {known}.")
-        return [float(setting.get(name, 1.0)) for name in scheme.names]
-    counts, several = count_rows_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
+        return [float(class_weights.get(name, 1.0)) for name in scheme.names]
+    counts, several = count_rows_by_class(scheme, encoded_labels), scheme.problem_type == MULTI_LABEL
     for name, count in zip(scheme.names, counts, strict=True):
-        if count == 0 or (several and count == len(values)):
+        if count == 0 or (several and count == len(encoded_labels)):
             rows = "every training row has" if count else "no training row has"
             raise ValueError(
                 f"--class_weights balanced cannot be computed because {rows} the label {name!r}. Set the weights as "
                 "JSON."
             )
     if several:
-        return [(len(values) - count) / count for count in counts]
-    return [len(values) / (len(counts) * count) for count in counts]
+        return [(len(encoded_labels) - count) / count for count in counts]
+    return [len(encoded_labels) / (len(counts) * count) for count in counts]
 
 
 logger = logging.getLogger(__name__)
@@ -359,12 +365,12 @@ LABEL_COLUMNS = (
 )
 
 
-def find_text_columns(record: dict[str, Any], place: str, label_column: str | None = None) -> tuple[str, ...]:
+def find_text_columns(record: dict[str, Any], location: str, label_column: str | None = None) -> tuple[str, ...]:
     """Find the text column, or the two columns of a text pair, by their common names, ignoring case.
 
     Args:
         record: The row, which maps column names to values.
-        place: The description of the row in error messages, such as "t.csv, row 1".
+        location: The description of the row in error messages, such as "t.csv, row 1".
         label_column: The label column, which cannot be a text column.
 
     Raises:
@@ -379,24 +385,25 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
         choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
         raise ValueError(
-            f"{place}: {problem}; {_describe_columns(record)}. Set --text_columns to one column, or to two for pairs."
+            f"{location}: {problem}; {_describe_columns(record)}. Set --text_columns to one column, or to two for "
+            f"pairs."
         )
     return tuple(columns[name] for name in candidates[0])
 
 
 def find_label_column(
-    record: dict[str, Any], place: str, text_columns: Sequence[str], needed: bool = True
+    record: dict[str, Any], location: str, text_columns: Sequence[str], required: bool = True
 ) -> str | None:
     """Find the label column by its common names, ignoring case.
 
     Args:
         record: The row, which maps column names to values.
-        place: The description of the row in error messages.
+        location: The description of the row in error messages.
         text_columns: The text columns, which cannot be the label column.
-        needed: Whether to raise an error instead of returning None if no column matches.
+        required: Whether to raise an error instead of returning None if no column matches.
 
     Raises:
-        ValueError: If the choice is ambiguous, or if no column matches and `needed` is True. The message lists the
+        ValueError: If the choice is ambiguous, or if no column matches and `required` is True. The message lists the
             columns.
     """
     columns = _map_lowercase_names(record, *text_columns)
@@ -404,14 +411,14 @@ def find_label_column(
         candidates = [columns[name] for name in names if name in columns]
         if len(candidates) > 1:
             raise ValueError(
-                f"{place}: The labels may be in {' or '.join(candidates)}; {_describe_columns(record)}. Use "
+                f"{location}: The labels may be in {' or '.join(candidates)}; {_describe_columns(record)}. Use "
                 "--label_column to select one."
             )
         if candidates:
             return candidates[0]
-    if needed:
+    if required:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_describe_columns(record)}. Set --label_column."
+            f"{location}: No column has a common name for labels; {_describe_columns(record)}. Set --label_column."
         )
     return None
 
@@ -452,11 +459,11 @@ class ClassificationSplit:
         """Return a split that contains the first `count` rows, or all rows if `count` is None."""
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
-    def describe_row(self, number: int) -> str:
+    def describe_row(self, row_index: int) -> str:
         """Describe the location of a row for messages. The number of the row is counted from 0."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
-        row = self.data.select_columns(names)[number]
-        return describe_row_location(row.get("file", self.name), row.get("line"), row.get("index", number))
+        row = self.data.select_columns(names)[row_index]
+        return describe_row_location(row.get("file", self.name), row.get("line"), row.get("index", row_index))
 
 
 def make_in_memory_dataset(columns: dict[str, list]) -> Dataset:
@@ -468,13 +475,13 @@ def make_in_memory_dataset(columns: dict[str, list]) -> Dataset:
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
 
 
-def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
+def hash_rows(split: ClassificationSplit, chunk_size: int = 10_000) -> str:
     """Return a short hash of the texts and labels in a split. The hash depends on the order of the rows."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(data), chunk):
-        rows = data[start : start + chunk]
+    for start in range(0, len(data), chunk_size):
+        rows = data[start : start + chunk_size]
         digest.update(json.dumps([rows[name] for name in columns]).encode())
     return digest.hexdigest()
 
@@ -526,7 +533,7 @@ class ClassificationData:
 
 
 @dataclass
-class UnencodedRows:
+class UnencodedSplit:
     """The rows of a split before their labels are converted to numbers.
 
     Attributes:
@@ -545,34 +552,40 @@ class UnencodedRows:
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
 
-    def describe_row(self, row: int) -> str:
+    def describe_row(self, row_index: int) -> str:
         """Describe the location of a row's label (file, line, row and column) for messages."""
-        location = describe_row_location(self.files[row], self.lines[row], self.numbers[row])
+        location = describe_row_location(self.files[row_index], self.lines[row_index], self.numbers[row_index])
         return f"{location}, column {self.label_column!r}"
 
-    def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
-        """Create a split from the rows with the encoded labels `values`, or without labels if `values` is None."""
+    def split(self, name: str, encoded_labels: list[Any] | None) -> ClassificationSplit:
+        """Create a split from the rows with the encoded labels `encoded_labels`, or without labels if
+        `encoded_labels` is None.
+        """
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
         columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ClassificationSplit(
-            name, make_in_memory_dataset(columns | ({} if values is None else {"label": values}))
+            name, make_in_memory_dataset(columns | ({} if encoded_labels is None else {"label": encoded_labels}))
         )
 
 
 def _read_rows(
-    name: str, source: tables.SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
-) -> UnencodedRows:
+    name: str,
+    source: tables.DatasetSplit,
+    text_columns: Sequence[str],
+    label_column: str | None,
+    separator: str | None,
+) -> UnencodedSplit:
     """Read all rows of a split. Rows with a blank text are kept, and a warning is logged.
 
     Raises:
         OSError, ValueError: See `load_classification_data`.
     """
-    rows = UnencodedRows(label_column, [[] for _ in text_columns])
+    rows = UnencodedSplit(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
     for record in source.records:
         for column, texts in zip(text_columns, rows.texts, strict=True):
-            texts.append(tables.get_text(record, column, "--text_columns"))
+            texts.append(tables.get_column_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
             blank.append(record.place)
         rows.files.append(record.file)
@@ -580,7 +593,7 @@ def _read_rows(
         rows.numbers.append(record.number)
         if label_column is not None:
             value = get_column_value(record.values, label_column)
-            value = value if names is None else tables.get_label_name(value, names)
+            value = value if names is None else tables.map_class_ids_to_names(value, names)
             rows.cells.append(parse_label_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
@@ -630,22 +643,22 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 
 
 def _resolve_columns(
-    first: tuple[str, tables.SplitRows], settings: ClassificationSettings, absent_label_column: str | None
+    first_split: tuple[str, tables.DatasetSplit], settings: ClassificationSettings, absent_label_column: str | None
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the text columns and the label column, from the settings or from common column names.
 
     Args:
-        first: The name and the rows of the first split.
+        first_split: The name and the rows of the first split.
         settings: The settings of the run.
         absent_label_column: The label column that the model was trained on, if it is missing from the rows. None
             otherwise.
     """
-    name, source = first
+    name, source = first_split
     record = source.first
     label = settings.label_column
     texts = settings.text_columns or find_text_columns(record.values, record.header_location, label)
     if label is None and (absent_label_column is None or name != "test"):
-        label = find_label_column(record.values, record.header_location, texts, needed=name != "test")
+        label = find_label_column(record.values, record.header_location, texts, required=name != "test")
     return texts, label
 
 
@@ -661,7 +674,7 @@ def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
 
 
 def _infer_training_scheme(
-    settings: ClassificationSettings, rows: UnencodedRows, class_names: Sequence[str] | None
+    settings: ClassificationSettings, rows: UnencodedSplit, class_names: Sequence[str] | None
 ) -> LabelScheme:
     """Infer the label scheme of a training run from the settings and the training rows."""
     kind = settings.problem_type
@@ -672,7 +685,7 @@ def _infer_training_scheme(
         check_no_class_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         return LabelScheme(kind, ())
-    names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
+    names = tuple(settings.labels or class_names or collect_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
         raise ValueError(f"{rows.describe_row(0)}: {problem}. Provide training rows with different labels.")
@@ -704,17 +717,17 @@ def _infer_checkpoint_scheme(
     return LabelScheme(kind, settings.labels or names)
 
 
-def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
+def _log_label_counts(scheme: LabelScheme, encoded_labels: Sequence[Any]) -> None:
     """Log the number of training rows and the distribution of their labels."""
-    if not values:  # the run only evaluates
+    if not encoded_labels:  # the run only evaluates
         return
     if scheme.problem_type == REGRESSION:
         message = "train: %d rows with labels from %g to %g (regression)."
-        logger.info(message, len(values), min(values), max(values))
+        logger.info(message, len(encoded_labels), min(encoded_labels), max(encoded_labels))
         return
-    counts = dict(zip(scheme.names, count_rows_by_class(scheme, values), strict=True))
+    counts = dict(zip(scheme.names, count_rows_by_class(scheme, encoded_labels), strict=True))
     label_counts = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
-    logger.info("train: %d rows with labels %s%s (%s).", len(values), label_counts, more, scheme.problem_type)
+    logger.info("train: %d rows with labels %s%s (%s).", len(encoded_labels), label_counts, more, scheme.problem_type)
     if without := [name for name, count in counts.items() if not count]:
         logger.warning("No training row has any of the labels %s.", format_names(without))

@@ -34,7 +34,7 @@ from ..engine import models
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
 from ..engine.optimization import Objective, compute_logits
-from ..engine.settings import FineTuningSettings, check_dev_settings, check_metric
+from ..engine.settings import FineTuningSettings, check_dev_settings, check_metric_for_best_model
 from . import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
 from .data import (
     ClassificationSplit,
@@ -64,7 +64,7 @@ def _correlate(
 pearson, spearman = partial(_correlate, pearsonr), partial(_correlate, spearmanr)
 
 
-class Predictions:
+class ClassificationOutput:
     """A model's predictions, computed from its logits [rows, labels] in the order of the scheme's names.
 
     Attributes:
@@ -86,7 +86,7 @@ class Predictions:
 
 
 def compute_classification_metrics(
-    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+    scheme: LabelScheme, predictions: ClassificationOutput, labels: np.ndarray
 ) -> dict[str, float]:
     """Compute the metrics in `METRICS_BY_PROBLEM`. Metrics that are undefined for these rows are NaN.
 
@@ -96,19 +96,19 @@ def compute_classification_metrics(
 
     Args:
         scheme: The label scheme.
-        predicted: The predictions.
+        predictions: The predictions.
         labels: The labels of the rows, as returned by `LabelScheme.encode`.
     """
     if scheme.problem_type == REGRESSION:
-        errors = predicted.chosen - labels
+        errors = predictions.chosen - labels
         return {
             "rmse": float(np.sqrt(np.mean(errors**2))),
             "mae": float(np.abs(errors).mean()),
-            "pearson": float(pearson(labels, predicted.chosen)),
-            "spearmanr": float(spearman(labels, predicted.chosen)),
+            "pearson": float(pearson(labels, predictions.chosen)),
+            "spearmanr": float(spearman(labels, predictions.chosen)),
         }
     labels = labels.astype(np.int64)
-    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predictions, labels)
     averaged_ids = ids if len(ids) == 1 else None  # None selects the classes that occur in the rows
     values = {"accuracy": float(accuracy_score(truth, chosen))}
     for average in ("macro", "micro"):
@@ -117,13 +117,15 @@ def compute_classification_metrics(
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the value is 0 if all true and predicted classes are the same
-            values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
-    areas = [area for area in _compute_roc_aucs(scheme, predicted, labels) if not math.isnan(area)]
+            values["matthews_correlation"] = float(matthews_corrcoef(labels, predictions.chosen))
+    areas = [area for area in _compute_roc_aucs(scheme, predictions, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
 
 
-def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
+def compute_metric_details(
+    scheme: LabelScheme, predictions: ClassificationOutput, labels: np.ndarray
+) -> dict[str, Any]:
     """Compute the details that complement the metrics from `compute_classification_metrics`.
 
     Returns:
@@ -136,35 +138,35 @@ def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: 
         - "undefined" (only if a metric is undefined or excludes classes) maps the metric to the reason.
     """
     if scheme.problem_type == REGRESSION:
-        columns = {"labels": labels, "predictions": predicted.chosen}
+        columns = {"labels": labels, "predictions": predictions.chosen}
         constant = [name for name, numbers in columns.items() if np.ptp(numbers) == 0]
         reason = f"all {' and all '.join(constant)} are the same" if constant else ""
         return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
     labels = labels.astype(np.int64)
     several = scheme.problem_type == MULTI_LABEL
-    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
-    areas = _compute_roc_aucs(scheme, predicted, labels)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predictions, labels)
+    areas = _compute_roc_aucs(scheme, predictions, labels)
     counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
     per_class = {}
     for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
         per_class[name] = {
-            "precision": _divide(right, right + wrong),
-            "recall": _divide(right, right + missed),
-            "f1": _divide(2 * right, 2 * right + wrong + missed),
+            "precision": _divide_or_nan(right, right + wrong),
+            "recall": _divide_or_nan(right, right + missed),
+            "f1": _divide_or_nan(2 * right, 2 * right + wrong + missed),
             "roc_auc": area,
             "support": right + missed,
             "predicted": right + wrong,
         }
     details: dict[str, Any] = {"per_class": per_class}
     if not several:
-        details["confusion_matrix"] = confusion_matrix(labels, predicted.chosen, labels=ids).tolist()
+        details["confusion_matrix"] = confusion_matrix(labels, predictions.chosen, labels=ids).tolist()
     if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
         details["undefined"] = {"roc_auc": _describe_undefined_roc_auc(without, len(labels), len(ids), per_class)}
     return details
 
 
 def _to_sklearn_classes(
-    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+    scheme: LabelScheme, predictions: ClassificationOutput, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return the true classes, the predicted classes and the class ids in scikit-learn's format.
 
@@ -172,32 +174,34 @@ def _to_sklearn_classes(
     row has the label, and class 0 otherwise.
     """
     if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
-        return labels[:, 0], predicted.chosen[:, 0], [1]
-    return labels, predicted.chosen, list(range(len(scheme.names)))
+        return labels[:, 0], predictions.chosen[:, 0], [1]
+    return labels, predictions.chosen, list(range(len(scheme.names)))
 
 
-def _describe_undefined_roc_auc(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
-    """Describe why the ROC AUC is undefined for the classes in `without`."""
-    everywhere = [name for name in without if per_class[name]["support"] == rows]
-    nowhere = [name for name in without if per_class[name]["support"] == 0]
-    parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
+def _describe_undefined_roc_auc(
+    undefined_classes: Sequence[str], num_rows: int, num_classes: int, per_class: dict[str, Any]
+) -> str:
+    """Describe why the ROC AUC is undefined for the classes in `undefined_classes`."""
+    everywhere = [name for name in undefined_classes if per_class[name]["support"] == num_rows]
+    nowhere = [name for name in undefined_classes if per_class[name]["support"] == 0]
+    parts = [f"all {num_rows} rows have {format_names(everywhere)}"] if everywhere else []
     parts += [f"no row has {format_names(nowhere)}"] if nowhere else []
-    num_defined = classes - len(without)
+    num_defined = num_classes - len(undefined_classes)
     result = f"it is the mean over the other {num_defined}" if num_defined else "it is not defined"
     return f"{' and '.join(parts)}: {result}"
 
 
-def _compute_roc_aucs(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
+def _compute_roc_aucs(scheme: LabelScheme, predictions: ClassificationOutput, labels: np.ndarray) -> list[float]:
     """Return the one-vs-rest ROC AUC for each class, or NaN if all rows or no rows belong to the class."""
     ids = range(len(scheme.names))
     truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
     return [
-        float(roc_auc_score(truth, predicted.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
+        float(roc_auc_score(truth, predictions.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
         for i, truth in zip(ids, truths, strict=True)
     ]
 
 
-def _divide(part: int, whole: int) -> float:
+def _divide_or_nan(part: int, whole: int) -> float:
     """Return the quotient of two numbers, or NaN if the denominator is 0."""
     return part / whole if whole else math.nan
 
@@ -223,10 +227,10 @@ def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
-        save_plot(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
+        save_plot(path, lambda: _make_confusion_matrix_figure(np.asarray(matrix), names, title), dpi=120)
 
 
-def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> Any:
+def _make_confusion_matrix_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> Any:
     """Create the figure that `plot_confusion_matrix` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -365,9 +369,9 @@ class SequenceClassification(FineTuningTask[SettingsT]):
             ValueError: If the tokenizer or the maximum length is not valid for the model.
         """
         models.configure_token_types(self.tokenizer, self.config)
-        models.configure_end_tokens(self.tokenizer, self.config, pair)
+        models.configure_eos_token(self.tokenizer, self.config, pair)
         length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
-        models.check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
+        models.check_max_length(length, self.config, self.tokenizer, pair, pad_to_multiple_of=multiple)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
 
     def load_model(self) -> PreTrainedModel:
@@ -436,10 +440,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
-            self._check_end_token_counts(split, data)
+            self._check_eos_token_counts(split, data)
         return data
 
-    def _check_end_token_counts(self, split: ClassificationSplit, data: Dataset) -> None:
+    def _check_eos_token_counts(self, split: ClassificationSplit, data: Dataset) -> None:
         """Check that all rows have the same number of end-of-sequence tokens.
 
         In Transformers, the classification heads of encoder-decoder models read the output at the last end-of-sequence
@@ -490,7 +494,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self.labels = None if self.problem_type == REGRESSION else self.scheme.names
         self.configure_tokenizer(pair=len(self.data.text_columns) == 2)
         self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
-        check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
+        check_metric_for_best_model(settings.metric_for_best_model, ("loss", *self.metric_names))
         check_dev_settings(settings, "validation" in self.data.splits)
         self.train = self._select_training_split()
         self.dev_splits = [
@@ -519,9 +523,9 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self.dev_predictions = self._to_predictions(logits)
         return compute_classification_metrics(self.scheme, self.dev_predictions, np.asarray(eval_set.labels))
 
-    def _to_predictions(self, logits: np.ndarray) -> Predictions:
+    def _to_predictions(self, logits: np.ndarray) -> ClassificationOutput:
         """Convert the model's logits [rows, labels] to predictions."""
-        return Predictions(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
+        return ClassificationOutput(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
     def fingerprint(self) -> dict[str, Any]:
         labels = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
@@ -573,34 +577,36 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
                 lines.append(f"{self.name} {split} ({results[f'{prefix}samples']} rows): {scores}\n")
         return "".join(lines)
 
-    def _plot_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
+    def _plot_confusion_matrix(
+        self, eval_set: EvalSet, predictions: ClassificationOutput, file_name: str, split: str
+    ) -> None:
         """Plot the confusion matrix of a split if there is one label per row and not too many classes."""
         drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
         if not drawn or not self.accelerator.is_main_process:
             return
-        matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
-        title = f"{models.get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
-        plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
+        matrix = compute_metric_details(self.scheme, predictions, np.asarray(eval_set.labels))["confusion_matrix"]
+        title = f"{models.get_model_name(self.settings)}, {split}: {len(eval_set.split):,} rows"
+        plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / file_name, title)
 
-    def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
+    def _format_predictions(self, eval_set: EvalSet, predictions: ClassificationOutput) -> str:
         """Format predictions as the content of a JSONL file.
 
         Each line contains the row number, the label (if known), the prediction, the probabilities (except for
         regression) and the texts. If there are several files, it also contains the file name.
         """
-        files, numbers = rows.split.data["file"][:], rows.split.data["index"][:]
+        files, numbers = eval_set.split.data["file"][:], eval_set.split.data["index"][:]
         columns = self.data.text_columns
-        texts = [rows.split.data[f"text{i + 1}"][:] for i in range(len(columns))]
+        texts = [eval_set.split.data[f"text{i + 1}"][:] for i in range(len(columns))]
         several = len(set(files)) > 1
         lines = []
         for i, number in enumerate(numbers):
             record: dict[str, Any] = {"file": files[i]} if several else {}
             record["row"] = number
-            if rows.labels is not None:
-                record["label"] = self._to_label_names(rows.labels[i])
-            record["prediction"] = self._to_label_names(predicted.chosen[i])
+            if eval_set.labels is not None:
+                record["label"] = self._to_label_names(eval_set.labels[i])
+            record["prediction"] = self._to_label_names(predictions.chosen[i])
             if self.labels is not None:
-                shares = [float(f"{share:.6g}") for share in predicted.probabilities[i]]
+                shares = [float(f"{share:.6g}") for share in predictions.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
             record["text"] = {column: values[i] for column, values in zip(columns, texts, strict=True)}
             lines.append(json.dumps(record, ensure_ascii=False))

@@ -50,16 +50,16 @@ class StopSignalRecorder:
         # Leave Ctrl-C unchanged if it is ignored or if the user has installed a handler.
         numbers = [signal.SIGTERM]
         numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
-        before = {number: signal.signal(number, self._handle) for number in numbers}
+        before = {number: signal.signal(number, self._handle_signal) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _handle_signal(self, signum: int, frame: Any) -> None:
         """Record a signal, or raise `KeyboardInterrupt` for a second Ctrl-C."""
-        if number == signal.SIGINT:
+        if signum == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted is None:
                 self._interrupted = now
@@ -70,7 +70,7 @@ class StopSignalRecorder:
                     os.write(2, message)
             elif now - self._interrupted > CTRL_C_REPEAT_SECONDS:
                 raise KeyboardInterrupt
-        self.number = number
+        self.number = signum
 
 
 # This must exceed the time that the data workers of a killed run need to notice that the run ended, because they hold
@@ -147,7 +147,8 @@ class TrainState:
     epoch: int = 0  # epoch of the next batch, counted from 0
     batch_in_epoch: int = 0  # the number of batches of this epoch that each process has used
     position: list[int] | None = None  # the "position" in the last batch, if any, from which a resumed run continues
-    # Totals over all processes: the training examples, their tokens, and the training FLOPs (see `loop.TrainingCost`).
+    # Totals over all processes: the training examples, their tokens, and the training FLOPs (see
+    # `loop.TrainingCostCounter`).
     examples: int = 0
     tokens: int = 0
     flops: int = 0

@@ -24,7 +24,7 @@ from .models import get_vocabulary_size
 
 
 @dataclass(frozen=True)
-class TrainingBatches:
+class TrainingBatchSource:
     """The training batches of a run.
 
     Attributes:
@@ -145,7 +145,7 @@ def create_stream_dataloader(
     )
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _ignore_stop_signals(worker_id: int) -> None:
     """Ignore SIGTERM and Ctrl-C in a dataloader worker."""
     # All processes of a job receive these signals, but the training loop needs its workers until it has saved a
     # checkpoint.
@@ -166,7 +166,7 @@ CHANGED_SHARE = 0.5
 UNCHANGED, CHANGED = 0, 1
 
 
-def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def make_word_start_mask(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return a boolean array [V] that is True for vocabulary tokens that start a word.
 
     WordPiece marks tokens that continue a word ("##"). SentencePiece ("▁") and byte-level BPE ("Ġ") mark tokens that
@@ -223,7 +223,7 @@ class MaskedLMPreparer:
         self.sentence_task = sentence_task
         self.requires_other_block = sentence_task == "nsp"  # the second segment of a pair can come from another block
         self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
-        self.starts = find_word_starts(tokenizer) if whole_words else None
+        self.starts = make_word_start_mask(tokenizer) if whole_words else None
         self.special = np.zeros(get_vocabulary_size(tokenizer), dtype=bool)
         # `all_special_ids` is not used because it includes punctuation for some tokenizers.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
@@ -247,7 +247,7 @@ class MaskedLMPreparer:
         """
         segments, sentence_label = [block], None
         if self.sentence_task is not None:
-            segments, sentence_label = self._pair(block, key, other)
+            segments, sentence_label = self._make_segment_pair(block, key, other)
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         used = 1 + sum(len(segment) + 1 for segment in segments)
         ids[:used] = [self.cls_id, *(token for segment in segments for token in (*segment, self.sep_id))]
@@ -260,18 +260,20 @@ class MaskedLMPreparer:
             example["sentence_labels"] = np.array(sentence_label)
         return example
 
-    def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
+    def _make_segment_pair(
+        self, block: np.ndarray, key: tuple[int, ...], other_block: np.ndarray | None
+    ) -> tuple[list[np.ndarray], int]:
         """Split a block into two segments, change this pair with probability 0.5, and return it with its label."""
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
         cut = generator.integers(1, len(block))
         first, second = block[:cut], block[cut:]
-        if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other is None):
+        if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other_block is None):
             return [first, second], UNCHANGED
-        if other is None or self.sentence_task == "sop":
+        if other_block is None or self.sentence_task == "sop":
             return [second, first], CHANGED
-        return [first, other[: len(second)]], CHANGED
+        return [first, other_block[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Choose tokens to predict and mask them as in BERT (arXiv:1810.04805).

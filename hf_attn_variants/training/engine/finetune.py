@@ -20,7 +20,7 @@ from ...errors import NonFiniteLossError
 from ...files import CURVES_FILE, LOG_FILE, RESULTS_NAME, atomic_write, save_plot
 from ...model_folder import ModelHistory
 from ...modeling.mechanisms.clipped_softmax import ClippedSoftmax
-from .dataloaders import EpochSampler, EvalBatches, TextRows, TrainingBatches, create_dataloader
+from .dataloaders import EpochSampler, EvalBatches, TextRows, TrainingBatchSource, create_dataloader
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
@@ -38,9 +38,9 @@ from .settings import TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
 
-def _check_outputs_finite(parts: Sequence[Tensor], name: str) -> None:
+def _check_outputs_finite(outputs: Sequence[Tensor], name: str) -> None:
     """Raise `NonFiniteLossError` if the outputs [rows, ...] contain NaN or plus infinity."""
-    bad_parts = [part.isnan() | part.isposinf() for part in parts]
+    bad_parts = [part.isnan() | part.isposinf() for part in outputs]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
     if bad := int(rows.sum()):
         raise NonFiniteLossError(
@@ -136,14 +136,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     @torch.no_grad()
     def run_model_on_rows(
-        self, batches: EvalBatches, outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
+        self, batches: EvalBatches, compute_outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
     ) -> list[np.ndarray]:
         """Run the model on all rows of the batches from `make_eval_batches`.
 
         Args:
             batches: The batches and the order of their rows.
-            outputs: A function that maps a batch to one or more tensors [b, ...]. All dimensions except b must be the
-                same for all batches.
+            compute_outputs: A function that maps a batch to one or more tensors [b, ...]. All dimensions except b must
+                be the same for all batches.
             name: The name of the data in the progress bar and in messages.
 
         Returns:
@@ -158,7 +158,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         gathered: list[Any] = []
         for batch in show_progress(self.accelerator, loader, f"Running {name}"):
             # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
-            gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
+            gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(compute_outputs(batch))])
         parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
         _check_outputs_finite(parts, name)
         return [part.numpy()[np.argsort(order)] for part in parts]
@@ -182,7 +182,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
             return self.rows.lengths()
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
-    def training_batches(self) -> TrainingBatches:
+    def training_batches(self) -> TrainingBatchSource:
         """Return the training batches, which are created from `rows` by default."""
         settings: Any = self.settings  # `FineTuningSettings`, unless the task creates its own batches
         size, count = settings.per_device_train_batch_size, len(self.rows)
@@ -195,11 +195,11 @@ class FineTuningTask(ABC, Generic[SettingsT]):
                 self.rows.start_epoch(epoch)
 
         if not count:  # a run that only evaluates
-            return TrainingBatches([], start_epoch, 0, 0)
+            return TrainingBatchSource([], start_epoch, 0, 0)
         options = {"batch_size": size, "sampler": sampler, "collate_fn": self.collate}
         loader = create_dataloader(self.rows, settings.dataloader_num_workers, settings.seed, **options)
         loader = self.accelerator.prepare(loader)
-        return TrainingBatches(loader, start_epoch, len(loader), count)
+        return TrainingBatchSource(loader, start_epoch, len(loader), count)
 
     def total_steps(self, batches_per_epoch: int | None) -> int:
         """Return the number of optimizer steps of the run.

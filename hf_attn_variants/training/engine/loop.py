@@ -26,12 +26,12 @@ from . import checkpoints
 from .models import find_variant_class
 from .optimization import Objective
 from .session import RunLog, save_failed_batches
-from .settings import TrainingSettings, check_metric, get_warmup_steps, is_greater_better
+from .settings import TrainingSettings, check_metric_for_best_model, get_warmup_steps, is_greater_better
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingCost:
+class TrainingCostCounter:
     """Counts the tokens in a batch and the FLOPs required to train on it.
 
     Args:
@@ -63,13 +63,13 @@ class TrainingCost:
             per_token, per_attended = self.flops_per_token[part]
             self.flops_per_token[part] = per_token - self.head, per_attended
 
-    def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
+    def count(self, batch: dict[str, Tensor], num_items: int) -> tuple[int, int]:
         """Return the number of tokens in a batch (without padding) and the FLOPs required to train on the batch.
 
         Args:
             batch: A batch with "input_ids" or "attention_mask", whose shape is [b, n], or [b, c, n] with c choices.
                 For encoder-decoder models, it also contains "labels" [b, t], which are negative for padding.
-            items: The number of items in the batch that the objective counts.
+            num_items: The number of items in the batch that the objective counts.
         """
         if "attention_mask" in batch:
             lengths = batch["attention_mask"].sum(-1).flatten().tolist()
@@ -81,7 +81,7 @@ class TrainingCost:
         has_targets = self.is_encoder_decoder and labels is not None and labels.ndim == 2
         targets = (labels >= 0).sum(-1).tolist() if has_targets and labels is not None else lengths
         tokens = sum(lengths) + (sum(targets) if has_targets else 0)
-        flops = self.head * items
+        flops = self.head * num_items
         for n, t in zip(lengths, targets, strict=True):
             for part, (per_token, (per_key, per_source_key)) in self.flops_per_token.items():
                 length = n if part == "encoder" else t
@@ -223,7 +223,7 @@ class TrainingLoop:
         self.total_steps, self.eval_interval = total_steps, eval_steps or settings.eval_steps or "epoch"
         self.best_metric = (settings.metric_for_best_model or default_metric).removeprefix("eval_")
         self.state = checkpoints.TrainState()
-        self.cost = TrainingCost(
+        self.cost = TrainingCostCounter(
             accelerator.unwrap_model(model, keep_torch_compile=False), objective.applies_head_to_items_only
         )
         self.fingerprint = {
@@ -234,7 +234,7 @@ class TrainingLoop:
             "metric_for_best_model": self.best_metric if settings.keeps_best_weights else None,
             "early_stopping_patience": settings.early_stopping_patience,
             **(fingerprint or {}),
-            **settings.get_resume_values(settings.keeps_best_weights),
+            **settings.get_resume_fingerprint(settings.keeps_best_weights),
             "warm-up steps": get_warmup_steps(settings, total_steps),
         }
         self.log = RunLog(accelerator, settings.output_dir)
@@ -360,15 +360,15 @@ class TrainingLoop:
             return self.dataloader
         return skip_first_batches(self.dataloader, done) if done else self.dataloader
 
-    def _run_optimizer_step(self, group: list[dict[str, Tensor]]) -> None:
+    def _run_optimizer_step(self, batches: list[dict[str, Tensor]]) -> None:
         """Run one optimizer step on the mean loss over all items in the batches of all processes."""
         accelerator, state = self.accelerator, self.state
-        local_items = [self.objective.count(batch) for batch in group]
-        examples = [self.objective.examples(batch) for batch in group]
+        local_items = [self.objective.count(batch) for batch in batches]
+        examples = [self.objective.examples(batch) for batch in batches]
         # A batch without examples only serves to keep the processes synchronized.
         costs = [
             self.cost.count(batch, count) if used else (0, 0)
-            for batch, count, used in zip(group, local_items, examples, strict=True)
+            for batch, count, used in zip(batches, local_items, examples, strict=True)
         ]
         stops = int(self._signals.number is not None or time.monotonic() >= self._deadline)
         counts = [sum(local_items), sum(examples), *(sum(column) for column in zip(*costs, strict=True)), stops]
@@ -381,10 +381,10 @@ class TrainingLoop:
         state.tokens += tokens
         state.flops += flops
         loss_sum = torch.zeros((), device=accelerator.device)
-        for i, batch in enumerate(group):
+        for i, batch in enumerate(batches):
             # Gradients are exchanged only in the last backward pass. DDP averages them over the processes, and the
             # factor `num_processes` turns the average into a sum.
-            with accelerator.no_sync(self.model) if i < len(group) - 1 else nullcontext():
+            with accelerator.no_sync(self.model) if i < len(batches) - 1 else nullcontext():
                 loss = self.objective.loss_sum(self.model, batch)
                 accelerator.backward(loss * (accelerator.num_processes / max(items, 1)))
                 loss_sum += loss.detach()
@@ -397,9 +397,9 @@ class TrainingLoop:
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
-        self._position = group[-1].get("position")
+        self._position = batches[-1].get("position")
         state.step += 1
-        self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
+        self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, batches
 
     def _record_last_loss(self) -> None:
         """Add the loss of the last step to the totals, or raise `NonFiniteLossError` if it is not finite."""
@@ -498,7 +498,7 @@ class TrainingLoop:
         self.log.write({"step": state.step, "epoch": epoch, **{f"eval_{key}": metrics[key] for key in metrics}})
         if not settings.keeps_best_weights:
             return
-        check_metric(self.best_metric, list(metrics))
+        check_metric_for_best_model(self.best_metric, list(metrics))
         value, is_greater_better_set = metrics[self.best_metric], settings.greater_is_better
         rises = is_greater_better(self.best_metric) if is_greater_better_set is None else is_greater_better_set
         is_better = state.best_metric is None or (value > state.best_metric if rises else value < state.best_metric)

@@ -25,14 +25,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, convert_loading_errors
+from ...conversion.checkpoint.models import check_tokenizer_files, check_vocabulary_not_empty, convert_loading_errors
 from ...conversion.checkpoint.source import check_source
 from ...files import parse_json
-from ...model_properties import TargetStart, set_languages
+from ...model_properties import TargetStartTokens, set_languages
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.fields.field_checks import check_buckets
+from ...modeling.fields.field_checks import check_relative_position_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
 from ...registration import (
     FORMER_NAMES,
@@ -57,7 +57,7 @@ COUNTED_ROWS = 10_000
 
 
 def load_tokenizer(
-    settings: ModelSettings, config: PreTrainedConfig | None, words: bool = False
+    settings: ModelSettings, config: PreTrainedConfig | None, is_split_into_words: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer from `--tokenizer_name` or from the checkpoint.
 
@@ -66,8 +66,8 @@ def load_tokenizer(
     Args:
         settings: The settings of the run.
         config: The configuration of the model, or None for a new model, which is built to match the tokenizer.
-        words: Whether the tokenizer is used on lists of words. A tokenizer that recognizes words by a leading space,
-            such as RoBERTa's, is then configured to add a space before each word in the list.
+        is_split_into_words: Whether the tokenizer is used on lists of words. A tokenizer that recognizes words by a
+            leading space, such as RoBERTa's, is then configured to add a space before each word in the list.
 
     Raises:
         OSError: If there is no tokenizer.
@@ -78,10 +78,10 @@ def load_tokenizer(
     with convert_loading_errors(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        if words and _needs_leading_space(tokenizer):
+        if is_split_into_words and _needs_leading_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    check_learned_tokens(tokenizer, source, advice)
+    check_vocabulary_not_empty(tokenizer, source, advice)
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
         sizes = f"has {size} tokens, but the model has only {config.vocab_size}"
         raise ValueError(f"The tokenizer of {source} {sizes}. Set --tokenizer_name to the model's tokenizer.")
@@ -131,7 +131,7 @@ def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrained
     return True
 
 
-def configure_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+def configure_eos_token(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
     """Make a tokenizer append the end-of-sequence token to each text if the model's classifier requires it.
 
     The classifiers of encoder-decoder models read the output at the end-of-sequence token. T5's tokenizer appends this
@@ -177,7 +177,7 @@ def check_max_length(
     tokenizer: PreTrainedTokenizerBase,
     pair: bool = False,
     flag: str = "max_length",
-    multiple: int | None = None,
+    pad_to_multiple_of: int | None = None,
 ) -> None:
     """Check that the model has a position for every token, and that texts can have at least one token.
 
@@ -187,7 +187,7 @@ def check_max_length(
         tokenizer: The tokenizer of the model.
         pair: Whether the inputs are text pairs.
         flag: The name of the flag for `max_length` in messages.
-        multiple: If set, batches are padded to a multiple of this number of tokens.
+        pad_to_multiple_of: If set, batches are padded to a multiple of this number of tokens.
 
     Raises:
         ValueError: If the padded length exceeds the number of positions, or if no token is left for text.
@@ -198,7 +198,7 @@ def check_max_length(
     positions = max_input_length(config)
     if positions is None:  # T5 has no limit, and its tokenizer's limit is only the pretraining length
         return
-    if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
+    if (padded := -(-max_length // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)) > positions:
         padding = f" (padded to {padded} by --pad_to_multiple_of)" if padded > max_length else ""
         raise ValueError(
             f"--{flag} must be at most {positions}, the number of positions in the model, got {max_length}{padding}."
@@ -206,25 +206,30 @@ def check_max_length(
 
 
 def warn_about_truncation(
-    tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    row_noun: str,
+    columns: dict[str, list[str]],
+    flag: str,
+    max_length: int,
 ) -> None:
     """Warn if any of the first 10,000 rows of a split are truncated.
 
     Args:
         tokenizer: The tokenizer of the model.
         split: The name of the split in the message, such as "train".
-        rows: The plural noun for the rows in the message, such as "sources".
+        row_noun: The plural noun for the rows in the message, such as "sources".
         columns: Maps tokenizer arguments ("text", "text_pair" or "text_target") to the texts of all rows.
         flag: The flag that sets the limit, for the message.
-        limit: The maximum number of tokens per row, including special tokens.
+        max_length: The maximum number of tokens per row, including special tokens.
     """
     columns = {name: list(texts[:COUNTED_ROWS]) for name, texts in columns.items()}
     ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]
-    if cut := sum(length > limit for length in lengths):
+    if cut := sum(length > max_length for length in lengths):
         logger.warning(
             "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d).",
-            split, cut, len(lengths), rows, flag, limit, max(lengths),
+            split, cut, len(lengths), row_noun, flag, max_length, max(lengths),
         )  # fmt: skip
 
 
@@ -302,7 +307,7 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 def _finish_config(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedConfig:
     """Check the buckets of relative positions, apply `dropout_rate`, and return the configuration."""
     if hasattr(config, "relative_attention_max_distance"):
-        check_buckets(config)
+        check_relative_position_buckets(config)
     if settings.dropout_rate is not None:
         set_dropout(config, settings.dropout_rate)
     return config
@@ -444,13 +449,13 @@ def load_model_and_unexpected_keys(
             f"are missing, such as {missing[0]}. Its config.json names {saved}. To train the model with that head, "
             "use `attn-variants uptrain --objective distill`."
         )
-    _check_weights(model, settings.model_name_or_path)
+    _check_no_nan_weights(model, settings.model_name_or_path)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, sorted(report["unexpected_keys"])
 
 
-def _check_weights(model: PreTrainedModel, name: str | None) -> None:
+def _check_no_nan_weights(model: PreTrainedModel, name: str | None) -> None:
     """Check that no weight is NaN. Otherwise, the predictions would be arbitrary, but could still be scored."""
     # The sum is fast to compute, and is NaN if any weight is NaN. It can also be NaN for huge weights, so the weights
     # of these tensors are checked individually.
@@ -568,7 +573,7 @@ def _get_seq2seq_special_tokens(
     return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
 
 
-def check_appends_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_appends_eos_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a tokenizer ends each target with its end-of-sequence token. The languages must already be set.
 
     Raises:
@@ -586,7 +591,7 @@ def check_appends_end_token(settings: ModelSettings, tokenizer: PreTrainedTokeni
 
 
 def make_new_config(
-    settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, Any] | None = None
+    settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, special_token_ids: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Create the configuration of a model from scratch.
 
@@ -595,14 +600,14 @@ def make_new_config(
     Args:
         settings: The settings of the run. Its `config_overrides` take precedence over other settings.
         tokenizer: The tokenizer of the model.
-        tokens: The ids of special tokens that differ from those of an encoder-only model.
+        special_token_ids: The ids of special tokens that differ from those of an encoder-only model.
 
     Raises:
         ValueError: If a field is unknown or has an invalid value.
     """
     model_type: Any = settings.model_type  # always set for a model from scratch
     variant_class = variant_config_class(model_type)
-    variant, overrides = collect_variant_fields(settings), parse_overrides(settings.config_overrides or "")
+    variant, overrides = collect_variant_fields(settings), parse_config_overrides(settings.config_overrides or "")
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} is not supported for {model_type}, which does not have this attention.")
@@ -619,7 +624,7 @@ def make_new_config(
             for name in ("cls_token_id", "sep_token_id", "mask_token_id")
             if hasattr(default, name)
         },
-        **(tokens or {}),
+        **(special_token_ids or {}),
         **overrides,
     }
     with _convert_build_errors(settings):
@@ -637,7 +642,7 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
             raise ValueError(f"--config_overrides: {describe_misspelled_field(variant_class, name) or unknown}")
 
 
-def parse_overrides(text: str) -> dict[str, Any]:
+def parse_config_overrides(text: str) -> dict[str, Any]:
     """Parse the value of `--config_overrides`.
 
     The value of a field is parsed as JSON if possible. Otherwise, it is plain text without commas.
@@ -653,7 +658,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
         ValueError: If an item does not have the form FIELD=VALUE, or if a value is neither JSON nor plain text.
 
     Example:
-        >>> parse_overrides("num_layers=2,feed_forward_proj=gated-gelu")
+        >>> parse_config_overrides("num_layers=2,feed_forward_proj=gated-gelu")
         {'num_layers': 2, 'feed_forward_proj': 'gated-gelu'}
     """
     if text.lstrip().startswith("{"):
@@ -732,7 +737,7 @@ def find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
 
 def set_target_language(
     settings: LanguageSettings, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
-) -> TargetStart | None:
+) -> TargetStartTokens | None:
     """Set the languages of the tokenizer and the decoder's start token (see `set_languages`)."""
     languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
     target_start = set_languages(tokenizer, config, *languages)

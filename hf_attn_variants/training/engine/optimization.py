@@ -118,20 +118,20 @@ def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
     return sum_values_per_example(losses, chosen), chosen.sum(-1)
 
 
-def sum_values_per_example(values: Tensor, chosen: Tensor) -> Tensor:
+def sum_values_per_example(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values of each example and return the sums [b].
 
     Args:
         values: One value per chosen item, ordered by example.
-        chosen: A boolean mask [b, n] that is True for the chosen items.
+        mask: A boolean mask [b, n] that is True for the chosen items.
     """
-    return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
+    return torch.zeros(mask.shape, device=values.device, dtype=values.dtype).masked_scatter(mask, values).sum(-1)
 
 
 NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names())
 
 
-def find_no_decay_parameters(model: nn.Module) -> set[str]:
+def get_no_decay_parameter_names(model: nn.Module) -> set[str]:
     """Find the names of the parameters without weight decay: biases, norms, and special attention parameters.
 
     Norms are recognized by the class name (LayerNorm, T5LayerNorm, RMSNorm, ...), and attention extensions by their
@@ -150,7 +150,7 @@ def find_no_decay_parameters(model: nn.Module) -> set[str]:
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split the trainable parameters of a model into a group with weight decay and a group without it."""
-    exempt = find_no_decay_parameters(model)
+    exempt = get_no_decay_parameter_names(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for name, parameter in named if name not in exempt], "weight_decay": weight_decay},
@@ -216,7 +216,7 @@ def prepare_training(
         _merge_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
-            plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layer_classes(model))
+            plugin.transformer_cls_names_to_wrap = sorted(list_fsdp_layer_class_names(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
@@ -229,7 +229,7 @@ def _merge_tied_embeddings(model: Any) -> None:
                 setattr(parent, name, embeddings)
 
 
-def list_sharded_layer_classes(model: Any) -> set[str]:
+def list_fsdp_layer_class_names(model: Any) -> set[str]:
     """List the class names of the layers that FSDP2 shards individually.
 
     Layers that contain the input embeddings, such as `BertEmbeddings`, are excluded. Accelerate shards the embeddings

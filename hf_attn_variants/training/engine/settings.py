@@ -35,7 +35,7 @@ ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
 
 
 def option(
-    help: str, default: Any = MISSING, *, range: Range | None = None, resume: str | None = None, **flag: Any
+    help: str, default: Any = MISSING, *, range: Range | None = None, resume: str | None = None, **argparse_kwargs: Any
 ) -> Any:
     """Define a field of a settings class.
 
@@ -54,7 +54,7 @@ def option(
             batch_size: int = option("Examples per batch.", 32, range=AT_LEAST_1)
         ```
     """
-    metadata = {"help": help, "range": range, "resume": resume, **flag}
+    metadata = {"help": help, "range": range, "resume": resume, **argparse_kwargs}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -131,7 +131,7 @@ class Settings:
         """Return all settings as a dictionary."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
-    def get_resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+    def get_resume_fingerprint(self, with_best_weights: bool) -> dict[str, Any]:
         """Return the settings that must not change when a run resumes, as JSON values.
 
         Args:
@@ -171,14 +171,14 @@ def _convert_type(value: Any, annotation: Any) -> Any:
     return value
 
 
-def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
+def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
     """Yield the title and the fields of each group of settings, starting with the group of the class itself.
 
     A field belongs to the most general class that declares it, which is the last such class in the method resolution
     order.
     """
-    fields = {item.name: item for item in dataclasses.fields(settings)}
-    classes = [base for base in settings.__mro__ if issubclass(base, Settings)]
+    fields = {item.name: item for item in dataclasses.fields(settings_class)}
+    classes = [base for base in settings_class.__mro__ if issubclass(base, Settings)]
     owners = {name: base for base in classes for name in inspect.get_annotations(base)}
     groups: dict[str, list[dataclasses.Field]] = {}
     for base in classes:
@@ -188,18 +188,18 @@ def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclass
     yield from groups.items()
 
 
-def check_metric(name: str | None, known: Sequence[str]) -> None:
+def check_metric_for_best_model(name: str | None, known_metrics: Sequence[str]) -> None:
     """Check that `--metric_for_best_model`, if set, is a dev metric of the task.
 
     Args:
         name: The metric, with or without the "eval_" prefix, or None.
-        known: The dev metrics, without the "eval_" prefix.
+        known_metrics: The dev metrics, without the "eval_" prefix.
 
     Raises:
         ValueError: If the metric is unknown.
     """
-    if name is not None and name.removeprefix("eval_") not in known:
-        raise ValueError(f"--metric_for_best_model must be one of {', '.join(known)}, got {name!r}.")
+    if name is not None and name.removeprefix("eval_") not in known_metrics:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(known_metrics)}, got {name!r}.")
 
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
@@ -222,17 +222,17 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
     return add_fields
 
 
-def _make_variant_option(prefix: str, row: Field) -> Any:
+def _make_variant_option(prefix: str, variant_field: Field) -> Any:
     """Create the option for a variant field. It defaults to None, so that the default of the configuration is used."""
-    text = describe_field(prefix + row.name)
+    text = describe_field(prefix + variant_field.name)
     if "_" not in text.split(":")[0]:  # a text that starts with the name of a pattern is not capitalized
         text = f"{text[0].upper()}{text[1:]}"
-    default = row.get_default(prefix)
+    default = variant_field.get_default(prefix)
     shown = "" if default in (None, (), False) else f" (default: {default})"
-    flag: dict[str, Any] = {"choices": row.get_choices(prefix)} if row.get_choices(prefix) else {}
-    if row.kind is dict:
+    flag: dict[str, Any] = {"choices": variant_field.get_choices(prefix)} if variant_field.get_choices(prefix) else {}
+    if variant_field.kind is dict:
         flag |= {"metavar": "JSON", "type": parse_json_flag}
-    if row.kind is list and prefix and row.inherits:
+    if variant_field.kind is list and prefix and variant_field.inherits:
         flag |= {"nargs": "*"}
     return option(f"{text}{shown}.", None, resume=ALWAYS, **flag)
 
@@ -656,13 +656,13 @@ def is_greater_better(metric: str) -> bool:
 
 
 def count_training_steps(
-    batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
+    batches_per_epoch: int | None, gradient_accumulation_steps: int, epochs: float | None, max_steps: int | None
 ) -> int:
     """Return the number of optimizer steps in a run.
 
     Args:
         batches_per_epoch: The number of batches per process and epoch, or None for a stream of unknown length.
-        accumulation: The number of batches per step. The last step in an epoch can have fewer batches.
+        gradient_accumulation_steps: The number of batches per step. The last step in an epoch can have fewer batches.
         epochs: The number of epochs, which can be a fraction.
         max_steps: The number of steps, which takes precedence over `epochs`.
 
@@ -675,7 +675,7 @@ def count_training_steps(
         return 0
     if batches_per_epoch is None or epochs is None:
         raise ValueError("--max_train_steps is required because the length of the training data is unknown.")
-    return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
+    return math.ceil(epochs * math.ceil(batches_per_epoch / gradient_accumulation_steps))
 
 
 def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:

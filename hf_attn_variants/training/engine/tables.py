@@ -61,7 +61,9 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     return files if paths and is_readable else None
 
 
-def load_splits(name: str, config: str | None = None, advice: str = "Use files instead.", **options: Any) -> Any:
+def load_dataset_splits(
+    name: str, config: str | None = None, advice: str = "Use files instead.", **options: Any
+) -> Any:
     """Load a dataset, or one of its splits, with `datasets`.
 
     Args:
@@ -83,7 +85,7 @@ def load_splits(name: str, config: str | None = None, advice: str = "Use files i
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
-class SplitRows:
+class DatasetSplit:
     """The rows of a split in order, and the features that define its label names.
 
     Args:
@@ -107,7 +109,7 @@ class SplitRows:
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
-def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
+def read_splits(settings: TableSettings) -> dict[str, DatasetSplit]:
     """Open the splits that the run uses ("train", "validation" and "test"). Splits that do not exist are omitted.
 
     Raises:
@@ -118,7 +120,7 @@ def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
     names = [name for name in SPLITS if not unread.get(name)]
     if settings.dataset_name is None:
         paths = {name: getattr(settings, f"{name}_file") for name in names}
-        splits = {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
+        splits = {name: DatasetSplit(_read_file_rows(files)) for name, files in paths.items() if files}
     else:
         splits = _read_dataset_splits(settings, settings.dataset_name, names)
     if not splits:
@@ -142,19 +144,19 @@ def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
         yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
 
-def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, SplitRows]:
+def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, DatasetSplit]:
     """Read the splits called `names` from the `datasets` source `source`."""
     files = find_split_files(settings)
-    splits: Any = load_splits(source, settings.dataset_config_name) if files is None else files
+    splits: Any = load_dataset_splits(source, settings.dataset_config_name) if files is None else files
     sources = {}
     for name in names:
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
-            sources[name] = SplitRows(_read_file_rows(files[split]))
+            sources[name] = DatasetSplit(_read_file_rows(files[split]))
         elif files is None and split in splits and len(splits[split]):
             rows = read_dataset_rows(f"{source} ({split})", splits[split])
-            sources[name] = SplitRows(rows, splits[split].features)
+            sources[name] = DatasetSplit(rows, splits[split].features)
         elif split_name is not None:
             known = ", ".join(map(str, splits))
             raise ValueError(f"--{name}_split_name must be a non-empty split, got {split!r}. The splits are {known}.")
@@ -166,7 +168,7 @@ def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[s
     return sources
 
 
-def resolve_label_column(name: str, source: SplitRows, column: str | None, flag: str) -> str | None:
+def resolve_label_column(name: str, source: DatasetSplit, column: str | None, flag: str) -> str | None:
     """Return the column that contains the labels of a split, or None for a test split without labels.
 
     Args:
@@ -210,7 +212,7 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
         yield record
 
 
-def get_text(record: TableRow, column: str, flag: str) -> str:
+def get_column_text(record: TableRow, column: str, flag: str) -> str:
     """Return the text in a column of a row.
 
     Raises:
@@ -230,10 +232,10 @@ def get_text(record: TableRow, column: str, flag: str) -> str:
     raise ValueError(f"{record.place}: Column {column!r} contains {problem}. Use {flag} to select another column.")
 
 
-def get_label_name(value: Any, names: Sequence[str]) -> Any:
+def map_class_ids_to_names(value: Any, names: Sequence[str]) -> Any:
     """Convert a class number, or each class number in a list, to its label name. Other values become None."""
     if isinstance(value, list):
-        return [get_label_name(item, names) for item in value]
+        return [map_class_ids_to_names(item, names) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
@@ -241,7 +243,10 @@ SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
 def fill_in_training_columns(
-    settings: SettingsT, first: dict[str, Any] | None, columns: Mapping[str, Sequence[str]], others: Sequence[str] = ()
+    settings: SettingsT,
+    first_row: dict[str, Any] | None,
+    columns: Mapping[str, Sequence[str]],
+    other_settings: Sequence[str] = (),
 ) -> SettingsT:
     """Fill in missing settings with the values that were used to train the model, if the run only evaluates.
 
@@ -249,17 +254,17 @@ def fill_in_training_columns(
 
     Args:
         settings: The settings of the run.
-        first: The first row, which maps columns to values, or None if the run does not read a table. Recorded columns
-            that this row lacks are not used.
+        first_row: The first row, which maps columns to values, or None if the run does not read a table. Recorded
+            columns that this row lacks are not used.
         columns: Maps each setting that selects a column to the settings that define how the column is read.
-        others: Settings that are filled in regardless of the columns.
+        other_settings: Settings that are filled in regardless of the columns.
     """
     recorded = _load_training_record(settings)
     named_columns = {name for setting in columns for name in _as_list(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
         names = _as_list(recorded.get(setting))
-        if not names or first is None or not all(has_column(first, name) for name in names):
+        if not names or first_row is None or not all(has_column(first_row, name) for name in names):
             continue
         if getattr(settings, setting) is None and named_columns.isdisjoint(names):
             new_values[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
@@ -268,14 +273,16 @@ def fill_in_training_columns(
         for name in reading_settings:
             if getattr(settings, name) is None and recorded.get(name) is not None:
                 new_values[name] = recorded[name]
-    new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
+    new_values |= {
+        name: recorded[name] for name in other_settings if getattr(settings, name) is None and recorded.get(name)
+    }
     if new_values:
         flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
         logger.info("Using the settings from the model's training: %s", flags)
     return replace(settings, **new_values)
 
 
-def find_missing_training_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
+def find_missing_training_column(settings: FineTuningSettings, first_row: dict[str, Any], setting: str) -> str | None:
     """Return the column on which the model was trained if the data lacks this column, and None otherwise.
 
     If a column is returned, the run must not choose another column by its name, because that column may have different
@@ -283,11 +290,11 @@ def find_missing_training_column(settings: FineTuningSettings, first: dict[str, 
 
     Args:
         settings: The settings of the run, before `fill_in_training_columns`.
-        first: The first row, which maps columns to values.
+        first_row: The first row, which maps columns to values.
         setting: The setting that selects the column.
     """
     column = None if getattr(settings, setting) is not None else _load_training_record(settings).get(setting)
-    return column if isinstance(column, str) and not has_column(first, column) else None
+    return column if isinstance(column, str) and not has_column(first_row, column) else None
 
 
 def _format_value(value: Any) -> str:

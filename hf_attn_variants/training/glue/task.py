@@ -15,15 +15,15 @@ from ...files import has_carriage_return_line_endings, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
 from ..classification.data import ClassificationSplit, make_in_memory_dataset
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
-from ..engine.settings import check_metric
-from ..engine.tables import load_splits
+from ..engine.settings import check_metric_for_best_model
+from ..engine.tables import load_dataset_splits
 from . import GlueSettings
 
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
 
 
-def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
+def read_glue_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
     """Read a GLUE TSV file. A header and a byte-order mark are optional, and quotes are literal characters.
 
     Args:
@@ -45,7 +45,9 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     lines = content.splitlines() if has_carriage_return_line_endings(io.BytesIO(content)) else content.split(b"\n")
     # `str.splitlines` would also split the text at U+0085 and U+2028, which occur inside sentences.
     rows = [
-        (number, _decode_line(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")
+        (number, _parse_tsv_line(path, number, line))
+        for number, line in enumerate(lines, start=1)
+        if line.rstrip(b"\r")
     ]
     header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
     if not rows:
@@ -85,14 +87,14 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     return make_in_memory_dataset(columns)
 
 
-def _decode_line(path: Path, number: int, line: bytes) -> list[str]:
+def _parse_tsv_line(path: Path, line_number: int, line: bytes) -> list[str]:
     """Split a line of the file into cells, and check that the line is valid UTF-8."""
     try:
         return line.decode("utf-8").rstrip("\r").split("\t")
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start}"
         raise ValueError(
-            f"{path}, line {number}: The line is not valid UTF-8 ({problem}). Convert the file."
+            f"{path}, line {line_number}: The line is not valid UTF-8 ({problem}). Convert the file."
         ) from None
 
 
@@ -169,20 +171,20 @@ def load_glue(
 
     Raises:
         OSError: If the train or dev file is missing, or if the Hub cannot be reached.
-        ValueError: If a file has invalid content. See `read_tsv`.
+        ValueError: If a file has invalid content. See `read_glue_tsv`.
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
     if data_dir is not None or any(files.values()):
         paths = _find_split_files(task, data_dir, files, with_train)
         is_labelled = {split: split not in task.test_splits for split in paths}
-        rows = {split: read_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
+        rows = {split: read_glue_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
         return {split: ClassificationSplit(split, data) for split, data in rows.items()}
-    loaded = load_splits(HUB_DATASET, task.name, "Set --data_dir to a folder with the TSV files.")
+    loaded = load_dataset_splits(HUB_DATASET, task.name, "Set --data_dir to a folder with the TSV files.")
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
-    return {split: _rename_hub_columns(task, split, loaded[split]) for split in splits if split in loaded}
+    return {split: _convert_hub_split(task, split, loaded[split]) for split in splits if split in loaded}
 
 
-def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
+def _convert_hub_split(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
     """Convert a split from the Hub to a `ClassificationSplit`, which requires other column names."""
     renamed = {}
     for i, names in enumerate(task.text_columns):
@@ -209,11 +211,11 @@ def load_ax_diagnostics(data_dir: str | None = None) -> ClassificationSplit | No
     """
     task = TASKS["ax"]
     if data_dir is None:
-        return _rename_hub_columns(task, "test", load_splits(HUB_DATASET, "ax", split="test"))
+        return _convert_hub_split(task, "test", load_dataset_splits(HUB_DATASET, "ax", split="test"))
     for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
         for name in ("AX.tsv", "diagnostic.tsv"):
             if (folder / name).is_file():
-                return ClassificationSplit("test", read_tsv(folder / name, task, has_labels=False))
+                return ClassificationSplit("test", read_glue_tsv(folder / name, task, has_labels=False))
     return None
 
 
@@ -278,7 +280,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         metrics = (*self.task.metrics, *(["combined_score"] if len(self.task.metrics) > 1 else []))
         suffixes = ("", "_mm")[: len(self.dev_splits)]
         known = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
-        check_metric(settings.metric_for_best_model, known)
+        check_metric_for_best_model(settings.metric_for_best_model, known)
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:

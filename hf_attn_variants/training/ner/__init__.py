@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, check_metric, option
+from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, check_metric_for_best_model, option
 
 ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
@@ -43,4 +43,4 @@ class NerSettings(FineTuningSettings):
             raise ValueError("Set either --train_file and --validation_file, or --dataset_name.")
         if importlib.util.find_spec("seqeval") is None:
             raise ValueError("Entity scores require the seqeval package. Run `pip install seqeval`.")
-        check_metric(self.metric_for_best_model, ("loss", *ENTITY_METRICS))
+        check_metric_for_best_model(self.metric_for_best_model, ("loss", *ENTITY_METRICS))

@@ -75,12 +75,12 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
             first = first or (number, len(cells))
             uneven = uneven or ((number, line, len(cells)) if len(cells) != first[1] else None)
             if uneven and needs_tags:
-                raise ValueError(f"{path}, line {number}: {_describe_uneven_line(line, len(cells), *first)}")
+                raise ValueError(f"{path}, line {number}: {_describe_column_count_mismatch(line, len(cells), *first)}")
         words.append(cells[0])
         tags.append(cells[-1] if is_tagged else UNTAGGED)
     if uneven and first:
         number, line, count = uneven
-        problem = _describe_uneven_line(line, count, *first)
+        problem = _describe_column_count_mismatch(line, count, *first)
         logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _split_columns(line)[0])
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must contain at least one sentence, but is empty.")
@@ -89,14 +89,14 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     return _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
 
 
-def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
+def _drop_unknown_tags(sentences: list[Sentence], location: str, reason: str | None) -> list[Sentence]:
     """Remove the tags of test sentences if the tags are unknown.
 
     The tags are unknown if a reason is given or if all tags are "O".
 
     Args:
         sentences: The sentences.
-        place: The description of the file in messages.
+        location: The description of the file in messages.
         reason: The reason why the tags are unknown, or None if no reason has been found.
     """
     has_entities = any(tag not in ("O", UNTAGGED) for _, tags in sentences for tag in tags)
@@ -105,7 +105,7 @@ def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None
     # Missing tags may be a mistake if other words have tags, but it is normal that a file contains no tags.
     level = logging.WARNING if has_entities else logging.INFO
     message = "%s: %s. The sentences are tagged but not scored."
-    logger.log(level, message, place, reason or "Every tag is O")
+    logger.log(level, message, location, reason or "Every tag is O")
     return [(words, []) for words, _ in sentences]
 
 
@@ -123,9 +123,9 @@ def _split_columns(line: str) -> list[str]:
     return [cell for cell in line.strip(WHITESPACE).split(" ") if cell]
 
 
-def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
+def _describe_column_count_mismatch(line: str, num_columns: int, first_line: int, first_num_columns: int) -> str:
     """Return the message for a line whose number of columns differs from that of the first line."""
-    rule = f"as many space-separated columns as line {first_line} ({first_count}), got {count}"
+    rule = f"as many space-separated columns as line {first_line} ({first_num_columns}), got {num_columns}"
     return f"{line!r} must have {rule}. If words contain spaces, separate the columns with tabs."
 
 
@@ -168,27 +168,27 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
 
 
 def _convert_tags_to_names(
-    sentences: list[tuple[list[str], list[Any]]], names: list[str] | None, place: str, needs_tags: bool
+    sentences: list[tuple[list[str], list[Any]]], names: list[str] | None, location: str, needs_tags: bool
 ) -> list[Sentence]:
     """Convert the tags in a split of a `datasets` source to tag names, and return the sentences.
 
     Args:
         sentences: The words and their tags, which are names or numbers.
         names: The tag names in the order of their numbers, or None if tags are already names.
-        place: The description of the split in messages.
+        location: The description of the split in messages.
         needs_tags: Whether missing or invalid tags are an error.
     """
     if not sentences:
-        raise ValueError(f"{place} must contain at least one sentence with words, but has none.")
+        raise ValueError(f"{location} must contain at least one sentence with words, but has none.")
     reason = _describe_unreadable_tags(sentences, names)
     if reason is None and names:
         sentences = [(words, [names[tag] for tag in tags]) for words, tags in sentences]
     reason = reason or _describe_invalid_tag(sentences)
     if reason is not None and needs_tags:
-        raise ValueError(f"{place}: {reason}. Correct the tags.")
+        raise ValueError(f"{location}: {reason}. Correct the tags.")
     if reason is not None:
         sentences = [(words, []) for words, _ in sentences]
-    return sentences if needs_tags else _drop_unknown_tags(sentences, place, reason)
+    return sentences if needs_tags else _drop_unknown_tags(sentences, location, reason)
 
 
 def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
@@ -253,9 +253,11 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         super().__init__(settings, accelerator)
         self.config = models.load_config(settings)
         models.check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
-        self.tokenizer = models.load_tokenizer(settings, self.config, words=True)
+        self.tokenizer = models.load_tokenizer(settings, self.config, is_split_into_words=True)
         models.configure_token_types(self.tokenizer, self.config, pairs=False)
-        models.check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
+        models.check_max_length(
+            settings.max_length, self.config, self.tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of
+        )
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
             self.splits[name] = self.splits[name][:limit]
@@ -268,7 +270,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         id2label: Any = self.config.id2label
         checkpoint_labels = {str(name) for name in id2label.values()}
         if not self.settings.only_evaluates:
-            self._warn_about_unlearned_tags()
+            self._warn_about_unseen_tags()
         # A checkpoint may have more tags than these sentences. If it is only evaluated, no tags can be added.
         if self.settings.only_evaluates or labels <= checkpoint_labels:
             labels = checkpoint_labels
@@ -282,7 +284,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         self.rows, _ = self._tokenize_sentences("train")
         return model
 
-    def _warn_about_unlearned_tags(self) -> None:
+    def _warn_about_unseen_tags(self) -> None:
         """Warn about tags that occur only in dev sentences, because the model cannot learn these tags."""
         learned = {tag for _, tags in self.splits["train"] for tag in tags}
         for words, tags in self.splits["validation"]:

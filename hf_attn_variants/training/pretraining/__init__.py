@@ -13,7 +13,7 @@ from ..engine.settings import (
     Settings,
     TrainingSettings,
     check_dev_settings,
-    check_metric,
+    check_metric_for_best_model,
     option,
     override_option,
 )
@@ -76,7 +76,7 @@ class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
         if self.max_train_steps is None and not self.only_evaluates:
             raise ValueError("--max_train_steps is required because the length of a text stream is unknown.")
         check_stream_workers(self)
-        check_metric(self.metric_for_best_model, PRETRAINING_METRICS)
+        check_metric_for_best_model(self.metric_for_best_model, PRETRAINING_METRICS)
         if self.validation_file is None and self.dataset_name is None:
             check_dev_settings(self, False)
 
@@ -145,7 +145,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseSettings(Settings):
+class SpanNoiseSettings(Settings):
     """Settings for the spans that are removed from the text."""
 
     title: ClassVar[str] = "noise"
@@ -162,7 +162,7 @@ class NoiseSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
+class SpanCorruptionSettings(SpanNoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
     """Settings for pretraining a T5 model with span corruption.
 
     Example:

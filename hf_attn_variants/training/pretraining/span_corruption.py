@@ -50,7 +50,7 @@ def check_span_corruption(
             f"{name} ({config.model_type}) must be an encoder-decoder whose decoder starts with the padding token, "
             "such as T5. Use another model for span corruption."
         )
-    models.check_appends_end_token(settings, tokenizer)
+    models.check_appends_eos_token(settings, tokenizer)
     models.check_max_length(max_length, config, tokenizer)
 
 
@@ -61,37 +61,39 @@ def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int
     return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
-def count_noise_tokens_and_spans(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def count_noise_tokens_and_spans(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
     """Compute the number of tokens to remove from a block and the number of spans that they form.
 
     Args:
         length: The length of the block in tokens.
-        density: The share of tokens to remove.
-        mean_span: The mean length of the spans in tokens.
+        noise_density: The share of tokens to remove.
+        mean_span_length: The mean length of the spans in tokens.
     """
-    noise = min(max(round(length * density), 1), max(length - 1, 1))
+    noise = min(max(round(length * noise_density), 1), max(length - 1, 1))
     # Each span is preceded by at least one token of text, so that spans are not adjacent.
-    return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
+    return noise, min(max(round(noise / mean_span_length), 1), max(length - noise, 1))
 
 
-def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def compute_corrupted_lengths(length: int, noise_density: float, mean_span_length: float) -> tuple[int, int]:
     """Compute the numbers of input and target tokens for a block, including sentinels and end-of-sequence tokens."""
-    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
+    noise, spans = count_noise_tokens_and_spans(length, noise_density, mean_span_length)
     return length - noise + spans + 1, noise + spans + 1
 
 
-def compute_block_length(max_length: int, density: float, mean_span: float) -> int:
+def compute_block_length(max_length: int, noise_density: float, mean_span_length: float) -> int:
     """Compute the length of the longest block whose inputs have at most `max_length` tokens.
 
     With the default noise, a block of 568 tokens results in 512 input tokens and 114 target tokens.
     """
     length = 1
-    while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
+    while compute_corrupted_lengths(length + 1, noise_density, mean_span_length)[0] <= max_length:
         length += 1
     return length
 
 
-def sample_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+def sample_noise_spans(
+    length: int, noise_density: float, mean_span_length: float, generator: np.random.Generator
+) -> np.ndarray:
     """Sample the spans to remove from a block.
 
     Text and spans alternate, starting with text. All ways of dividing the text and the removed tokens are equally
@@ -100,15 +102,18 @@ def sample_noise_spans(length: int, density: float, mean_span: float, generator:
     Returns:
         The start and the end (exclusive) of each span [spans, 2].
     """
-    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
-    lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
+    noise, spans = count_noise_tokens_and_spans(length, noise_density, mean_span_length)
+    lengths = np.stack(
+        [_sample_segment_lengths(length - noise, spans, generator), _sample_segment_lengths(noise, spans, generator)],
+        axis=-1,
+    )
     return lengths.ravel().cumsum().reshape(-1, 2)
 
 
-def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
+def _sample_segment_lengths(num_items: int, num_segments: int, generator: np.random.Generator) -> np.ndarray:
     """Randomly divide items into parts of at least one item, and return the sizes. Without items, all sizes are 0."""
-    cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
-    return np.diff([0, *cuts, items])
+    cuts = np.sort(generator.choice(max(num_items - 1, 0), num_segments - 1, replace=False)) + 1
+    return np.diff([0, *cuts, num_items])
 
 
 class SpanCorruptionPreparer:
@@ -177,7 +182,7 @@ class SpanCorruptionPreparer:
             "labels": _pad(labels, self.target_length, IGNORED_LABEL),
         }
 
-    def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def shuffle_input_tokens(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Shuffle the input tokens with a fixed permutation, except sentinels, end-of-sequence tokens and padding."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
@@ -216,7 +221,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
         return optimization.compute_label_statistics(optimization.compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.prepare.shuffle_text(batch)
+        return self.prepare.shuffle_input_tokens(batch)
 
     def results(self) -> dict[str, Any]:
         lengths = {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}

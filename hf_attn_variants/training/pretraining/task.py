@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 
 from ...registration import variant_config_class
 from ..engine import models
-from ..engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, TrainingBatches, create_stream_dataloader
+from ..engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, TrainingBatchSource, create_stream_dataloader
 from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
 from ..engine.optimization import Objective, compute_label_statistics, count_labels, make_cross_entropy_objective
@@ -43,7 +43,7 @@ from .text_stream import (
 logger = logging.getLogger(__name__)
 
 
-class PreparedBlocks(Dataset):
+class HeldOutBlockDataset(Dataset):
     """A dataset of held-out blocks. In runs with the same seed, all evaluations prepare the blocks identically."""
 
     def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparer):
@@ -66,7 +66,7 @@ def make_stream_batches(
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
     prepare: BlockPreparer,
-) -> TrainingBatches:
+) -> TrainingBatchSource:
     """Create the training batches from a text stream.
 
     Args:
@@ -80,7 +80,7 @@ def make_stream_batches(
     processes = accelerator.process_index, accelerator.num_processes
     stream = TextStream(sources, tokenizer, prepare, *shape, *processes)
     loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
-    return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
+    return TrainingBatchSource(loader, stream.start_epoch, seek=stream.seek)
 
 
 # A model uses context if removing the word order or the attention increases its loss by at least this many nats.
@@ -197,7 +197,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         """
         return read_blocks(sources, self.tokenizer, self.prepare.block_length, self.prepare.separator, limit)
 
-    def training_batches(self) -> TrainingBatches:
+    def training_batches(self) -> TrainingBatchSource:
         if self.text.train:
             self.read_blocks(self.text.train, 1)
         return make_stream_batches(self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare)
@@ -205,7 +205,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
     def prepare_evaluation(self) -> bool:
         if not self.text.dev:
             return False
-        rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
+        rows = HeldOutBlockDataset(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(f"{self.text.dev[0].name} must contain a masked token for evaluation. Use a longer text.")
         self.dev_batches = self.make_eval_batches(rows, [0] * len(rows))
@@ -226,12 +226,12 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return metrics
 
     def _compute_mean_metrics(
-        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
+        self, transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
     ) -> list[tuple[float, float, int]]:
         """Compute the mean loss, the accuracy and the number of items for the held-out text.
 
         Args:
-            change: A function that modifies a batch before it is passed to the model.
+            transform: A function that modifies a batch before it is passed to the model.
 
         Returns:
             A list with one tuple of these values, and with a second tuple for the sentence labels if there is a
@@ -239,7 +239,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         """
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.compute_example_sums(self.model, change(batch)),)
+            return (self.compute_example_sums(self.model, transform(batch)),)
 
         rows = self.run_model_on_rows(self.dev_batches, outputs, "dev")[0]
         sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU because not every device supports float64
@@ -352,7 +352,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = models.load_or_make_config(settings)
-        convert_to_decoder(settings, self.config, self.tokenizer)
+        convert_to_decoder_config(settings, self.config, self.tokenizer)
         models.check_max_length(settings.max_length, self.config, self.tokenizer)
         self.prepare = CausalLMPreparer(self.tokenizer, settings.max_length)
 
@@ -366,7 +366,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
         return compute_label_statistics(compute_causal_logits(model, batch), batch["labels"])
 
 
-def convert_to_decoder(
+def convert_to_decoder_config(
     settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Change a configuration to that of a causal language model, and set the tokens that start and end a text.
@@ -410,7 +410,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
     base_model = model.base_model
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+        logits, labels, sentence_logits = _compute_masked_lm_logits(model, base_model, batch)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         if sentence_logits is None:
             return loss
@@ -421,7 +421,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
     return Objective(loss_sum=loss_sum, count=count_labels, applies_head_to_items_only=True)
 
 
-def _compute_logits(
+def _compute_masked_lm_logits(
     model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the logits [m, V] and labels [m] of the masked tokens, and the sentence logits [b, 2].
@@ -447,7 +447,7 @@ def _compute_logits(
     return output.prediction_logits.float(), labels, sentence.float()
 
 
-def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def compute_masked_lm_statistics(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Compute the result of `Pretraining.compute_example_sums` for a masked language model.
 
     Args:
@@ -455,7 +455,7 @@ def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[
         base_model: The base model inside `model`.
         batch: The batch.
     """
-    logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+    logits, labels, sentence_logits = _compute_masked_lm_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
     sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)
@@ -501,7 +501,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return compute_masked_lm_sums(model, self.unwrapped_model.base_model, batch)
+        return compute_masked_lm_statistics(model, self.unwrapped_model.base_model, batch)
 
 
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:

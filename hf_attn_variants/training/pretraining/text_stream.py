@@ -81,12 +81,12 @@ class TextFile:
             raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
 
 
-def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
+def _read_lines(file: BinaryIO, has_carriage_returns: bool) -> Iterator[bytes]:
     """Yield the lines of a file. Lines that exceed the maximum article size are split, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
-        if by_returns:
+        if has_carriage_returns:
             *whole, line = line.splitlines(keepends=True)
             yield from whole
             if not line.endswith(b"\n") and len(line) < MAX_ARTICLE_BYTES:
@@ -109,7 +109,7 @@ def _find_last_character_start(line: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class DatasetRows:
+class DatasetShard:
     """A shard of a streamed split from a `datasets` source, with one article per row. Offsets are row numbers."""
 
     name: str
@@ -144,7 +144,7 @@ class DatasetRows:
 
 
 @dataclass(frozen=True)
-class FolderFile:
+class LocalFileShard:
     """A table, or a .txt file with one article per line, in a local folder. Offsets are row numbers."""
 
     name: str
@@ -174,7 +174,7 @@ class FolderFile:
 
 # A shard of text that can be read from any article. Its name is shown in error messages. If `keeps_whitespace` is
 # False, each run of whitespace becomes a single space.
-TextSource = TextFile | DatasetRows | FolderFile
+TextSource = TextFile | DatasetShard | LocalFileShard
 
 
 def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
@@ -297,7 +297,9 @@ def _open_dataset_shards(
     names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
     if splits is None:
         shards = [
-            FolderFile(f"{settings.dataset_name} ({split}), {name}", Path(file), *options, settings.keep_whitespace)
+            LocalFileShard(
+                f"{settings.dataset_name} ({split}), {name}", Path(file), *options, settings.keep_whitespace
+            )
             for name, file in zip(names, files[split], strict=True)
         ]
     else:
@@ -305,7 +307,7 @@ def _open_dataset_shards(
         if len(names) != rows.num_shards:
             names = [f"shard {i}" for i in range(rows.num_shards)]
         shards = [
-            DatasetRows(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
+            DatasetShard(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
             for i, name in enumerate(names)
         ]
     # One article is read so that an error is raised early if the column is wrong.
@@ -350,7 +352,7 @@ def pack_blocks(
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    separator: int,
+    separator_id: int,
     start: TextPosition = TEXT_START,
 ) -> Iterator[tuple[np.ndarray, TextPosition]]:
     """Split the tokens of all articles into blocks of equal length. The last block may be shorter.
@@ -360,7 +362,7 @@ def pack_blocks(
         tokenizer: A fast tokenizer. No special tokens are added, and special tokens that occur in the text are
             removed.
         length: The length of a block in tokens.
-        separator: The id of the token that ends each article.
+        separator_id: The id of the token that ends each article.
         start: The position of the first block.
 
     Yields:
@@ -372,7 +374,7 @@ def pack_blocks(
     begins: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
-        for offset, tokens in _tokenize_articles(source, tokenizer, first, separator, reserved):
+        for offset, tokens in _tokenize_articles(source, tokenizer, first, separator_id, reserved):
             skipped = start.token if (shard, offset) == start[:2] else 0
             begins.append((len(rest), TextPosition(shard, offset, skipped)))
             rest = np.concatenate([rest, tokens[skipped:]])
@@ -387,7 +389,7 @@ def pack_blocks(
 
 
 def _tokenize_articles(
-    source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator_id: int, reserved_ids: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the offset and the token ids of each article in a shard. Articles without tokens are skipped."""
     articles = source.read_articles(offset)
@@ -401,9 +403,9 @@ def _tokenize_articles(
         )["input_ids"]
         for (begin, _), ids in zip(batch, encoded, strict=True):
             tokens = np.asarray(ids, dtype=np.int64)
-            tokens = tokens[~np.isin(tokens, reserved)]
+            tokens = tokens[~np.isin(tokens, reserved_ids)]
             if len(tokens):
-                yield begin, np.append(tokens, separator)
+                yield begin, np.append(tokens, separator_id)
 
 
 def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -417,24 +419,26 @@ def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return np.array(sorted(ids - {None, tokenizer.unk_token_id}), dtype=np.int64)
 
 
-def _get_text_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
+def _get_text_position(article_starts: list[tuple[int, TextPosition]], index: int) -> TextPosition:
     """Return the text position of the token at an index of `rest` (see `pack_blocks`)."""
-    begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
+    begin, place = article_starts[bisect_right(article_starts, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
 
-def _shift_article_starts(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
-    """Return the article starts after the first `cut` tokens are removed from `rest` (see `pack_blocks`)."""
+def _shift_article_starts(
+    article_starts: list[tuple[int, TextPosition]], num_removed: int
+) -> list[tuple[int, TextPosition]]:
+    """Return the article starts after the first `num_removed` tokens are removed from `rest` (see `pack_blocks`)."""
     # The remaining part of the article that contains the cut starts at index 0.
-    later = [(begin - cut, place) for begin, place in begins if begin > cut]
-    return [(0, _get_text_position(begins, cut)), *later]
+    later = [(begin - num_removed, place) for begin, place in article_starts if begin > num_removed]
+    return [(0, _get_text_position(article_starts, num_removed)), *later]
 
 
 def read_blocks(
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    separator: int,
+    separator_id: int,
     limit: int | None = None,
 ) -> list[np.ndarray]:
     """Read the first `limit` blocks of a text into memory, or all blocks if `limit` is None (see `pack_blocks`).
@@ -442,7 +446,7 @@ def read_blocks(
     Raises:
         ValueError: If the text contains no tokens.
     """
-    blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
+    blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator_id), limit)]
     if not blocks:
         more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
         raise ValueError(f"{sources[0].name}{more} must contain text, but the tokenizer returned no tokens.")
@@ -510,14 +514,14 @@ class TextStream(IterableDataset):
         """Select the epoch that `__iter__` yields, starting with the first batch of the epoch."""
         self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_START]
 
-    def seek(self, batches: int, position: list[int]) -> None:
-        """Skip the first `batches` batches of the epoch.
+    def seek(self, num_batches: int, position: list[int]) -> None:
+        """Skip the first `num_batches` batches of the epoch.
 
         Args:
-            batches: The number of batches to skip.
+            num_batches: The number of batches to skip.
             position: The value of "position" in the last skipped batch.
         """
-        self._used, self._position = batches * self.batch_size * self.num_processes, position
+        self._used, self._position = num_batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield batches with the prepared tensors [b, ...], "position" (for `seek`) and "examples" (b or 0)."""
@@ -552,6 +556,6 @@ class TextStream(IterableDataset):
             window += 1
 
 
-def stack_examples(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def stack_examples(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Stack prepared blocks into a batch of tensors [b, ...]."""
-    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+    return {key: torch.from_numpy(np.stack([row[key] for row in examples])) for key in examples[0]}

@@ -74,10 +74,10 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             )
 
 
-def _make_parallel_text_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
+def _make_parallel_text_option(split: str, side: str, resume: str | None = None, extra_help: str = "") -> str | None:
     """Create the option for one side of a split's parallel text."""
     return option(
-        f"File with the {side} texts of the {split} split, one per line (.txt, .gz){more}.", None, resume=resume
+        f"File with the {side} texts of the {split} split, one per line (.txt, .gz){extra_help}.", None, resume=resume
     )
 
 
@@ -166,7 +166,7 @@ class Seq2SeqSettings(
     validation_target_file: str | None = _make_parallel_text_option("dev", "target", WITH_BEST_WEIGHTS)
     test_source_file: str | None = _make_parallel_text_option("test", "source")
     test_target_file: str | None = _make_parallel_text_option(
-        "test", "target", more="; if not set, the split is predicted without scores"
+        "test", "target", extra_help="; if not set, the split is predicted without scores"
     )
     train_file: tuple[str, ...] | None = _make_table_option("Train")
     validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)

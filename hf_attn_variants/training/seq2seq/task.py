@@ -27,8 +27,14 @@ from ..engine.dataloaders import TextRows, hash_texts, make_source_target_collat
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.session import show_progress
-from ..engine.settings import SPLITS, check_dev_settings, check_metric, is_greater_better
-from ..engine.tables import fill_in_training_columns, find_split_files, get_text, load_splits, read_dataset_rows
+from ..engine.settings import SPLITS, check_dev_settings, check_metric_for_best_model, is_greater_better
+from ..engine.tables import (
+    fill_in_training_columns,
+    find_split_files,
+    get_column_text,
+    load_dataset_splits,
+    read_dataset_rows,
+)
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import load_squad, score_answer
@@ -159,7 +165,7 @@ def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
         return None
     files = find_split_files(settings)
     if settings.dataset_name is not None and files is None:
-        splits = load_splits(settings.dataset_name, settings.dataset_config_name)
+        splits = load_dataset_splits(settings.dataset_name, settings.dataset_config_name)
         return next((split[0] for split in splits.values() if len(split)), None)
     tables = settings.validation_file or settings.test_file
     if files is not None:
@@ -206,7 +212,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> text_files
 def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> text_files.LocatedRows | None:
     """Read a split of a `datasets` source, or return None if the split does not exist."""
     split_name = {"dev": "validation"}.get(name, name)
-    split = load_splits(settings.dataset_name or "", settings.dataset_config_name).get(split_name)
+    split = load_dataset_splits(settings.dataset_name or "", settings.dataset_config_name).get(split_name)
     if split is None:
         return None
     place, unused = f"{settings.dataset_name} ({split_name})", None
@@ -215,7 +221,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     rows = []
     for record in read_dataset_rows(place, split):
         text_files.check_unused_column(record.values, unused, record.place)
-        rows.append(tuple(get_text(record, column, COLUMN_FLAGS) for column in columns))
+        rows.append(tuple(get_column_text(record, column, COLUMN_FLAGS) for column in columns))
     indices = [*range(len(rows))]
     if len(columns) > 1:
         indices = text_files.find_complete_rows(
@@ -237,20 +243,20 @@ T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
 SCORE_STEPS = 5
 
 
-def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
+def format_glue_example(task: GlueTask, texts: Sequence[str]) -> str:
     """Format a GLUE example as text, such as "qnli question: ... sentence: ..."."""
     words = T5_TEXT_NAMES.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
     return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
 
 
-def format_label(task: GlueTask, label: float) -> str:
+def format_glue_label(task: GlueTask, label: float) -> str:
     """Format a label as text, which is a class name or a score rounded to a multiple of 0.2."""
     if task.labels is None:
         return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
 
 
-def parse_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+def parse_glue_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
     """Parse generated texts as class ids or scores.
 
     Args:
@@ -312,7 +318,7 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         # Predictions are compared with the exact scores instead of the rounded scores in the text.
         true = labels[: len(texts)]
-        return compute_glue_metrics(task.metrics, parse_predictions(task, texts, true), true)
+        return compute_glue_metrics(task.metrics, parse_glue_predictions(task, texts, true), true)
 
     names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
     return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
@@ -321,11 +327,11 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
 def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
     """Format a split of a GLUE task as text."""
     columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
-    sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
+    sources = [format_glue_example(task, texts) for texts in zip(*columns, strict=True)]
     keys = [] if name == "train" else [{"index": index} for index in split.data["index"]]
     if "label" not in split.data.column_names:
         return Seq2SeqSplit(name, sources, None, keys)
-    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]], keys)
+    return Seq2SeqSplit(name, sources, [(format_glue_label(task, label),) for label in split.data["label"]], keys)
 
 
 def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
@@ -345,9 +351,11 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
     return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
 
 
-def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
+def _count_text_tokens(ids: Tensor, eos_token_id: int | Sequence[int] | None) -> Tensor:
     """Count the tokens [b] up to and including the first end-of-sequence token in each row of `ids` [b, n]."""
-    ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
+    ends = torch.isin(
+        ids, torch.as_tensor([] if eos_token_id is None else eos_token_id, device=ids.device).view(-1).to(ids.dtype)
+    )
     before = ends.cumsum(-1) == 0
     return before.sum(-1) + ends.any(-1)
 
@@ -390,18 +398,18 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         if not self.config.is_encoder_decoder:
             raise ValueError(f"--model_name_or_path must be an encoder-decoder, got {self.config.model_type}.")
         self.target_start = models.set_target_language(settings, self.tokenizer, self.config)
-        models.check_appends_end_token(settings, self.tokenizer)
+        models.check_appends_eos_token(settings, self.tokenizer)
         if get_decoder_start_token(self.config) is None:
             raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
         # `max_target_length` is always set, but the type checker does not know this.
         longest_target, multiple = settings.max_target_length or settings.max_length, settings.pad_to_multiple_of
         for flag, length in (("max_length", settings.max_length), ("max_target_length", longest_target)):
-            models.check_max_length(length, self.config, self.tokenizer, flag=flag, multiple=multiple)
+            models.check_max_length(length, self.config, self.tokenizer, flag=flag, pad_to_multiple_of=multiple)
         texts = fill_in_training_text_settings(settings)
         self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
         self._limit_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
-        check_metric(settings.metric_for_best_model, ("loss", *metrics))
+        check_metric_for_best_model(settings.metric_for_best_model, ("loss", *metrics))
         check_dev_settings(settings, "dev" in self.data.splits)
         for split in self.data.splits.values():
             sources, targets = map(list, zip(*split.pairs(), strict=True))

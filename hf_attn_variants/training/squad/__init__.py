@@ -10,7 +10,7 @@ from ..engine.settings import (
     AT_LEAST_1,
     WITH_BEST_WEIGHTS,
     FineTuningSettings,
-    check_metric,
+    check_metric_for_best_model,
     option,
     override_option,
 )
@@ -90,4 +90,4 @@ class SquadSettings(FineTuningSettings):
             raise ValueError("--train_file requires --validation_file. Set both.")
         if self.validation_file is not None and self.train_file is None and not self.only_evaluates:
             raise ValueError("--validation_file requires --train_file. To only evaluate, set --num_train_epochs 0.")
-        check_metric(self.metric_for_best_model, ("loss", *METRIC_NAMES[self.version_2_with_negative]))
+        check_metric_for_best_model(self.metric_for_best_model, ("loss", *METRIC_NAMES[self.version_2_with_negative]))

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ...files import is_unicode, parse_json, read_file
 from ...modeling.mechanisms.patterns.window_pattern import MASK as GLOBAL_MASK
 from ..engine.models import check_max_length
-from ..engine.tables import load_splits
+from ..engine.tables import load_dataset_splits
 from . import SquadSettings
 
 logger = logging.getLogger(__name__)
@@ -106,34 +106,37 @@ def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Que
                 yield Question(question_id, *question, answers)
 
 
-def _get_list(parent: Any, key: str, place: str) -> list[Any]:
+def _get_list(parent: Any, key: str, location: str) -> list[Any]:
     """Return the list under a key of a JSON object. Raise `ValueError` if there is no list."""
-    return _get_value(parent, key, list, f"{place} must contain a list")
+    return _get_value(parent, key, list, f"{location} must contain a list")
 
 
-def _get_text(parent: Any, key: str, place: str) -> str:
+def _get_text(parent: Any, key: str, location: str) -> str:
     """Return the text under a key of a JSON object. Raise `ValueError` if there is no valid text."""
-    value = _get_value(parent, key, str, f"{place} must contain text")
+    value = _get_value(parent, key, str, f"{location} must contain text")
     if not is_unicode(value):
-        raise ValueError(f'{place} must contain valid text in "{key}", got an incomplete surrogate pair.')
+        raise ValueError(f'{location} must contain valid text in "{key}", got an incomplete surrogate pair.')
     return value
 
 
-def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
-    """Return the value under a key of a JSON object, and check its type. The error message starts with `rule`."""
+def _get_value(parent: Any, key: str, expected_type: type, error_prefix: str) -> Any:
+    """Return the value under a key of a JSON object, and check its type.
+
+    The error message starts with `error_prefix`.
+    """
     value = parent.get(key) if isinstance(parent, dict) else None
-    if not isinstance(value, kind):
+    if not isinstance(value, expected_type):
         got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{rule} "{key}" in the SQuAD format, got {got}.')
+        raise ValueError(f'{error_prefix} "{key}" in the SQuAD format, got {got}.')
     return value
 
 
-def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
+def _read_answers(qa: dict[str, Any], context: str, location: str) -> tuple[Answer, ...]:
     """Return the answers to a question, and check that they are in the context."""
     impossible = qa.get("is_impossible", False)
     if not isinstance(impossible, bool):  # the string "false" would be treated as true
-        raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
-    id_place = f"{place} (id {qa.get('id')})"
+        raise ValueError(f"{location}: is_impossible must be true or false, got {impossible!r:.60}.")
+    id_place = f"{location} (id {qa.get('id')})"
     if impossible:
         if qa.get("answers"):
             raise ValueError(
@@ -142,15 +145,15 @@ def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer,
             )
         return ()
     answers = []
-    for number, answer in enumerate(_get_list(qa, "answers", place)):
-        text = _get_text(answer, "text", f"{place}.answers[{number}]")
+    for number, answer in enumerate(_get_list(qa, "answers", location)):
+        text = _get_text(answer, "text", f"{location}.answers[{number}]")
         answers.append(Answer(text, _check_answer_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
         raise ValueError(f"{id_place} must contain an answer or is_impossible, but has neither. Add one of them.")
     return tuple(answers)
 
 
-def _check_answer_start(text: str, start: Any, context: str, place: str) -> int:
+def _check_answer_start(text: str, start: Any, context: str, location: str) -> int:
     """Check that the context contains an answer at its start position, and return the position as an integer.
 
     The start position may be a string that contains a whole number.
@@ -158,10 +161,10 @@ def _check_answer_start(text: str, start: Any, context: str, place: str) -> int:
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
-        raise ValueError(f"{place}: answer_start must be a whole number, got {start!r:.60}.")
+        raise ValueError(f"{location}: answer_start must be a whole number, got {start!r:.60}.")
     if not text or start < 0 or context[start : start + len(text)] != text:
         raise ValueError(
-            f"{place}: The answer {text[:60]!r} must match the context, which has {len(context)} characters, at "
+            f"{location}: The answer {text[:60]!r} must match the context, which has {len(context)} characters, at "
             f"character {start}, got {context[max(start, 0) :][: len(text)][:60]!r}. Correct answer_start."
         )
     return start
@@ -206,7 +209,7 @@ def load_squad_from_hub(split: str, version_2: bool) -> list[Question]:
         ValueError: If an answer does not match its context.
     """
     name = HUB_DATASETS[version_2]
-    rows = load_splits(name, advice="Set --train_file and --validation_file instead.", split=split)
+    rows = load_dataset_splits(name, advice="Set --train_file and --validation_file instead.", split=split)
     questions = []
     for row in rows:
         answers = tuple(map(Answer, row["answers"]["text"], row["answers"]["answer_start"]))
@@ -299,7 +302,7 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
     Raises:
         ValueError: If a length is not valid for the model.
     """
-    check_max_length(settings.max_length, config, tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
+    check_max_length(settings.max_length, config, tokenizer, pair=True, pad_to_multiple_of=settings.pad_to_multiple_of)
     context_length = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
     if context_length < 1 or context_length <= (settings.doc_stride or 0):
         raise ValueError(
@@ -318,7 +321,7 @@ def make_windows(
     max_length: int,
     doc_stride: int,
     max_query_length: int,
-    token_types: bool = True,
+    return_token_type_ids: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
     """Split the contexts of questions into windows, and return the windows in the order of the questions.
@@ -329,7 +332,8 @@ def make_windows(
         max_length: The maximum length of a window in tokens, including the question and special tokens.
         doc_stride: The number of context tokens shared by neighboring windows.
         max_query_length: The maximum length of a question in tokens. Longer questions are truncated.
-        token_types: Whether the tokenizer should return token types, which distinguish the question from the context.
+        return_token_type_ids: Whether the tokenizer should return token types, which distinguish the question from the
+            context.
         for_training: Whether to omit `offsets`, which are only required for predictions and use two thirds of the
             memory.
     """
@@ -346,7 +350,7 @@ def make_windows(
             stride=doc_stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
-            return_token_type_ids=token_types,
+            return_token_type_ids=return_token_type_ids,
             padding=False,
         )
         rows = encoded["overflow_to_sample_mapping"]
@@ -360,7 +364,7 @@ def make_windows(
             window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
-                window = _locate_answer(window, batch[row].answers[0], is_first, is_last)
+                window = _set_answer_position(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
     if num_cut:
         message = "%d of %d questions have more than --max_query_length %d tokens and are truncated."
@@ -382,7 +386,7 @@ def _truncate_questions(
     return cut_texts, sum(long)
 
 
-def _locate_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+def _set_answer_position(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
     """Set the position of the answer in a window if the window contains the whole answer.
 
     Args:
@@ -591,36 +595,36 @@ def normalize_answer(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", without_punctuation).split())
 
 
-def compute_exact_match(prediction: str, truth: str) -> float:
+def compute_exact_match(prediction: str, reference: str) -> float:
     """Return 1.0 if two answers are the same after normalization, and 0.0 otherwise."""
-    return float(normalize_answer(prediction) == normalize_answer(truth))
+    return float(normalize_answer(prediction) == normalize_answer(reference))
 
 
-def compute_token_f1(prediction: str, truth: str, score_if_both_empty: float = 0.0) -> float:
+def compute_token_f1(prediction: str, reference: str, score_if_both_empty: float = 0.0) -> float:
     """Compute the F1 score over the words of two normalized answers, from 0 to 1.
 
     Args:
         prediction: The predicted answer.
-        truth: The correct answer.
+        reference: The correct answer.
         score_if_both_empty: The value to return if neither answer contains words, which is 0 in the official v1.1
             script and 1 in the v2.0 script.
     """
-    predicted_words, true_words = normalize_answer(prediction).split(), normalize_answer(truth).split()
+    predicted_words, true_words = normalize_answer(prediction).split(), normalize_answer(reference).split()
     if not predicted_words or not true_words:
         return score_if_both_empty if predicted_words == true_words else 0.0
     common = sum((Counter(predicted_words) & Counter(true_words)).values())
     return 2 * common / (len(predicted_words) + len(true_words))
 
 
-def score_answer(prediction: str, truths: Sequence[str], score_if_both_empty: float = 0.0) -> tuple[float, float]:
+def score_answer(prediction: str, references: Sequence[str], score_if_both_empty: float = 0.0) -> tuple[float, float]:
     """Compute the best exact match and the best F1 over all correct answers.
 
     If there are no correct answers, the empty string counts as correct.
     """
-    truths = truths or [""]
+    references = references or [""]
     return (
-        max(compute_exact_match(prediction, truth) for truth in truths),
-        max(compute_token_f1(prediction, truth, score_if_both_empty) for truth in truths),
+        max(compute_exact_match(prediction, truth) for truth in references),
+        max(compute_token_f1(prediction, truth, score_if_both_empty) for truth in references),
     )
 
 
@@ -630,45 +634,48 @@ def _compute_means(scores: Sequence[tuple[float, float]]) -> tuple[float, float]
     return exact, f1
 
 
-def find_best_threshold(
-    scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
+def find_best_no_answer_threshold(
+    scores: Mapping[str, float],
+    null_odds: Mapping[str, float],
+    predictions: Mapping[str, str],
+    has_answer: Mapping[str, bool],
 ) -> tuple[float, float]:
-    """Find the threshold for `odds` above which predicting "no answer" results in the best mean score.
+    """Find the threshold for `null_odds` above which predicting "no answer" results in the best mean score.
 
     Args:
         scores: Maps question ids to the scores of the answers.
-        odds: Maps question ids to the odds of "no answer".
-        texts: Maps question ids to the predicted answers.
+        null_odds: Maps question ids to the odds of "no answer".
+        predictions: Maps question ids to the predicted answers.
         has_answer: Maps question ids to True if the question has an answer.
 
     Returns:
-        The best mean score from 0 to 100, and the largest value of `odds` for which answers are predicted (0 if no
-        answers are predicted).
+        The best mean score from 0 to 100, and the largest value of `null_odds` for which answers are predicted (0 if
+        no answers are predicted).
     """
     current = best = float(sum(not has_answer[key] for key in scores))
     threshold = 0.0
-    for key in sorted(scores, key=odds.__getitem__):
+    for key in sorted(scores, key=null_odds.__getitem__):
         # Predicting one more answer adds its score or, for an unanswerable question, loses the point for "no answer".
-        current += scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
+        current += scores[key] if has_answer[key] else (-1.0 if predictions[key] else 0.0)
         if current > best:
-            best, threshold = current, odds[key]
+            best, threshold = current, null_odds[key]
     return 100 * best / len(scores), threshold
 
 
 def compute_squad_metrics(
     questions: Sequence[Question],
-    texts: Mapping[str, str],
-    odds: Mapping[str, float] | None = None,
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None = None,
     no_answer_threshold: float = math.inf,
 ) -> dict[str, float]:
     """Compute exact match and F1, from 0 to 100, as in the official scripts.
 
     Args:
         questions: The questions.
-        texts: Maps question ids to the predicted answers.
-        odds: For v2.0, maps question ids to the odds of "no answer", which are higher if an answer is less likely.
-            None for v1.1.
-        no_answer_threshold: The value of `odds` above which "no answer" is predicted.
+        predictions: Maps question ids to the predicted answers.
+        null_odds: For v2.0, maps question ids to the odds of "no answer", which are higher if an answer is less
+            likely. None for v1.1.
+        no_answer_threshold: The value of `null_odds` above which "no answer" is predicted.
 
     Returns:
         For v1.1, "exact_match" and "f1". For v2.0, "exact", "f1" and "total" for all questions, for questions with an
@@ -683,24 +690,29 @@ def compute_squad_metrics(
         ```
     """
     truths = {q.id: [answer.text for answer in q.answers] for q in questions}
-    if odds is not None:
-        return _compute_v2_metrics(truths, texts, odds, no_answer_threshold)
-    exact, f1 = _compute_means([score_answer(texts[key], right) for key, right in truths.items()])
+    if null_odds is not None:
+        return _compute_squad_v2_metrics(truths, predictions, null_odds, no_answer_threshold)
+    exact, f1 = _compute_means([score_answer(predictions[key], right) for key, right in truths.items()])
     return {"exact_match": exact, "f1": f1}
 
 
-def _compute_v2_metrics(
-    truths: Mapping[str, list[str]], texts: Mapping[str, str], odds: Mapping[str, float], no_answer_threshold: float
+def _compute_squad_v2_metrics(
+    references: Mapping[str, list[str]],
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float],
+    no_answer_threshold: float,
 ) -> dict[str, float]:
     """Compute the metrics for v2.0."""
     # As in the official script, correct answers that are empty after normalization are ignored.
     raw = {
-        key: score_answer(texts[key], [text for text in right if normalize_answer(text)], score_if_both_empty=1.0)
-        for key, right in truths.items()
+        key: score_answer(
+            predictions[key], [text for text in right if normalize_answer(text)], score_if_both_empty=1.0
+        )
+        for key, right in references.items()
     }
-    has_answer = {key: bool(right) for key, right in truths.items()}
+    has_answer = {key: bool(right) for key, right in references.items()}
     no_answer = {key: (float(not answered),) * 2 for key, answered in has_answer.items()}
-    scores = {key: no_answer[key] if odds[key] > no_answer_threshold else raw[key] for key in raw}
+    scores = {key: no_answer[key] if null_odds[key] > no_answer_threshold else raw[key] for key in raw}
     subsets = {
         "": [*scores.values()],
         "HasAns_": [scores[key] for key in scores if has_answer[key]],
@@ -713,6 +725,6 @@ def _compute_v2_metrics(
             values |= {f"{prefix}exact": exact, f"{prefix}f1": f1, f"{prefix}total": len(rows)}
     for position, name in enumerate(("exact", "f1")):
         raw_scores = {key: row[position] for key, row in raw.items()}
-        best, threshold = find_best_threshold(raw_scores, odds, texts, has_answer)
+        best, threshold = find_best_no_answer_threshold(raw_scores, null_odds, predictions, has_answer)
         values |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return values

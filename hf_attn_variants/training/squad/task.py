@@ -161,10 +161,12 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return {"train_samples": len(self.train), "train_windows": len(self.rows)}
 
     def predictions(self) -> dict[str, str]:
-        return self._format_files("dev", self.dev_predictions)
+        return self._format_prediction_files("dev", self.dev_predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return {}, self._format_files("test", self._predict_answers(self.test)[0]) if self.test is not None else {}
+        return {}, self._format_prediction_files(
+            "test", self._predict_answers(self.test)[0]
+        ) if self.test is not None else {}
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
@@ -185,7 +187,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         batches = self.make_eval_batches(rows, [len(window.input_ids) for window in rows])
         return QuestionSet(name, self.splits[name], rows, batches)
 
-    def _format_files(self, split: str, predictions: list[squad_data.Prediction]) -> dict[str, str]:
+    def _format_prediction_files(self, split: str, predictions: list[squad_data.Prediction]) -> dict[str, str]:
         """Format the JSON files of a split: the predictions, the n-best answers and, for v2.0, the null odds.
 
         Returns:

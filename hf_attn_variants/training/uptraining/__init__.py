@@ -18,7 +18,7 @@ from ..engine.settings import (
     option,
     override_option,
 )
-from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
+from ..pretraining import SpanNoiseSettings, TextSettings, check_stream_workers
 from ..seq2seq import BleuSettings
 
 SPAN_CORRUPTION = "span_corruption"
@@ -103,7 +103,7 @@ class UptrainingTextSettings(BleuSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings, FineTuningSettings):
+class UptrainingSettings(UptrainingTextSettings, SpanNoiseSettings, LanguageSettings, FineTuningSettings):
     """Settings for uptraining, such as the objective, the teacher and the trainable parameters.
 
     Some defaults depend on the objective. The defaults for "span_corruption" are those of T5's pretraining, as in
@@ -295,7 +295,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             flags += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
             if flags:
                 raise ValueError(f"{flags[0]} requires --teacher. Set it to the original model.")
-        self._check_length()
+        self._check_num_steps()
         if self.is_stream:
             self._check_stream()
         if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
@@ -303,7 +303,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
             raise ValueError("--trainable lora requires peft. Run `pip install peft`.")
 
-    def _check_length(self) -> None:
+    def _check_num_steps(self) -> None:
         """Check the settings that determine the number of steps."""
         if self.alpha is None:
             # --pretraining_steps may be set without --alpha because the schedule for streams continues from there.

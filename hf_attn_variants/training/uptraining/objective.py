@@ -67,15 +67,15 @@ class ActivationRecorder:
         if attention_outputs:
             for site, _, module in iterate_attention_modules(model):
                 side = site.get_stack_name(model.config) if self.has_encoder_and_decoder else ENCODER
-                self._record_output(module.get_submodule(site.output), side)
+                self._add_output_hook(module.get_submodule(site.output), side)
 
-    def _record_output(self, module: nn.Module, side: str) -> None:
+    def _add_output_hook(self, module: nn.Module, stack: str) -> None:
         """Add a hook that records the outputs of a module."""
 
         def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
             # Gradient checkpointing also calls the module during the backward pass.
             if self._outputs is not None:
-                self._outputs.setdefault(side, []).append(output)  # ALBERT's layers share one module
+                self._outputs.setdefault(stack, []).append(output)  # ALBERT's layers share one module
 
         module.register_forward_hook(keep)
 
@@ -110,7 +110,7 @@ def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
 
 
-class TextPieces(NamedTuple):
+class ChunkLayout(NamedTuple):
     """The arrangement of the pieces into which the texts in a batch are split.
 
     Attributes:
@@ -134,7 +134,7 @@ class TextPieces(NamedTuple):
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
-def split_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
+def split_into_chunks(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], ChunkLayout]:
     """Split texts into pieces of equal length. No special tokens are added to the pieces.
 
     Args:
@@ -148,7 +148,7 @@ def split_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[s
     filled = -tokens % length
     cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
     real = cut["attention_mask"].any(1)
-    return {name: tensor[real] for name, tensor in cut.items()}, TextPieces(real, texts, tokens)
+    return {name: tensor[real] for name, tensor in cut.items()}, ChunkLayout(real, texts, tokens)
 
 
 class Teacher:
@@ -160,7 +160,7 @@ class Teacher:
         attention_outputs: Whether to return the outputs of the attention modules.
         autocast: A function that returns the context manager in which the model runs.
         max_length: The maximum number of tokens per forward pass and text. Longer texts are split into pieces (see
-            `split_into_pieces`), which is only supported for encoders. If None, texts are not split.
+            `split_into_chunks`), which is only supported for encoders. If None, texts are not split.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Teacher:
         """Compute the teacher's activations for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
-            inputs, pieces = split_into_pieces(inputs, self.max_length)
+            inputs, pieces = split_into_chunks(inputs, self.max_length)
         with self._autocast():
             activations = self.recorder.run(self.model, inputs, self.hidden_states)
         if pieces is None:
@@ -471,11 +471,11 @@ class UptrainingObjective:
 
     def _compute_teacher_terms(
         self,
-        student: Activations,
+        student_activations: Activations,
         teacher_model: Teacher,
-        teacher: Activations,
+        teacher_activations: Activations,
         batch: dict[str, Tensor],
-        embeds: bool,
+        compares_embeddings: bool,
     ) -> dict[str, Term]:
         """Compute the terms that compare student and teacher."""
         weights, masks = self.weights, self.get_masks(batch)
@@ -483,35 +483,43 @@ class UptrainingObjective:
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
-            for side, layers in getattr(student, kind).items():
+            for side, layers in getattr(student_activations, kind).items():
                 variances = teacher_model.variances[kind, side]
                 terms[f"{side}_{kind}_error"] = compute_layer_error(
-                    layers, getattr(teacher, kind)[side], variances, masks[side]
+                    layers, getattr(teacher_activations, kind)[side], variances, masks[side]
                 )
         if weights.logits:
-            terms |= self._compute_logits_loss(student, teacher_model, teacher, batch)
-        if weights.embedding_distance or embeds:
-            states = student.hidden_states[ENCODER][-1], teacher.hidden_states[ENCODER][-1]
+            terms |= self._compute_logits_loss(student_activations, teacher_model, teacher_activations, batch)
+        if weights.embedding_distance or compares_embeddings:
+            states = student_activations.hidden_states[ENCODER][-1], teacher_activations.hidden_states[ENCODER][-1]
             terms["embedding_distance"] = compute_embedding_distance(*states, masks[ENCODER])
         return terms
 
     def _compute_logits_loss(
-        self, student: Activations, teacher_model: Teacher, teacher: Activations, batch: dict[str, Tensor]
+        self,
+        student_activations: Activations,
+        teacher_model: Teacher,
+        teacher_activations: Activations,
+        batch: dict[str, Tensor],
     ) -> dict[str, Term]:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
-        if student.span_logits is not None and teacher.span_logits is not None:
+        if student_activations.span_logits is not None and teacher_activations.span_logits is not None:
             # There is one distribution for the start and one for the end.
             mask = torch.ones_like(batch["attention_mask"][:, :2])
-            spans = student.span_logits, teacher.span_logits
+            spans = student_activations.span_logits, teacher_activations.span_logits
             return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
         teacher_answer = teacher_model.recorder.answer
-        if student.logits is not None and teacher.logits is not None and teacher_answer is not answer:
+        if (
+            student_activations.logits is not None
+            and teacher_activations.logits is not None
+            and teacher_answer is not answer
+        ):
             raise ValueError(
                 f"--logits_weight requires the same kind of logits, got {answer.value} from the model and "
                 f"{teacher_answer.value} from the teacher. Check num_labels and problem_type in config.json."
             )
-        logits = _check_comparable_logits(student.logits, teacher.logits, answer)
+        logits = _check_comparable_logits(student_activations.logits, teacher_activations.logits, answer)
         if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
         of_tokens = None  # None includes all labels
@@ -522,12 +530,12 @@ class UptrainingObjective:
 
 
 def _check_comparable_logits(
-    student: Tensor | None, teacher: Tensor | None, answer: LogitsKind
+    student: Tensor | None, teacher: Tensor | None, logits_kind: LogitsKind
 ) -> tuple[Tensor, Tensor]:
     """Check that the logits of student and teacher can be compared, and return them."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
     # A distribution over a single class is constant, so it cannot be trained.
-    too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
+    too_few = student is not None and logits_kind is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ...conversion.checkpoint.source import copy_side_files, list_side_files, resolve_source
+from ...conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, resolve_source
 from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
@@ -42,10 +42,10 @@ from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.optimization import Objective
 from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model, show_progress
-from ..engine.settings import ModelSettings, check_metric, count_training_steps
+from ..engine.settings import ModelSettings, check_metric_for_best_model, count_training_steps
 from ..engine.trainable_parameters import add_lora, freeze_unused_parameters, select_trainable_parameters
 from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
-from ..pretraining.task import PreparedBlocks, make_stream_batches
+from ..pretraining.task import HeldOutBlockDataset, make_stream_batches
 from ..pretraining.text_stream import open_text_splits, read_blocks, stack_examples
 from ..seq2seq.metrics import resolve_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
@@ -100,26 +100,30 @@ class UptrainingStream:
             )
         self.get_first_examples(1)  # raise an error early if the text has no tokens
         blocks = read_blocks(self.text.dev, *self.packing, settings.max_eval_samples)
-        self.held_out = PreparedBlocks(blocks, self.prepare)
+        self.held_out = HeldOutBlockDataset(blocks, self.prepare)
 
     def get_first_examples(self, count: int) -> list[Any]:
         """Return at most `count` training examples from the start of the text."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
-    def warn_about_short_steps(self, sequences: int) -> None:
+    def warn_about_short_steps(self, sequences_per_step: int) -> None:
         """Warn if the text has fewer sequences than a training step requires.
 
         A step ends at the end of the text, so all steps would be smaller than requested.
         """
-        count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
-        if count < sequences:
+        count = (
+            len(read_blocks(self.text.train, *self.packing, sequences_per_step))
+            if self.text.train
+            else sequences_per_step
+        )
+        if count < sequences_per_step:
             logger.warning(
                 "The text has only %d sequences, but a step requires %d, so the steps are smaller than requested. Use "
-                "more text or a smaller --total_train_batch_size.", count, sequences,
+                "more text or a smaller --total_train_batch_size.", count, sequences_per_step,
             )  # fmt: skip
 
-    def training_batches(self, accelerator: Accelerator) -> dataloaders.TrainingBatches:
+    def training_batches(self, accelerator: Accelerator) -> dataloaders.TrainingBatchSource:
         """Create the training batches from the text stream."""
         return make_stream_batches(self.settings, accelerator, self.text.train, self.tokenizer, self.prepare)
 
@@ -221,10 +225,10 @@ def load_uptraining_data(
     if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
         models.check_max_length(
-            _get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple
+            _get_target_length(settings), config, tokenizer, flag="max_target_length", pad_to_multiple_of=multiple
         )
     if input_kind is DecoderInput.OWN_TARGETS:
-        models.check_appends_end_token(settings, tokenizer)
+        models.check_appends_eos_token(settings, tokenizer)
     collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
     train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
@@ -396,9 +400,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.collate = self.data.collate
         pairs = not self.input_kind.is_target and self.data.pairs
         if self.input_kind is DecoderInput.SOURCE:
-            models.configure_end_tokens(self.tokenizer, self.config, pairs)
+            models.configure_eos_token(self.tokenizer, self.config, pairs)
         models.check_max_length(
-            settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of
+            settings.max_length, self.config, self.tokenizer, pairs, pad_to_multiple_of=settings.pad_to_multiple_of
         )
         self.tokenizer_changed = models.configure_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
@@ -415,9 +419,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if settings.dropout_rate is None and settings.objective in WITHOUT_DROPOUT and self.saved_dropout:
             models.set_dropout(self.config, 0.0)
 
-    def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
+    def _get_decoder_input(self, model_settings: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
         """Return the type of input that a model's decoder reads."""
-        model_class = self._get_model_class(source, config)
+        model_class = self._get_model_class(model_settings, config)
         # The variant class for an auto class reads the same input as the Transformers class.
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
@@ -459,9 +463,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
                 f"{self.settings.model_name_or_path} because both read the same token ids. Use another teacher."
             )
 
-    def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
+    def _get_model_class(self, model_settings: ModelSettings, config: PreTrainedConfig) -> type:
         """Return the model class for the objective, which may be an auto class."""
-        return AUTO_CLASSES.get(self.settings.objective) or models.get_saved_model_class(source.source, config)
+        return AUTO_CLASSES.get(self.settings.objective) or models.get_saved_model_class(model_settings.source, config)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
@@ -495,11 +499,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             max_length=self.settings.teacher_max_length,
         )
 
-    def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of the first `count` training rows on the accelerator's device, with `size` rows per batch."""
+    def _iterate_first_batches(self, count: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of the first `count` training rows on the accelerator's device, with `batch_size` rows per
+        batch.
+        """
         rows = self.data.get_first_examples(count)
-        for start in range(0, len(rows), size):
-            yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
+        for start in range(0, len(rows), batch_size):
+            yield send_to_device(self.collate(rows[start : start + batch_size]), self.accelerator.device)
 
     def _measure_variances(self) -> None:
         """Measure the teacher's variances if a term requires them."""
@@ -510,13 +516,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         teacher: Any = objective.teacher  # not None, because these terms require a teacher
         teacher.measure_variances(
             (get_model_inputs(batch), objective.get_masks(batch))
-            for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
+            for batch in self._iterate_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
     def _freeze_unused_parameters(self) -> None:
         """Freeze the parameters that do not affect the loss."""
         objective, model = self.uptraining_objective, self.student
-        batch = next(self._make_first_batches(2, 2))
+        batch = next(self._iterate_first_batches(2, 2))
         unused = freeze_unused_parameters(
             model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch))
         )
@@ -527,7 +533,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def objective(self) -> Objective:
         return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
-    def training_batches(self) -> dataloaders.TrainingBatches:
+    def training_batches(self) -> dataloaders.TrainingBatchSource:
         if isinstance(self.data, UptrainingStream):
             return self.data.training_batches(self.accelerator)
         return super().training_batches()
@@ -639,7 +645,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def before_training(self, loop: TrainingLoop) -> None:
         metrics = self.run_evaluation()
         if self.settings.keeps_best_weights:
-            check_metric(loop.best_metric, list(metrics))
+            check_metric_for_best_model(loop.best_metric, list(metrics))
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLossError(
                 f"The held-out loss must be finite before training, got {metrics['loss']}. Check the outputs of the "
@@ -667,7 +673,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         """Save the model, and copy the other files of the original model."""
         new_files = [TOKENIZER_CONFIG_FILE] if self.tokenizer_changed or self.target_start is not None else []
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
-        add_files = partial(_copy_side_files, self.settings, new_files)
+        add_files = partial(_copy_extra_files, self.settings, new_files)
         save_model(
             self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
@@ -724,7 +730,7 @@ def _read_unused_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
+def _copy_extra_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
     """Copy the other files of the original model to the output folder.
 
     Files that training has written (`new_files`, code, and the files of a different tokenizer) are not overwritten.
@@ -732,8 +738,8 @@ def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], out
     """
     if is_trained_in_place(settings):
         return
-    folder = resolve_source(settings.source, weights=False)
-    copied, _ = list_side_files(folder, [])
+    folder = resolve_source(settings.source, with_weights=False)
+    copied, _ = list_auxiliary_files(folder, [])
     # The model has been saved with its code, and the files of a different tokenizer must not be overwritten.
     names = [
         name
@@ -741,4 +747,4 @@ def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], out
         if not (output / name).exists() or not (name in new_files or name.endswith(".py") or settings.tokenizer_name)
     ]
     names = [name for name in names if name != CARD_NAME]
-    copy_side_files(folder, output, names)
+    copy_auxiliary_files(folder, output, names)

@@ -22,7 +22,7 @@ with guarded_imports():
 
 __all__ = [
     "AttentionKernel",
-    "KernelTensor",
+    "KernelTensorSpec",
     "draw_orthogonal_vectors",
     "draw_vectors",
     "get_kernel_tensors",
@@ -53,7 +53,7 @@ def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -
     return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
-class KernelTensor(NamedTuple):
+class KernelTensorSpec(NamedTuple):
     """A kernel tensor that an attention module stores in addition to its projections."""
 
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class AttentionKernel(Mechanism, ABC):
         """True if exported graphs compute explicit weights, because a graph with chunks would have a fixed length."""
         return self.is_causal
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the kernel's tensors for an attention module with these heads: {name: tensor}."""
         return {}
 
@@ -142,7 +142,7 @@ class AttentionKernel(Mechanism, ABC):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        read: Tensor | None,
+        key_mask: Tensor | None,
         scaling: float,
         state: Any = None,
     ) -> tuple[Tensor, Any]:
@@ -153,7 +153,7 @@ class AttentionKernel(Mechanism, ABC):
                 conversion, `AttentionTensors`.
             query: [b, h, n, d], or [b B, h, n, d] for B beams per row of keys.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: a boolean mask [b or 1, 1, m, 1] of the keys to attend to, or None for all keys.
+            key_mask: a boolean mask [b or 1, 1, m, 1] of the keys to attend to, or None for all keys.
             scaling: the factor by which a softmax would multiply the dot products.
             state: the state that an earlier call returned for the previous keys (only for causal attention).
 
@@ -164,16 +164,16 @@ class AttentionKernel(Mechanism, ABC):
         """
 
     @abstractmethod
-    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
         """Return the equivalent attention weights [b, h, n, m]. See `attend` for the arguments."""
 
     @abstractmethod
-    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, num_keys: int) -> tuple[int, int]:
         """Return the floating-point operations for one key in one key head, and for one query in one query head.
 
         Args:
             heads: the head counts of the attention module.
-            attended: the number of keys that a query attends to.
+            num_keys: the number of keys that a query attends to.
         """
 
     def num_state_values(self, heads: AttentionHeads) -> int:

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from .feature_kernel import TokenwiseKernel
 
-__all__ = ["Elu", "Relu"]
+__all__ = ["EluKernel", "ReluKernel"]
 
 
 @dataclass(frozen=True)
-class Elu(TokenwiseKernel):
+class EluKernel(TokenwiseKernel):
     """The ELU kernel, phi(x) = elu(x) + 1, with F = d features."""
 
     name = "elu"
@@ -31,7 +31,7 @@ class Elu(TokenwiseKernel):
 
 
 @dataclass(frozen=True)
-class Relu(TokenwiseKernel):
+class ReluKernel(TokenwiseKernel):
     """The ReLU kernel, phi(x) = max(x, 0), with F = d features.
 
     The output is zero if a query and the keys have no positive features in common.

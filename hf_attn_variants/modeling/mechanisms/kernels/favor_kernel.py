@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor, draw_vectors
+from .attention_kernel import KernelTensorSpec, draw_vectors
 from .feature_kernel import FeatureKernel
 
-__all__ = ["Favor"]
+__all__ = ["FavorKernel"]
 
 
 @dataclass(frozen=True)
-class Favor(FeatureKernel):
+class FavorKernel(FeatureKernel):
     """The FAVOR+ kernel, phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
 
     The input x is first multiplied by the square root of `scaling`.
@@ -26,22 +26,24 @@ class Favor(FeatureKernel):
     features_per_dimension = 4
     drawn = ("kernel_vectors",)
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the vectors w [F, d]."""
         shape = (self.features, heads.head_dim)
-        return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
+        return {
+            "kernel_vectors": KernelTensorSpec(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))
+        }
 
     def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q), with each row divided by its largest value."""
-        logits = _logits(module, query, scaling)
+        logits = _compute_feature_logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(
-        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+        self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k), divided by its largest value over all keys, and the logarithm of this divisor."""
-        logits = _logits(module, key, scaling)
-        logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
+        logits = _compute_feature_logits(module, key, scaling)
+        logits = logits if key_mask is None else logits.masked_fill(~key_mask, -torch.inf)
         top = logits.detach().amax((-2, -1), keepdim=True)
         top = top.clamp_min(torch.finfo(top.dtype).min)  # without keys, -inf - -inf would be NaN
         return (logits - top).exp(), top
@@ -51,6 +53,6 @@ class Favor(FeatureKernel):
         return self.features
 
 
-def _logits(module: Any, states: Tensor, scaling: float) -> Tensor:
+def _compute_feature_logits(module: Any, states: Tensor, scaling: float) -> Tensor:
     states = states * scaling**0.5
     return states @ module.kernel_vectors.to(states.dtype).T - states.square().sum(-1, keepdim=True) / 2

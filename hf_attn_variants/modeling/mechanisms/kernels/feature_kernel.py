@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.beams import QueryFold, count_beams, repeat_for_beams
+from ...ops.beams import QueryFolder, count_beams, repeat_for_beams
 from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
@@ -32,8 +32,8 @@ __all__ = ["FeatureKernel", "TokenwiseKernel"]
 CHUNK = 128
 
 
-def compute_causal_sums(
-    queries: Tensor, features: Tensor, values: Tensor, sums: Tensor | None, rows: int
+def compute_causal_linear_attention(
+    queries: Tensor, features: Tensor, values: Tensor, sums: Tensor | None, group_size: int
 ) -> tuple[Tensor, Tensor]:
     """Multiply phi(q) by the sum of phi(k) v^T over the keys up to each query.
 
@@ -42,22 +42,22 @@ def compute_causal_sums(
         features: phi(k) [b, k, n, F].
         values: [b, k, n, x].
         sums: the sums over earlier keys, [b, k, F, x], or None if there are no earlier keys.
-        rows: g, the number of query heads in a group.
+        group_size: g, the number of query heads in a group.
 
     Returns:
         The outputs [b, k, g n, x] and the total sums [b, k, F, x].
     """
     length, chunk = features.shape[2], min(CHUNK, features.shape[2])
     missing = -length % chunk
-    queries = nn.functional.pad(queries.unflatten(2, (rows, length)), (0, 0, 0, missing))
+    queries = nn.functional.pad(queries.unflatten(2, (group_size, length)), (0, 0, 0, missing))
     features, values = (nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in (features, values))
     queries = queries.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # [b, k, chunks, g C, F]
     features, values = (tensor.unflatten(2, (-1, chunk)) for tensor in (features, values))  # [b, k, chunks, C, ...]
     within = features.mT @ values  # [b, k, chunks, F, x]
     after = within.cumsum(2) if sums is None else within.cumsum(2) + sums[:, :, None]
-    weights = (queries @ features.mT).unflatten(3, (rows, chunk)).tril().flatten(3, 4)
+    weights = (queries @ features.mT).unflatten(3, (group_size, chunk)).tril().flatten(3, 4)
     output = weights @ values + queries @ (after - within)
-    output = output.unflatten(3, (rows, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+    output = output.unflatten(3, (group_size, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
     return output.flatten(2, 3), after[:, :, -1]
 
 
@@ -81,7 +81,7 @@ class FeatureKernel(AttentionKernel):
 
     @abstractmethod
     def key_features(
-        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+        self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) [b, k, m, F] for keys [b, k, m, d], and the logarithm of the divisor of phi(k).
 
@@ -103,7 +103,7 @@ class FeatureKernel(AttentionKernel):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        read: Tensor | None,
+        key_mask: Tensor | None,
         scaling: float,
         state: Any = None,
     ) -> tuple[Tensor, Any]:
@@ -113,16 +113,16 @@ class FeatureKernel(AttentionKernel):
         """
         exact = torch.promote_types(value.dtype, torch.float32)
         with disable_autocast(query):
-            features, log_scale = self.key_features(module, key.to(exact), read, scaling)
+            features, log_scale = self.key_features(module, key.to(exact), key_mask, scaling)
             values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
             if not self.is_causal:
                 state = KernelState(features.mT @ values, log_scale)
                 return self.attend_to_state(module, query, state, scaling), state
-            sums, fold = None, QueryFold(query, key, 1)
+            sums, fold = None, QueryFolder(query, key, 1)
             if state is not None:
                 features, sums, log_scale = _rescale_to_common_divisor(features, log_scale, state)
             queries = fold.fold_queries(self.query_features(module, query.to(exact), scaling))
-            output, sums = compute_causal_sums(queries, features, values, sums, fold.groups)
+            output, sums = compute_causal_linear_attention(queries, features, values, sums, fold.groups)
             return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def attend_to_state(self, module: Any, query: Tensor, state: KernelState, scaling: float) -> Tensor:
@@ -130,7 +130,7 @@ class FeatureKernel(AttentionKernel):
 
         See `attend` for the arguments.
         """
-        fold = QueryFold(query, state.sums, count_beams(query, state.sums))
+        fold = QueryFolder(query, state.sums, count_beams(query, state.sums))
         with disable_autocast(query):
             queries = fold.fold_queries(self.query_features(module, query.to(state.sums.dtype), scaling))
             return fold.unfold(self.normalize_outputs(queries @ state.sums).to(query.dtype))
@@ -139,29 +139,31 @@ class FeatureKernel(AttentionKernel):
         """Divide weighted sums of values by the sums of weights, which are in the last column."""
         return output[..., :-1] / self.divisor(output[..., -1:])
 
-    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
         """Return the weights [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
         exact = torch.promote_types(query.dtype, torch.float32)
         if count_beams(query, key) > 1:
             key = repeat_for_beams(key, query.shape[0])
-            read = read if read is None or read.shape[0] == 1 else repeat_for_beams(read, query.shape[0])
+            key_mask = (
+                key_mask if key_mask is None or key_mask.shape[0] == 1 else repeat_for_beams(key_mask, query.shape[0])
+            )
         with disable_autocast(query):
             queries = self.query_features(module, query.to(exact), scaling)
-            features, _ = self.key_features(module, key.to(exact), read, scaling)
+            features, _ = self.key_features(module, key.to(exact), key_mask, scaling)
             groups = queries.shape[1] // features.shape[1]
             weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
-            weights = self.replace_window_weights(module, weights, query.to(exact), key.to(exact), read, scaling)
+            weights = self.replace_window_weights(module, weights, query.to(exact), key.to(exact), key_mask, scaling)
             if self.is_causal:
                 weights = weights.tril(weights.shape[3] - weights.shape[2])
             return weights / self.divisor(weights.sum(-1, keepdim=True))
 
     def replace_window_weights(
-        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> Tensor:
         """Return the given unnormalized weights [b, h, n, m]. Subclasses may replace the weights inside a window."""
         return weights
 
-    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, num_keys: int) -> tuple[int, int]:
         """Return the floating-point operations for one key in one key head, and for one query in one query head.
 
         Both counts include computing the features. The count for a key also includes updating the sums, and the count
@@ -192,11 +194,11 @@ class TokenwiseKernel(FeatureKernel):
         return self.compute_features(module, query, "query")
 
     def key_features(
-        self, module: Any, key: Tensor, read: Tensor | None, scaling: float
+        self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) without a divisor. See `FeatureKernel.key_features` for the arguments."""
         features = self.compute_features(module, key, "key")
-        return (features if read is None else features * read), None
+        return (features if key_mask is None else features * key_mask), None
 
 
 def _rescale_to_common_divisor(

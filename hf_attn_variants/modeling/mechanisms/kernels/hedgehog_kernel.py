@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor, draw_orthogonal_vectors
+from .attention_kernel import KernelTensorSpec, draw_orthogonal_vectors
 from .feature_kernel import TokenwiseKernel
 
-__all__ = ["Hedgehog"]
+__all__ = ["HedgehogKernel"]
 
 # The initial feature maps are the identity times this factor, which is close to the result of fitting a softmax.
 FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
-class Hedgehog(TokenwiseKernel):
+class HedgehogKernel(TokenwiseKernel):
     """The Hedgehog kernel, phi(x) = softmax([x M, -x M]), with F = 2 r features.
 
     Each query head and each key head has its own matrix M [d, r].
@@ -35,11 +35,13 @@ class Hedgehog(TokenwiseKernel):
         """Return True if the feature maps are wider than a head, because the additional columns are random."""
         return (features or 0) > head_dim
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return M for the query heads [h, d, r] and for the key heads [k, d, r]."""
         counts = {"query_kernel_proj": heads.query, "key_kernel_proj": heads.key}
         shapes = {name: (count, heads.head_dim, self.features) for name, count in counts.items()}
-        return {name: KernelTensor(shape, partial(self._create_initial_maps, shape)) for name, shape in shapes.items()}
+        return {
+            name: KernelTensorSpec(shape, partial(self._create_initial_maps, shape)) for name, shape in shapes.items()
+        }
 
     def _create_initial_maps(self, shape: tuple[int, int, int]) -> Tensor:
         """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.beams import QueryFold
+from ...ops.beams import QueryFolder
 from ...ops.key_ranges import KeyRange
 from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor
-from .hedgehog_kernel import Hedgehog
+from .attention_kernel import KernelTensorSpec
+from .hedgehog_kernel import HedgehogKernel
 
 __all__ = ["Hybrid"]
 
@@ -52,22 +52,22 @@ class NearKeys(NamedTuple):
 
     @classmethod
     def from_call(
-        cls, key_range: KeyRange, key: Tensor, value: Tensor, read: Tensor | None, state: HybridState | None
+        cls, key_range: KeyRange, key: Tensor, value: Tensor, key_mask: Tensor | None, state: HybridState | None
     ) -> "NearKeys":
         """Return the keys in a call, preceded by the keys in a state or by masked positions.
 
         Args:
             key_range: the key range of the window.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
+            key_mask: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
             state: the state of the earlier tokens, if any.
         """
-        read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
-        read = read.expand(key.shape[0], -1, -1, -1)
+        key_mask = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if key_mask is None else key_mask
+        key_mask = key_mask.expand(key.shape[0], -1, -1, -1)
         if state is None:
             front = (0, 0, key_range.before, 0)
-            return cls(*(nn.functional.pad(tensor, front) for tensor in (key, value, read)))
-        pairs = zip((state.keys, state.values, state.read), (key, value, read), strict=True)
+            return cls(*(nn.functional.pad(tensor, front) for tensor in (key, value, key_mask)))
+        pairs = zip((state.keys, state.values, state.read), (key, value, key_mask), strict=True)
         return cls(*(torch.cat([old.to(new.dtype), new], dim=2) for old, new in pairs))
 
     def state(self, features: Tensor, sums: Tensor | None, key_range: KeyRange) -> HybridState:
@@ -85,7 +85,7 @@ class NearKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hybrid(Hedgehog):
+class Hybrid(HedgehogKernel):
     """A kernel with a softmax inside a window and Hedgehog features outside it.
 
     Args:
@@ -96,7 +96,7 @@ class Hybrid(Hedgehog):
 
     name = "hybrid"
     paper = ("LoLCATs: on low-rank linearizing of large language models", "2410.10254")
-    learned = (*Hedgehog.learned, "window_log_factor")
+    learned = (*HedgehogKernel.learned, "window_log_factor")
     needs_window = True
 
     @classmethod
@@ -105,7 +105,7 @@ class Hybrid(Hedgehog):
 
         See `AttentionKernel.from_config` for the arguments.
         """
-        hedgehog = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
+        hedgehog = HedgehogKernel.from_config(config, prefix, head_dim, path, is_causal, layer)
         return cls(
             hedgehog.features, is_causal, hedgehog.seed, config.get_layer_value(f"{prefix}attention_window", layer)
         )
@@ -144,14 +144,14 @@ class Hybrid(Hedgehog):
         """Always True, because a graph with blocks would have a fixed length."""
         return True
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the Hedgehog feature maps and the logarithm of gamma [h].
 
         The initial value is gamma = 1 / F, because phi(q) phi(k) is 1 / F if all features are the same, and exp(s - c)
         is 1 if all logits are the same.
         """
         begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
-        return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
+        return super().tensors(heads) | {"window_log_factor": KernelTensorSpec((heads.query,), begin)}
 
     def attend(
         self,
@@ -159,7 +159,7 @@ class Hybrid(Hedgehog):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        read: Tensor | None,
+        key_mask: Tensor | None,
         scaling: float,
         state: Any = None,
     ) -> tuple[Tensor, Any]:
@@ -170,29 +170,31 @@ class Hybrid(Hedgehog):
         exact = torch.promote_types(value.dtype, torch.float32)
         with disable_autocast(query):
             key_range = self.key_range
-            near = NearKeys.from_call(key_range, key.to(exact), value.to(exact), read, state)
+            near = NearKeys.from_call(key_range, key.to(exact), value.to(exact), key_mask, state)
             features, _ = self.key_features(module, near.keys, near.read, scaling)
-            fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
+            fold, sums = QueryFolder(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
             rows = (fold.fold_queries(tensor) for tensor in (query, self.query_features(module, query, scaling)))
             queries, by_query = (tensor.unflatten(2, (fold.groups, -1)) for tensor in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
-            output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
+            output = compute_hybrid_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
             output = output.flatten(2, 3)
             new_state = near.state(features, sums, key_range) if self.is_causal else None
             return fold.unfold(self.normalize_outputs(output)).to(value.dtype), new_state
 
     def replace_window_weights(
-        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+        self, module: Any, weights: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> Tensor:
         """Replace the weights inside the window with softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
-        return compute_hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
+        return compute_hybrid_weights(
+            logits, weights, key_mask, module.window_log_factor.to(query.dtype), self.key_range
+        )
 
-    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, num_keys: int) -> tuple[int, int]:
         """Return the operation counts of Hedgehog, plus a query's dot products and weighted sums in the window."""
-        of_key, of_query = super().count_flops(heads, attended)
-        return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
+        of_key, of_query = super().count_flops(heads, num_keys)
+        return of_key, of_query + 2 * self.key_range.num_attended_keys(num_keys) * (heads.head_dim + heads.value_dim)
 
     def num_state_values(self, heads: AttentionHeads) -> int:
         """Return the number of values in the state: the sums, and the keys and values in the next window."""
@@ -200,7 +202,7 @@ class Hybrid(Hedgehog):
         return super().num_state_values(heads) + of_window
 
 
-def attend_in_blocks_and_sums(
+def compute_hybrid_sums(
     queries: Tensor,
     query_features: Tensor,
     near: NearKeys,
@@ -244,7 +246,7 @@ def attend_in_blocks_and_sums(
     weights = weights + by_features.masked_fill(~is_far, 0)
     output = weights.flatten(3, 4) @ spans[1].mT
     if count > 1 or sums is not None:
-        others = _sum_other_keys(operands[2], operands[1], sums, block, around, key_range.is_causal)
+        others = _sum_features_outside_span(operands[2], operands[1], sums, block, around, key_range.is_causal)
         output = output + query_features.flatten(3, 4) @ others
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
@@ -264,21 +266,23 @@ def _compute_window_weights(logits: Tensor, log_factor: Tensor) -> Tensor:
     return (logits - top + log_factor).exp()
 
 
-def _sum_other_keys(
-    features: Tensor, values: Tensor, sums: Tensor | None, block: int, around: int, is_causal: bool
+def _sum_features_outside_span(
+    features: Tensor, values: Tensor, sums: Tensor | None, block: int, window_size: int, is_causal: bool
 ) -> Tensor:
     """Return each block's sums over all keys before its span and, unless attention is causal, all keys after it.
 
-    A span starts at the first position in its block and is `around` positions longer than the block. The sums have the
-    shape [b, k, N, F, d_v + 1].
+    A span starts at the first position in its block and is `window_size` positions longer than the block. The sums
+    have the shape [b, k, N, F, d_v + 1].
     """
-    size = features.shape[2] - around
+    size = features.shape[2] - window_size
     before = _compute_block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
     first = torch.zeros_like(before[:, :, :1]) if sums is None else sums[:, :, None]
     before = torch.cat([first, first + before[:, :, :-1]], dim=2)
     if is_causal:
         return before
-    after = _compute_block_sums(features[:, :, around:], values[:, :, around:], block).flip(2).cumsum(2).flip(2)
+    after = (
+        _compute_block_sums(features[:, :, window_size:], values[:, :, window_size:], block).flip(2).cumsum(2).flip(2)
+    )
     return before + nn.functional.pad(after[:, :, 1:], (0, 0, 0, 0, 0, 1))
 
 
@@ -288,19 +292,19 @@ def _compute_block_sums(features: Tensor, values: Tensor, block: int) -> Tensor:
 
 
 def compute_hybrid_weights(
-    logits: Tensor, by_features: Tensor, read: Tensor | None, log_factor: Tensor, key_range: KeyRange
+    logits: Tensor, by_features: Tensor, key_mask: Tensor | None, log_factor: Tensor, key_range: KeyRange
 ) -> Tensor:
     """Return the unnormalized weights [b, h, n, m] for all keys.
 
     Args:
         logits: the scaled dot products, [b, h, n, m].
         by_features: phi(q) phi(k) [b, h, n, m], which is zero for masked keys.
-        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
+        key_mask: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         log_factor: the logarithm of gamma, [h].
         key_range: the key range of the window.
     """
     length, key_length = logits.shape[2:]
     places = torch.arange(key_length, device=logits.device)
     is_near = key_range.get_allowed_mask(places[key_length - length :], places)
-    logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
+    logits = logits.masked_fill(~is_near if key_mask is None else ~(is_near & key_mask.mT), -torch.inf)
     return torch.where(is_near, _compute_window_weights(logits, log_factor[:, None, None]), by_features)

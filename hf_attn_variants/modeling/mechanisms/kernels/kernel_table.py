@@ -19,14 +19,17 @@ KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 @cache
 def get_kernel_class(name: str) -> "type[AttentionKernel]":
     """Return the class of the kernel with this name."""
-    from .elementwise_kernels import Elu, Relu
-    from .favor_kernel import Favor
-    from .hedgehog_kernel import Hedgehog
+    from .elementwise_kernels import EluKernel, ReluKernel
+    from .favor_kernel import FavorKernel
+    from .hedgehog_kernel import HedgehogKernel
     from .hybrid_kernel import Hybrid
     from .linformer_kernel import Linformer
-    from .rfa_kernel import Rfa
+    from .rfa_kernel import RfaKernel
 
-    return {kernel.name: kernel for kernel in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
+    return {
+        kernel.name: kernel
+        for kernel in (EluKernel, ReluKernel, HedgehogKernel, FavorKernel, RfaKernel, Hybrid, Linformer)
+    }[name]
 
 
 def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.beams import QueryFold
+from ...ops.beams import QueryFolder
 from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
-from .attention_kernel import AttentionKernel, KernelTensor
+from .attention_kernel import AttentionKernel, KernelTensorSpec
 
 __all__ = ["Linformer", "create_segment_means"]
 
@@ -79,10 +79,10 @@ class Linformer(AttentionKernel):
                 f"positions, got {rows}."
             )
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return E [r, n_max]."""
         shape = (self.features, self.length)
-        return {"length_proj": KernelTensor(shape, partial(create_segment_means, *shape))}
+        return {"length_proj": KernelTensorSpec(shape, partial(create_segment_means, *shape))}
 
     def attend(
         self,
@@ -90,18 +90,18 @@ class Linformer(AttentionKernel):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        read: Tensor | None,
+        key_mask: Tensor | None,
         scaling: float,
         state: Any = None,
     ) -> tuple[Tensor, None]:
         """Attend to the projected rows. See `AttentionKernel.attend` for the arguments. There is no state."""
-        return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
+        return attend_to_projected(module.length_proj, query, key, value, key_mask, scaling), None
 
-    def weights(self, module: Any, query: Tensor, key: Tensor, read: Tensor | None, scaling: float) -> Tensor:
+    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
         """Return the weights of the values [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
-        return compute_projected_weights(module.length_proj, query, key, read, scaling)
+        return compute_projected_weights(module.length_proj, query, key, key_mask, scaling)
 
-    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, num_keys: int) -> tuple[int, int]:
         """Return the operation counts per key (projection to rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
@@ -120,7 +120,7 @@ def create_segment_means(rows: int, length: int) -> Tensor:
 
 
 def attend_to_projected(
-    length_proj: Tensor, query: Tensor, key: Tensor, value: Tensor, read: Tensor | None, scaling: float
+    length_proj: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scaling: float
 ) -> Tensor:
     """Attend to projected keys and values and return the outputs [b, n, h, d_v].
 
@@ -128,32 +128,32 @@ def attend_to_projected(
         length_proj: E [r, n_max].
         query: [b, h, n, d].
         key, value: [b, k, m, d] and [b, k, m, d_v].
-        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
+        key_mask: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         scaling: the factor by which the dot products are multiplied.
 
     Raises:
         ValueError: if there are more tokens than columns of E.
     """
-    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
-    if read is not None:
-        key, value = (states * read for states in (key, value))
+    along, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
+    if key_mask is not None:
+        key, value = (states * key_mask for states in (key, value))
     attend = nn.functional.scaled_dot_product_attention
     return fold.unfold(attend(fold.fold_queries(query), along @ key, along @ value, scale=scaling))
 
 
 def compute_projected_weights(
-    length_proj: Tensor, query: Tensor, key: Tensor, read: Tensor | None, scaling: float
+    length_proj: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
 ) -> Tensor:
     """Return the weights of the values, softmax(q (E K)^T) E, [b, h, n, m]. Their rows do not necessarily sum to one.
 
     Takes the same arguments and raises the same errors as `attend_to_projected`.
     """
-    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
-    key = key if read is None else key * read
+    along, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
+    key = key if key_mask is None else key * key_mask
     logits = fold.fold_queries(query) @ (along @ key).mT * scaling
     exact = torch.promote_types(key.dtype, torch.float32)
     weights = fold.unfold(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
-    return weights if read is None else weights * read.mT
+    return weights if key_mask is None else weights * key_mask.mT
 
 
 def _select_columns(length_proj: Tensor, key: Tensor) -> Tensor:

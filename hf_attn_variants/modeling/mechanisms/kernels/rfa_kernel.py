@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor, draw_vectors
+from .attention_kernel import KernelTensorSpec, draw_vectors
 from .feature_kernel import TokenwiseKernel
 
-__all__ = ["Rfa"]
+__all__ = ["RfaKernel"]
 
 # The minimum of the sum of a query's weights, as in the authors' code. The estimated sum can be near zero or negative.
 LEAST_SUM = 1e-2
 
 
 @dataclass(frozen=True)
-class Rfa(TokenwiseKernel):
+class RfaKernel(TokenwiseKernel):
     """The RFA kernel, phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D).
 
     It has D random vectors w and learned scales s.
@@ -31,12 +31,14 @@ class Rfa(TokenwiseKernel):
     drawn = ("kernel_vectors",)
     tensors_per_key_head = ("kernel_scale",)
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
+    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the scale s [k, d] of each key head, which is shared by its query heads, and the vectors w [D, d]."""
         scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
         return {
-            "kernel_scale": KernelTensor(scale, partial(torch.ones, scale)),
-            "kernel_vectors": KernelTensor(vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)),
+            "kernel_scale": KernelTensorSpec(scale, partial(torch.ones, scale)),
+            "kernel_vectors": KernelTensorSpec(
+                vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)
+            ),
         }
 
     def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Patterns that select scattered keys by their positions in the text, and attention to these keys.
 
-Each pattern is a subclass of `ScatteredPattern`. `attend_in_blocks` computes one block of queries at a time and
+Each pattern is a subclass of `ScatteredPattern`. `attend_to_gathered_keys` computes one block of queries at a time and
 gathers the keys that any query in the block attends to:
 
     keys       0 1 2 3 4 5 6 7 8 9          the keys of queries 6 and 7, which form one block
@@ -28,12 +28,12 @@ from .attention_pattern import AttentionPattern
 
 __all__ = [
     "BlockPattern",
-    "DilatedBlocks",
-    "Fixed",
-    "LocalBlocks",
-    "RandomBlocks",
-    "Strided",
-    "attend_in_blocks",
+    "DilatedBlockPattern",
+    "FixedPattern",
+    "LocalBlockPattern",
+    "RandomBlockPattern",
+    "StridedPattern",
+    "attend_to_gathered_keys",
     "should_gather_keys",
 ]
 
@@ -46,7 +46,7 @@ class BlockPattern(NamedTuple):
 
     kind: "type[ScatteredPattern]"
     block: int  # number of tokens per block, or the stride
-    sizes: tuple[int, ...] = ()  # further sizes (`ScatteredPattern.get_extra_sizes`)
+    sizes: tuple[int, ...] = ()  # further sizes (`ScatteredPattern.get_pattern_parameters`)
     heads: int = 0  # number of heads to divide the two parts among, or 0 if each head has both parts
     global_tokens: int = 0
     is_causal: bool = False
@@ -84,7 +84,7 @@ class BlockPattern(NamedTuple):
 
         The result does not apply to global tokens, which attend to all keys.
         """
-        near, far = self.kind.count_keys(self, key_length)
+        near, far = self.kind.count_near_and_far_keys(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
         return min(key_length, read + self.global_tokens)
 
@@ -92,23 +92,25 @@ class BlockPattern(NamedTuple):
         """Return True if the last `length` positions attend to all keys, or to all earlier keys if causal."""
         return self.kind.covers_all_keys(self, key_length) and not self.heads
 
-    def get_allowed_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def get_allowed_mask(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return a mask of the keys 0 .. m - 1 that queries at positions [n] attend to, [n, m] or [h, n, m].
 
         If rows contain padding (see `adapt_to_padded_rows`), the shape is [b, 1 or h, n, m], and values at padding are
         undefined.
         """
         if self.first is not None:
-            queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
-        queries, keys = queries[..., None], keys[..., None, :]
-        distance = queries - keys
-        near, far = self.kind.find_near_and_far_keys(self, distance, queries, keys)
+            query_positions, key_positions = (
+                places - self.first[:, None, None] for places in (query_positions, key_positions)
+            )  # [b, 1, n], [b, 1, m]
+        query_positions, key_positions = query_positions[..., None], key_positions[..., None, :]
+        distance = query_positions - key_positions
+        near, far = self.kind.compute_near_and_far_masks(self, distance, query_positions, key_positions)
         if self.heads and far is not None:
             parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
             allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
         else:
             allowed = near if far is None else near | far
-        allowed = allowed | (keys < self.global_tokens) | (queries < self.global_tokens)
+        allowed = allowed | (key_positions < self.global_tokens) | (query_positions < self.global_tokens)
         return allowed & (distance >= 0) if self.is_causal else allowed
 
 
@@ -127,33 +129,33 @@ class ScatteredPattern(AttentionPattern):
         return BlockPattern(
             cls,
             getattr(config, f"{prefix}attention_block_size"),
-            cls.get_extra_sizes(config, prefix, layer),
+            cls.get_pattern_parameters(config, prefix, layer),
             heads if getattr(config, f"{prefix}split_attention_heads") else 0,
             0 if is_causal else getattr(config, f"{prefix}num_global_tokens"),
             is_causal,
         )
 
     @classmethod
-    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_pattern_parameters(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the sizes of the pattern other than its block size. See `get_key_range` for the arguments."""
         return ()
 
     @staticmethod
     @abstractmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return boolean masks [.., n, m] of the near keys and of the far keys, or None if there are no far keys.
 
         Args:
             pattern: the pattern of the attention module.
             distance: the distances from keys to queries, [.., n, m].
-            queries, keys: their positions in the text, [.., n, 1] and [.., 1, m].
+            query_positions, key_positions: their positions in the text, [.., n, 1] and [.., 1, m].
         """
 
     @staticmethod
     @abstractmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return approximately how many near keys and how many far keys a query attends to."""
 
     @staticmethod
@@ -162,7 +164,7 @@ class ScatteredPattern(AttentionPattern):
         return key_length <= pattern.block
 
 
-class LocalBlocks(ScatteredPattern):
+class LocalBlockPattern(ScatteredPattern):
     """A pattern in which each token attends to the tokens in its own block."""
 
     name = "local_blocks"
@@ -171,19 +173,22 @@ class LocalBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @staticmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the keys in the query's block. See `ScatteredPattern.find_near_and_far_keys` for the arguments."""
-        return queries // pattern.block == keys // pattern.block, None
+        """Return the keys in the query's block.
+
+        See `ScatteredPattern.compute_near_and_far_masks` for the arguments.
+        """
+        return query_positions // pattern.block == key_positions // pattern.block, None
 
     @staticmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block."""
         return pattern.block, 0
 
 
-class DilatedBlocks(ScatteredPattern):
+class DilatedBlockPattern(ScatteredPattern):
     """A pattern with dilated blocks. Its extra size is r, the step between two attended tokens."""
 
     name = "dilated_blocks"
@@ -192,20 +197,20 @@ class DilatedBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @classmethod
-    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_pattern_parameters(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return r."""
         return (getattr(config, f"{prefix}attention_dilation"),)
 
     @staticmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block whose distance from the query is a multiple of r."""
         (step,) = pattern.sizes
-        return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
+        return (query_positions // pattern.block == key_positions // pattern.block) & (distance % step == 0), None
 
     @staticmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of attended tokens in a block."""
         return -(-pattern.block // pattern.sizes[0]), 0
 
@@ -215,7 +220,7 @@ class DilatedBlocks(ScatteredPattern):
         return key_length <= 1
 
 
-class Fixed(ScatteredPattern):
+class FixedPattern(ScatteredPattern):
     """A pattern with blocks and with summary tokens at the end of each block, to which all tokens attend.
 
     With `split_attention_heads`, half of the heads attend to the blocks, and the other half to the summary tokens.
@@ -227,26 +232,26 @@ class Fixed(ScatteredPattern):
     optional = ("split_attention_heads", "num_global_tokens")
 
     @classmethod
-    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_pattern_parameters(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the number of summary tokens per block."""
         return (getattr(config, f"{prefix}num_summary_tokens"),)
 
     @staticmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block, and the summary tokens of all blocks."""
         (summary,) = pattern.sizes
-        is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
-        return queries // pattern.block == keys // pattern.block, is_summary
+        is_summary = (key_positions % pattern.block >= pattern.block - summary).expand_as(distance)
+        return query_positions // pattern.block == key_positions // pattern.block, is_summary
 
     @staticmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block, and the number of summary tokens."""
         return pattern.block, -(-key_length // pattern.block) * pattern.sizes[0]
 
 
-class Strided(ScatteredPattern):
+class StridedPattern(ScatteredPattern):
     """A pattern with near and strided keys. Its block size is the stride l.
 
     With `split_attention_heads`, half of the heads attend to the near keys, and the other half to the strided keys.
@@ -259,14 +264,14 @@ class Strided(ScatteredPattern):
     depends_on_positions = False
 
     @staticmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the keys within one stride of the query, and those whose distance is a multiple of the stride."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of keys within one stride, and the number of strided keys (one per stride)."""
         return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
 
@@ -277,7 +282,7 @@ MAX_BLOCKS = 2**20
 NEVER = 2**62
 
 
-class RandomBlocks(ScatteredPattern):
+class RandomBlockPattern(ScatteredPattern):
     """A pattern with random blocks. Its extra sizes are the number of random blocks and the seed of the layer."""
 
     name = "random_blocks"
@@ -287,22 +292,22 @@ class RandomBlocks(ScatteredPattern):
     is_random = True
 
     @classmethod
-    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_pattern_parameters(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the number of random blocks and the seed of the layer."""
         seed = _hash_number(_hash_number(getattr(config, f"{prefix}attention_seed")) + layer)
         return getattr(config, f"{prefix}num_random_blocks"), seed
 
     @staticmethod
-    def find_near_and_far_keys(
-        pattern: BlockPattern, distance: Tensor, queries: Tensor, keys: Tensor
+    def compute_near_and_far_masks(
+        pattern: BlockPattern, distance: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the keys in the query's block and its neighbors, and the keys in the random blocks.
 
-        See `ScatteredPattern.find_near_and_far_keys` for the arguments.
+        See `ScatteredPattern.compute_near_and_far_masks` for the arguments.
         """
         random, seed = pattern.sizes
-        block = queries // pattern.block
-        blocks = torch.arange(-(-keys.shape[-1] // pattern.block), device=keys.device)
+        block = query_positions // pattern.block
+        blocks = torch.arange(-(-key_positions.shape[-1] // pattern.block), device=key_positions.device)
         apart = block - blocks  # [n, blocks]
         others = apart > 1 if pattern.is_causal else apart.abs() > 1
         if pattern.blocks is not None:
@@ -314,12 +319,12 @@ class RandomBlocks(ScatteredPattern):
         draws = torch.where(others, draws, NEVER)
         last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)
         drawn = others & (draws <= last)
-        of_keys = keys // pattern.block
+        of_keys = key_positions // pattern.block
         index = of_keys.clamp(0, blocks.shape[0] - 1).expand_as(distance)
         return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
 
     @staticmethod
-    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the total number of tokens in a block, its neighbors and the random blocks."""
         return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
 
@@ -350,10 +355,10 @@ def should_gather_keys(pattern: Any, query: Tensor, key: Tensor, mask: Tensor | 
     return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers_all_keys(length, key_length)
 
 
-def attend_in_blocks(
+def attend_to_gathered_keys(
     attend: Callable[..., Tensor],
     pattern: Any,
-    states: tuple[Tensor, Tensor, Tensor],
+    query_key_value: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     table: Tensor | None,
 ) -> Tensor:
@@ -363,11 +368,11 @@ def attend_in_blocks(
         attend: an attention function that takes query, key, value, mask and the keyword argument `position_bias`. It
             may also return the weights.
         pattern: the pattern that selects the keys (`BlockPattern`).
-        states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
+        query_key_value: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
         table: the bias table, which is indexed by distance (see `look_up_relative_bias`).
     """
-    query, key, value = states
+    query, key, value = query_key_value
     length, key_length = query.shape[2], key.shape[2]
     keys = torch.arange(key_length, device=query.device)
     mask = None if mask is None else mask[..., :1, -key_length:]
@@ -385,7 +390,7 @@ def attend_in_blocks(
         output = attend(query, key[:, :, read], value[:, :, read], allowed, position_bias=bias)
         return output[0] if isinstance(output, tuple) else output
 
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*query_key_value, table))
     outputs = []
     # The first block ends at a boundary of the pattern, because queries after a cache may start inside a block.
     begin, end = 0, rows - (key_length - length) % rows

@@ -19,10 +19,10 @@ from .attention_pattern import AttentionPattern
 with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["MemoryCompressed", "MemoryCompression", "compress_keys_and_values", "create_compression"]
+__all__ = ["MemoryCompressedPattern", "MemoryCompression", "compress_keys_and_values", "create_compression"]
 
 
-class MemoryCompressed(AttentionPattern):
+class MemoryCompressedPattern(AttentionPattern):
     """A pattern in which queries attend to all keys after a convolution has combined several tokens into one key."""
 
     name = "memory_compressed"
@@ -118,7 +118,7 @@ class MemoryCompression(nn.Module):
 def create_compression(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
     """Create the compression of an attention module, or return None if its keys are not compressed."""
     prefix = site.stack_prefix
-    if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
+    if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressedPattern.name:
         return None
     stride = getattr(config, f"{prefix}attention_block_size")
     sizes = (heads.key, heads.value, heads.head_dim, heads.value_dim)

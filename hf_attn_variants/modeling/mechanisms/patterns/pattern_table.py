@@ -26,13 +26,25 @@ PATTERNS = (
 @cache
 def get_pattern_class(name: str) -> "type[AttentionPattern]":
     """Return the class of the pattern with this name."""
-    from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
-    from .compressed_pattern import MemoryCompressed
-    from .transient_global import TransientPattern
-    from .window_pattern import SlidingWindow
+    from .block_patterns import (
+        DilatedBlockPattern,
+        FixedPattern,
+        LocalBlockPattern,
+        RandomBlockPattern,
+        StridedPattern,
+    )
+    from .compressed_pattern import MemoryCompressedPattern
+    from .transient_global import TransientGlobalPattern
+    from .window_pattern import SlidingWindowPattern
 
-    classes: tuple[type[AttentionPattern], ...] = (SlidingWindow, RandomBlocks, Strided, Fixed, LocalBlocks)
-    classes += (DilatedBlocks, MemoryCompressed, TransientPattern)
+    classes: tuple[type[AttentionPattern], ...] = (
+        SlidingWindowPattern,
+        RandomBlockPattern,
+        StridedPattern,
+        FixedPattern,
+        LocalBlockPattern,
+    )
+    classes += (DilatedBlockPattern, MemoryCompressedPattern, TransientGlobalPattern)
     return {pattern.name: pattern for pattern in classes}[name]
 
 

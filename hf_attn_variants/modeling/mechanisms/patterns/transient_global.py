@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.key_ranges import MAX_SIZE, TransientGlobal, look_up_relative_bias
+from ...ops.key_ranges import MAX_SIZE, TransientGlobalKeyRange, look_up_relative_bias
 from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import is_exporting, should_return_weights
@@ -27,10 +27,10 @@ from ..attention_extension import HEAD_STAGE, extend, get_normalization
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
-__all__ = ["TransientPattern", "add_summary_parameters", "attend_with_summaries", "compute_summary_bias"]
+__all__ = ["TransientGlobalPattern", "add_summary_parameters", "attend_with_summaries", "compute_summary_bias"]
 
 
-class TransientPattern(AttentionPattern):
+class TransientGlobalPattern(AttentionPattern):
     """A pattern in which each token attends to nearby tokens and to a summary of each block."""
 
     name = "transient_global"
@@ -52,17 +52,19 @@ class TransientPattern(AttentionPattern):
             )
 
     @classmethod
-    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+    def get_key_range(
+        cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool
+    ) -> TransientGlobalKeyRange:
         """Return the radius and the block size. See `AttentionPattern.get_key_range` for the arguments."""
         window = config.get_layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
-        return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
+        return TransientGlobalKeyRange(MAX_SIZE if window is None else window // 2, block)
 
 
 SUMMARY_ROWS = 128  # number of queries per block
 
 
-class _Summaries(NamedTuple):
+class _SummaryKeyValues(NamedTuple):
     """The summaries in one call."""
 
     key: Tensor  # [b, k, G, d]
@@ -134,7 +136,7 @@ def attend_with_summaries(
     """Attend to nearby tokens and to summaries.
 
     Args:
-        module: the attention module, whose `key_range` is a `TransientGlobal`.
+        module: the attention module, whose `key_range` is a `TransientGlobalKeyRange`.
         states: the inputs [b, n, D].
         operands: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
         mask: a boolean padding mask [b, 1, 1 or n, n], or None.
@@ -192,7 +194,7 @@ def _attend(module: Any, dropout: float, with_weights: bool) -> Callable[..., An
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _Summaries:
+def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _SummaryKeyValues:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(is_token, block)
@@ -203,7 +205,7 @@ def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _Summar
     key = module.k(normed).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)
     value = module.v(normed).unflatten(-1, (-1, module.heads.value_dim)).transpose(1, 2)
     key, value = (extend(module, HEAD_STAGE, states, role) for states, role in ((key, "key"), (value, "value")))
-    return _Summaries(key, value, read[:, None, None, :count], blocks)
+    return _SummaryKeyValues(key, value, read[:, None, None, :count], blocks)
 
 
 def _attend_in_block(
@@ -211,7 +213,7 @@ def _attend_in_block(
     radius: int,
     rows: slice,
     operands: tuple[Tensor, ...],
-    summaries: _Summaries,
+    summaries: _SummaryKeyValues,
     is_token: Tensor,
     tables: Tensor | None,
 ) -> Any:

@@ -19,10 +19,16 @@ from ...ops.key_ranges import KeyRange
 from ...ops.variant_attention import VariantAttention
 from .attention_pattern import AttentionPattern
 
-__all__ = ["MASK", "SlidingWindow", "attend_with_global_tokens_first", "check_global_mask", "get_global_tokens"]
+__all__ = [
+    "MASK",
+    "SlidingWindowPattern",
+    "attend_with_global_tokens_first",
+    "check_global_mask",
+    "get_global_token_mask",
+]
 
 
-class SlidingWindow(AttentionPattern):
+class SlidingWindowPattern(AttentionPattern):
     """A pattern with a window around each token. A causal window contains the token and the tokens before it."""
 
     name = "sliding_window"
@@ -69,7 +75,7 @@ def check_global_mask(module: VariantAttention, states: Tensor, kwargs: dict[str
         )
 
 
-def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> Tensor | None:
+def get_global_token_mask(key_range: KeyRange | None, kwargs: dict[str, Any]) -> Tensor | None:
     """Return a boolean mask [b, n] of the global tokens, or None if there is no `global_attention_mask`."""
     mask = kwargs.get(MASK)
     if mask is None or key_range is None or key_range.is_causal:
@@ -80,7 +86,7 @@ def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> Ten
 def attend_with_global_tokens_first(
     attend: Callable[..., Tensor],
     key_range: KeyRange,
-    states: tuple[Tensor, Tensor, Tensor],
+    query_key_value: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     is_global: Tensor,
 ) -> Tensor:
@@ -89,7 +95,7 @@ def attend_with_global_tokens_first(
     Args:
         attend: an attention function that takes query, key, value, mask and the keyword argument `key_range`.
         key_range: the key range of the attention module.
-        states: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
+        query_key_value: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, n], or None.
         is_global: a boolean mask [b, n] of the global tokens.
     """
@@ -103,7 +109,7 @@ def attend_with_global_tokens_first(
     read = torch.ones_like(is_global) if mask is None else mask[:, 0, 0].expand(is_global.shape)
     read = torch.cat([(is_global & read).gather(1, order), read & ~is_global], 1)
     key_range = key_range._replace(global_tokens=most)
-    output = attend(*map(in_front, states), read[:, None, None], key_range=key_range)
+    output = attend(*map(in_front, query_key_value), read[:, None, None], key_range=key_range)
     front, output = output[:, :most], output[:, most:]
     if most == 0:
         return output
