@@ -110,14 +110,14 @@ def main(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
     from ..errors import INTERRUPTED
-    from ..inspection.frontier import FrontierFile, load_source, measure_frontier, select_variants
+    from ..inspection.frontier import FrontierFile, load_source_model, measure_frontier, select_variants
     from ..model_properties import set_languages
     from ..progress import disable_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
     saved = FrontierFile(output_dir / FRONTIER_JSON)
     calibration, held_out = _read_calibration_and_held_out(args)
-    model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
+    model, processor = load_source_model(args.model_name_or_path, calibration, args.revision, args.token)
     options = select_variants(model, {flag.name: getattr(args, flag.name) for flag in VARIANT_FLAGS})
     is_audio = calibration.audio is not None
     start = None if is_audio else set_languages(processor, model.config, args.source_lang, args.target_lang)

@@ -63,10 +63,10 @@ def main(args: argparse.Namespace) -> Any:
         ValueError: if the repository was not created with this package, or the outputs of the model change.
         OSError: if a file is missing or cannot be written, or the push fails.
     """
-    from ..conversion.checkpoint.source import find_local_folder, resolve_source
+    from ..conversion.checkpoint.source import find_local_folder, resolve_checkpoint_folder
 
     output, folder = Path(args.output_dir).expanduser(), find_local_folder(args.model_name_or_path)
-    source = resolve_source(args.model_name_or_path, args.revision, args.token)
+    source = resolve_checkpoint_folder(args.model_name_or_path, args.revision, args.token)
     difference = _refresh(source, check_output_dir(output, source=source))
     print(f"Wrote {output}\nThe largest difference between the outputs before and after saving is {difference:.1g}.")
     if not args.push_to_hub:

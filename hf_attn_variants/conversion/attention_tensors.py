@@ -16,7 +16,7 @@ divided by its trace and multiplied by the energy of its form. The common G is t
 so that its form has the same energy under the common S as under its own S.
 
 Without text (`compute_error_forms_from_weights`), S is the identity matrix, and G follows from products of weights
-because keys are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for
+because keys are only multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_error_forms` for
 the computation with text.
 """
 
@@ -286,13 +286,13 @@ def pool_key_value(
     Args:
         tensors: The original projections.
         heads: The head counts. The function is only applied to keys or values whose number of heads changes.
-        pool: Function `pool(projection, source=, target=)` that computes a projection with `target` heads from a
-            projection with `source` heads.
+        pool: Function `pool(projection, source_heads=, target_heads=)` that computes a projection with `target_heads`
+            heads from a projection with `source` heads.
     """
     changed: dict[str, Any] = {}
     for role, (source, target) in (("key", heads.key), ("value", heads.value)):
         if source != target:
-            changed |= tensors.apply_to_role(role, partial(pool, source=source, target=target))
+            changed |= tensors.apply_to_role(role, partial(pool, source_heads=source, target_heads=target))
     return replace(tensors, **changed)
 
 
@@ -565,7 +565,7 @@ class CalibratedMethod(ABC):
         """Return projections that compute keys and values from a latent. `tensors` must already have the new heads."""
         return project_onto_latent(tensors, latent.weight, latent.forms)
 
-    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+    def fit_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Fit a newly initialized kernel. `tensors` must already have this kernel and the new heads."""
         return tensors
 

@@ -41,7 +41,7 @@ from .attention_tensors import (
 )
 from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble_model, build_model_from_tensors
-from .checkpoint.source import read_config, resolve_source, warn_about_remote_code
+from .checkpoint.source import read_config, resolve_checkpoint_folder, warn_about_remote_code
 from .checkpoint.tensor_files import (
     POSITION_FIELDS,
     CheckpointReader,
@@ -271,7 +271,7 @@ def load_converted(
     dtypes.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
@@ -310,7 +310,7 @@ def convert_checkpoint(
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     check_output_dir(output_dir)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     for problem in history.problems:
@@ -384,7 +384,7 @@ def check_conversion(
         TypeError, ValueError, OSError: See `convert`.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(read_config(folder), stored, fields)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME)

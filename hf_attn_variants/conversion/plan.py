@@ -183,13 +183,13 @@ class ConversionPlan:
         generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
         tensors = {}
-        for name, shape in module.projections.items():  # as in `AttentionVariantMixin.init_projections`
+        for name, shape in module.projections.items():  # as in `AttentionVariantMixin.init_variant_parameters`
             std = get_talking_heads_init_std(name.rsplit(".", 1)[-1], shape, init)
             new = torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)
             tensors[name] = new.to(dtype)
         for prefix, extension in module.extensions.items():
             new_extension = copy.deepcopy(extension).to_empty(device="cpu")
-            new_extension.init_projections()
+            new_extension.init_variant_parameters()
             tensors |= {prefix + name: tensor.detach().to(dtype) for name, tensor in new_extension.named_parameters()}
         return tensors
 

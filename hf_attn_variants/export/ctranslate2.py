@@ -14,7 +14,12 @@ from transformers import GenerationConfig
 
 from ..conversion.attention_tensors import MeanPooling
 from ..conversion.checkpoint.models import build_model_from_tensors, load_checkpoint_tokenizer
-from ..conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, read_config, resolve_source
+from ..conversion.checkpoint.source import (
+    copy_auxiliary_files,
+    list_auxiliary_files,
+    read_config,
+    resolve_checkpoint_folder,
+)
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
@@ -117,7 +122,7 @@ def export_ctranslate2(
     """
     _check_quantization(quantization)
     check_output_dir(output_dir)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
     check_ctranslate2_support(*resolve_source_model({k: v for k, v in config.items() if k not in FOLDED_FIELDS}))

@@ -28,7 +28,12 @@ from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, read_config, resolve_source
+from ..conversion.checkpoint.source import (
+    copy_auxiliary_files,
+    list_auxiliary_files,
+    read_config,
+    resolve_checkpoint_folder,
+)
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
 from ..model_properties import get_encoder_width
@@ -426,7 +431,7 @@ def export_onnx(
     _check_options(opset, pooling, normalize, quantization, calibration_file, validation_file)
     texts = read_comparison_texts(calibration_file, validation_file)
     check_output_dir(output_dir)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     model_class, model_config = resolve_source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:

@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..conversion.attention_tensors import MeanPooling
-from ..conversion.checkpoint.source import read_config, resolve_source
+from ..conversion.checkpoint.source import read_config, resolve_checkpoint_folder
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
@@ -159,7 +159,7 @@ def export_transformers(
     """
     dtype = resolve_dtype(dtype)
     check_output_dir(output_dir)
-    folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
+    folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:

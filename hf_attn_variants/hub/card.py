@@ -34,7 +34,7 @@ from ..inspection.costs import (
 from ..inspection.tables import describe_talking_projections, format_layers, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, get_card_value_description, get_field_row
 from ..modeling.mechanisms.head_sharing import (
     GroupedQueryAttention,
     HeadSharing,
@@ -408,7 +408,7 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, the number of layers, and the layers with a value."""
     layers = get_values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _get_value(variant, name), "words": describe_value_on_card(name), "layers": len(layers)}
+    facts = {"value": _get_value(variant, name), "words": get_card_value_description(name), "layers": len(layers)}
     return facts | {"having": layers_with_value, "name": getattr(variant, name)}
 
 

@@ -32,7 +32,7 @@ from ..conversion.calibration.methods import Calibrated
 from ..conversion.calibration.source_outputs import load_processor, make_source_loader_for_model
 from ..conversion.calibration_settings import Calibration
 from ..conversion.checkpoint.models import ModelReader, assemble_model, convert_loading_errors
-from ..conversion.checkpoint.source import read_config, resolve_source
+from ..conversion.checkpoint.source import read_config, resolve_checkpoint_folder
 from ..conversion.checkpoint.tensor_files import check_finite
 from ..conversion.plan import get_unsupported_calibration_reason, make_plan, make_seeded_generator
 from ..conversion.writing import compute_converted_tensors
@@ -123,7 +123,7 @@ def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
     return distinct
 
 
-def load_source(
+def load_source_model(
     checkpoint: str, calibration: Calibration, revision: str | None = None, token: str | None = None
 ) -> tuple[AttnVariantModelMixin, Any]:
     """Load a checkpoint as a float32 model from this package with unchanged attention.
@@ -142,7 +142,7 @@ def load_source(
         ValueError: If the architecture is not supported, or the calibration is for text but the model reads audio (or
             the reverse).
     """
-    folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
+    folder = resolve_checkpoint_folder(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
     config = variant_config(raw)
     model_class = variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
@@ -477,7 +477,7 @@ def measure_frontier(
         ValueError: If a variant or the calibration does not fit the model, or the base model's loss is invalid.
 
     Example:
-        >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
+        >>> model, tokenizer = load_source_model("google-t5/t5-small", calibration)
         >>> frontier = measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out)
     """
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)

@@ -47,7 +47,7 @@ _NAMES_BY_MECHANISMS = {
         "create_kernel get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
     ),
     ("linear_attention", "patterns"): (
-        "WindowBlockLayout RelativePositionBias KeyRange attend_with_global_tokens_first attention_in_windows "
+        "WindowBlockLayout RelativePositionBias KeyRange attend_with_global_tokens_first windowed_attention "
         "check_global_mask "
         "check_patterns get_key_range key_range_to_mask_and_bias limit_cache_to_window limit_masks_to_padding "
         "should_compute_in_blocks"

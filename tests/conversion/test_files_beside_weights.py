@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.source import resolve_source
+from hf_attn_variants.conversion.checkpoint.source import resolve_checkpoint_folder
 from hf_attn_variants.files import REPORT_NAME
 
 from .conftest import tensors_of
@@ -197,7 +197,7 @@ def test_unreachable_hub_falls_back_to_the_cache(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     with pytest.raises(OSError, match="cannot be downloaded"):
-        resolve_source("nobody/has-this-checkpoint")
+        resolve_checkpoint_folder("nobody/has-this-checkpoint")
 
 
 def test_hub_pickles_raise_before_the_download(monkeypatch):
@@ -205,9 +205,9 @@ def test_hub_pickles_raise_before_the_download(monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin in nobody/old is a pickle.*--allow_pickle"):
-        resolve_source("nobody/old")
+        resolve_checkpoint_folder("nobody/old")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **arguments: arguments["allow_patterns"][0])
-    assert resolve_source("nobody/old", with_weights=False) == Path("config.json")
+    assert resolve_checkpoint_folder("nobody/old", with_weights=False) == Path("config.json")
 
 
 def test_interrupted_download_raises_an_error(monkeypatch, caplog):
@@ -219,7 +219,7 @@ def test_interrupted_download_raises_an_error(monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(OSError, match=r"'nobody/one' .*\(RuntimeError: connection lost\)"):
-        resolve_source("nobody/one")
+        resolve_checkpoint_folder("nobody/one")
     assert "pickled weights of 2_Dense" in caplog.text
 
 

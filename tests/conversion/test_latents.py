@@ -21,7 +21,7 @@ from hf_attn_variants.conversion.attention_tensors import (
     latent_change,
     project_onto_latent,
 )
-from hf_attn_variants.conversion.calibration.methods import compute_latent_forms
+from hf_attn_variants.conversion.calibration.methods import compute_error_forms
 from hf_attn_variants.conversion.calibration.recording import compute_attention, compute_attention_weights
 
 pytestmark = pytest.mark.cross_product
@@ -317,7 +317,7 @@ def test_quadratic_form_without_text_equals_the_error_of_weight_products():
 def test_dropped_value_directions_change_outputs_by_their_energy():
     tensors, heads = attention(heads=1, kv_heads=1)
     text = calls()
-    forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    forms = compute_error_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     form = forms.value
     latent = find_best_latent([form], 2)
     new = project_onto_latent(tensors, latent, forms)
@@ -336,7 +336,7 @@ def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
     states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
     memory = torch.randn(400, 7, 10, generator=torch.Generator().manual_seed(3))
     text = [AttentionInputs(states, memory, None, None, torch.ones(400, 1, dtype=torch.bool), 0.3)]
-    form = compute_latent_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
+    form = compute_error_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
     lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
     weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
     changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
@@ -349,7 +349,7 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
     tensors, heads = attention(kv_heads=2, bias=True)
     states = calls()[0].states + 5.0
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
-    forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    forms = compute_error_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     new = project_onto_latent(tensors, find_best_latent([forms.value], 2), forms)
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)

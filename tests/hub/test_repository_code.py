@@ -109,7 +109,7 @@ def test_grouped_bert_includes_no_other_mechanism(repositories):
     code = {path.name: path.read_text() for path in (repositories / "grouped").glob("*.py")}
     assert len(code) <= 8 and sum(len(text.splitlines()) for text in code.values()) < 5000
     text = "\n".join(code.values())
-    for name in ("triton", "attention_in_windows", "talking_heads_attention", "class Favor", "class AttnVariantT5"):
+    for name in ("triton", "windowed_attention", "talking_heads_attention", "class Favor", "class AttnVariantT5"):
         assert name not in text
     assert "triton" in (repositories / "talking/attn_variants_ops.py").read_text()
     assert "triton" in (repositories / "latent/attn_variants_ops.py").read_text()

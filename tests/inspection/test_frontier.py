@@ -32,7 +32,7 @@ from hf_attn_variants.inspection.frontier import (
     _mark_frontier,
     list_default_variants,
     list_requested_variants,
-    load_source,
+    load_source_model,
     measure_frontier,
     select_held_out_examples,
     select_variants,
@@ -49,7 +49,7 @@ def t5(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(t5):
     """The model of that folder, and calibration text with targets."""
-    model, tokenizer = load_source(str(t5), Calibration(["a", "b"]))
+    model, tokenizer = load_source_model(str(t5), Calibration(["a", "b"]))
     return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
 
 
@@ -363,12 +363,12 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     command = shlex.split(result["chosen"]["command"])
     assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
-    converted, tokenizer = load_source(command[-1], Calibration(["a", "b"]))
+    converted, tokenizer = load_source_model(command[-1], Calibration(["a", "b"]))
     texts, answers = lines_of_words(300), lines_of_words(300, 1)
     everything = Calibration(texts, answers)
     drawn = sorted(random.Random(3).sample(range(300), 160))
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
-    model, _ = load_source(str(t5), Calibration(["a", "b"]))
+    model, _ = load_source_model(str(t5), Calibration(["a", "b"]))
     text = make_held_out_set(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
     above, error = _compute_mean_loss_difference(text.losses(converted), text.losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
@@ -406,7 +406,7 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     status, _ = frontier_of(folder, tmp_path, *flags)
     result = json.loads(capsys.readouterr().out)
     assert status == 0 and result["held_out_texts"] == 9
-    model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
+    model, tokenizer = load_source_model(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
@@ -456,8 +456,8 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     extractor = feature_extractor()
     drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]
-    source, _ = load_source(str(checkpoint), drawn)
-    made, _ = load_source(shlex.split(result["chosen"]["command"])[-1], drawn)
+    source, _ = load_source_model(str(checkpoint), drawn)
+    made, _ = load_source_model(shlex.split(result["chosen"]["command"])[-1], drawn)
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
@@ -474,7 +474,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
 def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
-    source, _ = load_source(str(checkpoint), given)
+    source, _ = load_source_model(str(checkpoint), given)
     pieces, text = LazyConvertedAttention(source, given), make_held_out_set(source, feature_extractor(), given)
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.model(decoder), pieces.model(encoder)]

@@ -32,7 +32,7 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize(
 def make_score(groups):
     torch.manual_seed(0)
     score = AdditiveScore(HEADS, groups, D, torch.empty(0))
-    score.init_projections()
+    score.init_variant_parameters()
     return score
 
 

@@ -28,13 +28,13 @@ NAMED = {"ids": lambda row: row.name}
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has several; returns the number of calls that use blocks."""
     monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (2,))
-    calls, attend = [], mechanism_attention.attention_in_windows
+    calls, attend = [], mechanism_attention.windowed_attention
 
     def counted(*args, **options):
         calls.append(options.get("key_range"))
         return attend(*args, **options)
 
-    monkeypatch.setattr(mechanism_attention, "attention_in_windows", counted)
+    monkeypatch.setattr(mechanism_attention, "windowed_attention", counted)
     return calls
 
 

@@ -16,7 +16,7 @@ from hf_attn_variants.modeling.fields.field_table import (
     FIELDS,
     Field,
     describe_field,
-    describe_value_on_card,
+    get_card_value_description,
     get_field_row,
     variant_field,
 )
@@ -73,7 +73,7 @@ def test_fields_page_row_contains_the_values_of_the_table():
 
 
 def test_cards_and_errors_use_the_names_of_the_table():
-    printed = {name: describe_value_on_card(name) for name in NAMES}
+    printed = {name: get_card_value_description(name) for name in NAMES}
     assert printed["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert printed["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
     assert printed["attention_window"] == "window size (tokens) in self-attention"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.modeling.ops import backend_choice, flex_windows
-from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, find_attended_blocks
+from hf_attn_variants.modeling.ops.flex_windows import find_attended_blocks, windowed_attention
 from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
@@ -88,7 +88,7 @@ def test_flex_outputs_and_gradients_equal_block_attention(key_range, padded, bia
     leaves = [*states, bias] if biased else states
     call = {"key_range": key_range, "scaling": 0.3}
     direction, actual = torch.randn(2, 300, HEADS, D), []
-    for attend in (attention_in_windows, talking_heads_attention):
+    for attend in (windowed_attention, talking_heads_attention):
         for leaf in leaves:
             leaf.requires_grad_()
         output = attend(*states, mask, bias, **call)
@@ -101,7 +101,7 @@ def test_flex_outputs_and_gradients_equal_block_attention(key_range, padded, bia
 @pytest.mark.thorough
 def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
-    actual = attention_in_windows(*call, key_range=KeyRange(150, 0), scaling=0.3)
+    actual = windowed_attention(*call, key_range=KeyRange(150, 0), scaling=0.3)
     assert on_the_cpu
     torch.testing.assert_close(actual, talking_heads_attention(*call, key_range=KeyRange(150, 0), scaling=0.3))
 
@@ -115,7 +115,7 @@ def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_get_compiled_flex_attention", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
-    actual = attention_in_windows(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
+    actual = windowed_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     assert list(flex_windows._flex_trial_results.values()) == [True]
     expected = talking_heads_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
@@ -137,16 +137,16 @@ def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeyp
     call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
     for _ in range(2):
-        assert attention_in_windows(*call, **options).equal(expected)
+        assert windowed_attention(*call, **options).equal(expected)
     assert len(printed) == 1 and ("different values" if fault == "wrong" else "no kernel for this") in printed[0]
     assert len(calls) == {"wrong": 2, "raises": 1, "raises later": 3}[fault]
 
 
 def test_dropout_talking_heads_and_float64_use_blocks(on_the_cpu):
     call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
-    attention_in_windows(*call, dropout=0.1, **options)
-    attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
-    attention_in_windows(*(t if t is None else t.double() for t in call), **options)
+    windowed_attention(*call, dropout=0.1, **options)
+    windowed_attention(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
+    windowed_attention(*(t if t is None else t.double() for t in call), **options)
     assert not on_the_cpu and not flex_windows._flex_trial_results
 
 
@@ -171,9 +171,9 @@ def test_model_with_windows_uses_flex_attention(on_the_cpu):
 def test_flex_windows_train_after_inference_mode(on_the_cpu):
     call, options = make_call(300, biased=True), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     with torch.inference_mode():
-        actual = attention_in_windows(*call, **options)
+        actual = windowed_attention(*call, **options)
     call[0].requires_grad_()
-    again = attention_in_windows(*call, **options)
+    again = windowed_attention(*call, **options)
     torch.autograd.grad(again.sum(), call[0])
     torch.testing.assert_close(actual, again)
     assert all(flex_windows._flex_trial_results.values()) and len(flex_windows._flex_trial_results) == 2
@@ -190,7 +190,7 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
         leaf.requires_grad_()
 
     def layer(*states):
-        output = attention_in_windows(*states[:3], None, states[3], **options)
+        output = windowed_attention(*states[:3], None, states[3], **options)
         return output if last else output.sin()
 
     def gradients_of(run):
@@ -206,7 +206,7 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
 
 @pytest.mark.thorough
 def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
-    attention_in_windows(*make_call(300), key_range=KeyRange(20, 20), scaling=0.3)
+    windowed_attention(*make_call(300), key_range=KeyRange(20, 20), scaling=0.3)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for n, key_range in (
         (500, KeyRange(130, 130)),
@@ -214,8 +214,8 @@ def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
         (777, KeyRange(20, 20, 1, 1)),
         (300, KeyRange(1, 1, 1, 2)),
     ):
-        attention_in_windows(*make_call(n), key_range=key_range, scaling=0.3)
-    attention_in_windows(*make_call(200, 500), key_range=KeyRange(90, 0), scaling=0.3)
+        windowed_attention(*make_call(n), key_range=key_range, scaling=0.3)
+    windowed_attention(*make_call(200, 500), key_range=KeyRange(90, 0), scaling=0.3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
     assert list(flex_windows._flex_trial_results.values()) == [True]
 

@@ -103,7 +103,7 @@ def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
         plain = BERT.model("BertModel")
         plain.load_state_dict({k: v for k, v in one.state_dict().items() if "compression" not in k})
         for layer in one.encoder.layer:
-            layer.attention.self.compression.init_projections()
+            layer.attention.self.compression.init_variant_parameters()
         torch.testing.assert_close(one(ids)[0], plain(ids)[0])
 
 

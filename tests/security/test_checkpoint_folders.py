@@ -130,7 +130,7 @@ def test_forbidden_token_reaches_the_hub_functions(output, tmp_path, monkeypatch
     def resolve(name, revision, token, *args):
         raise OSError(f"token {token}")
 
-    monkeypatch.setattr(conversions, "resolve_source", resolve)
+    monkeypatch.setattr(conversions, "resolve_checkpoint_folder", resolve)
     with pytest.raises(OSError, match="token False"):
         conversions.convert("someone/model", 2, token=False, output_dir=output and tmp_path / output)
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_attn_variants.training.engine.dataloaders import (
-    TextRows,
+    TextDataset,
     hash_texts,
     make_masked_text_collator,
     make_source_target_collator,
@@ -29,11 +29,11 @@ def test_last_rows_are_held_out():
 
 
 def test_rows_have_a_key_and_a_length():
-    rows = TextRows(["aa", "bbbb", "c"])
+    rows = TextDataset(["aa", "bbbb", "c"])
     assert rows[1] == ("bbbb", (0, 1))
     rows.start_epoch(3)
     assert rows[1] == ("bbbb", (3, 1)) and rows.sort_longest_first().texts == ["bbbb", "aa", "c"]
-    assert TextRows([("a", "bb")]).lengths() == [3]
+    assert TextDataset([("a", "bb")]).lengths() == [3]
     assert hash_texts(["ab", "c"]) != hash_texts(["a", "bc"]) == hash_texts([("a", "bc")])
 
 

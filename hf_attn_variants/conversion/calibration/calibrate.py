@@ -51,7 +51,7 @@ from .batches import (
 )
 from .examples import make_audio_batches
 from .fitting import make_error_function, round_error
-from .methods import compute_latent_forms
+from .methods import compute_error_forms
 from .recording import compute_attention, group_modules, record_inputs
 from .source_outputs import SourceLoader, SourceOutputs
 
@@ -109,7 +109,7 @@ def measure_error_forms(
     """
     run = CalibrationRun(plan, reader, source_loader, calibration)
     with run.convert_linalg_errors():
-        return [calls.compute_latent_forms(calls.tensors) for calls in run.record_calls(modules)]
+        return [calls.compute_error_forms(calls.tensors) for calls in run.record_calls(modules)]
 
 
 def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
@@ -142,9 +142,9 @@ class RecordedAttention(NamedTuple):
     tensors: AttentionTensors
     layer: LayerContext
 
-    def compute_latent_forms(self, tensors: AttentionTensors) -> KeyValueErrorForms:
+    def compute_error_forms(self, tensors: AttentionTensors) -> KeyValueErrorForms:
         """Compute the quadratic forms of these projections on the recorded inputs."""
-        return compute_latent_forms(tensors, self.heads, self.layer.inputs, self.layer.generator)
+        return compute_error_forms(tensors, self.heads, self.layer.inputs, self.layer.generator)
 
 
 class CalibrationRun:
@@ -231,7 +231,7 @@ class CalibrationRun:
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.kv_head_change == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = calls.compute_latent_forms(tensors)
+            self._forms[name] = calls.compute_error_forms(tensors)
         for latent in dict.fromkeys(module.shared_latent_name for module in sharing):
             readers = [module for module in sharing if module.shared_latent_name == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
@@ -248,7 +248,7 @@ class CalibrationRun:
                 tensors = self._convert_to_latent(calls, tensors)
             if calls.module.adds_kernel:
                 tensors = _remove_error_details(tensors).with_new_kernel(calls.module.kernel[1], calls.heads)
-                tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
+                tensors = self._method.fit_kernel(tensors, calls.heads, calls.layer)
             converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
@@ -290,7 +290,7 @@ class CalibrationRun:
     def _convert_to_latent(self, recorded: RecordedAttention, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of a module after adding the new latent."""
         module, heads = recorded.module, recorded.heads
-        forms = self._forms.pop(module.name, None) or recorded.compute_latent_forms(tensors)
+        forms = self._forms.pop(module.name, None) or recorded.compute_error_forms(tensors)
         weight = self._latents.get(module.shared_latent_name)
         if weight is None:
             weight = find_best_latent([forms.key, forms.value], heads.rank[1])

@@ -94,7 +94,7 @@ UNSEEN_SHARE = 1e-4
 
 
 @torch.no_grad()
-def compute_latent_forms(
+def compute_error_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> KeyValueErrorForms:
     """Compute the quadratic forms for a module's keys and values from text. Their energies are averages over queries.
@@ -322,7 +322,7 @@ class Calibrated(CalibratedMethod):
         tensors = refit_output_projection(tensors, heads, layer.inputs, layer.targets)
         return self._fit_closed_form(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
-    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+    def fit_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Refit the output projection for the kernel, and then fit the kernel and all projections."""
         return self._fit_closed_form(
             refit_output_projection(tensors, heads, layer.inputs, layer.targets), heads, layer

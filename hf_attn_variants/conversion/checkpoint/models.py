@@ -225,7 +225,7 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Replace a parameter or buffer in a model."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    module_tensors: Any = module._get_parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    module_tensors: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
     module_tensors[leaf] = tensor
 
 

@@ -1,6 +1,6 @@
 """Checks a checkpoint folder before it is read, reads its configuration, and lists its other files.
 
-folder or Hub id ──► resolve_source ──► check_checkpoint_files   links out of the folder, incomplete folders
+folder or Hub id ──► resolve_checkpoint_folder ──► check_checkpoint_files   links out of the folder, incomplete folders
                            │            check_complete_model     adapters, pickled weights
                            ▼
                         folder ──► read_config                   config.json
@@ -159,7 +159,7 @@ def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
     return None
 
 
-def resolve_source(
+def resolve_checkpoint_folder(
     model_name_or_path: str | os.PathLike,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -368,7 +368,10 @@ def _list_module_folders(folder: Path) -> set[str]:
 def _download_checkpoint(
     repo_id: str, revision: str | None, token: str | bool | None, allow_pickle: bool, with_weights: bool
 ) -> Path:
-    """Download a checkpoint to the cache. Takes the same arguments and raises the same errors as `resolve_source`."""
+    """Download a checkpoint to the cache.
+
+    Takes the same arguments and raises the same errors as `resolve_checkpoint_folder`.
+    """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -105,14 +105,14 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
                 like.shape[0], heads.softmax, dtype=like.dtype, device=like.device
             )
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the talking-heads parameters and the bias for summaries.
 
         The bias for summaries is initialized like the token bias in Transformers. If value heads and key heads have
         different sizes, the output projection is initialized again. It follows the same rule as in Transformers, but
         for its own input size.
         """
-        super().init_projections()
+        super().init_variant_parameters()
         if self.heads.value_dim != self.heads.head_dim:
             init.normal_(self.o.weight, mean=0.0, std=self.config.initializer_factor * self.o.in_features**-0.5)
         if hasattr(self, "global_relative_attention_bias"):

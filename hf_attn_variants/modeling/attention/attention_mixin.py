@@ -126,7 +126,7 @@ class AttentionVariantMixin(_Attention):
         shown |= {"pattern": getattr(pattern, "name", pattern), "score": self.score, "compression": self.compression}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the talking-heads parameters according to `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)

@@ -18,7 +18,7 @@ from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
 from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_token_mask
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, HEAD_PROJECTIONS
 from ..ops.beams import repeat_for_beams, select_first_beams
-from ..ops.flex_windows import attention_in_windows
+from ..ops.flex_windows import windowed_attention
 from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_blocks
 from ..ops.memory_efficient_attention import talking_heads_attention
 from ..ops.padded_rows import roll_padded_rows
@@ -105,7 +105,7 @@ def kernel_attention_forward(
             "cache. The weights require the keys of all tokens, but the cache stores only their sums."
         )
     kernel: Any = module.kernel
-    if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
+    if with_weights or (is_exporting() and kernel.exports_explicit_weights and cache is None):
         weights = compute_kernel_weights(module, query, key, mask, scaling).to(value.dtype)
         values = repeat_for_beams(value, query.shape[0])[:, :, None]
         output = weights.unflatten(1, (value.shape[1], -1)) @ values
@@ -184,8 +184,8 @@ def sdpa_attention_with_mechanisms(
         return talking_heads_attention(query, key, value, mask, **options), None
     options["is_causal"] = False  # causality is part of the key range
     if is_global is None:
-        return attention_in_windows(query, key, value, mask, key_range=key_range, **options), None
-    attend = partial(attention_in_windows, **options)
+        return windowed_attention(query, key, value, mask, key_range=key_range, **options), None
+    attend = partial(windowed_attention, **options)
     return attend_with_global_tokens_first(attend, key_range, (query, key, value), mask, is_global), None
 
 

@@ -175,8 +175,8 @@ class AttnVariantModelMixin(_Model):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if (init_projections := getattr(module, "init_projections", None)) is not None:
-            init_projections()
+        if (init_variant_parameters := getattr(module, "init_variant_parameters", None)) is not None:
+            init_variant_parameters()
         if getattr(module, "kernel", None) is not None:
             init_kernel(module)
 

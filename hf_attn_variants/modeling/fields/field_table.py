@@ -22,7 +22,7 @@ __all__ = [
     "Field",
     "check_choice",
     "describe_field",
-    "describe_value_on_card",
+    "get_card_value_description",
     "get_field_row",
     "variant_field",
     "with_table_fields",
@@ -323,7 +323,7 @@ def describe_field(name: str) -> str:
     return f"{text}; the same for all layers" if prefix in row.one_for_all else text
 
 
-def describe_value_on_card(name: str) -> str:
+def get_card_value_description(name: str) -> str:
     """Return the description of a field's value for model cards, or "" if it has none."""
     prefix, row = get_field_row(name)
     return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix]._asdict())

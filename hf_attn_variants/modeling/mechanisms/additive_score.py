@@ -45,7 +45,7 @@ class AdditiveScore(Mechanism, nn.Module):
         self.key_map = nn.Parameter(torch.empty(key_heads, head_dim, head_dim, **options))  # U, [k, d, d]
         self.vector = nn.Parameter(torch.empty(heads, head_dim, **options))  # v, [h_k, d]
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the parameters with fan-in scaling.
 
         The projections preserve the standard deviation of the queries and keys. The initial scores have a standard

@@ -78,7 +78,7 @@ class AttentionExtension(Mechanism, nn.Module):
         """
         return value
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the parameters so that the outputs of the attention module do not change."""
 
     def count_flops(self) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class AttentionSink(AttentionExtension):
             raise ValueError(f"`{field}` must be True or False, got {value!r}.")
         return value
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize a with zeros."""
         init.zeros_(self.sink)
 

@@ -37,7 +37,7 @@ class KnockingHeads(AttentionExtension):
             matrix = torch.empty(sizes[role], sizes[role], dtype=like.dtype, device=like.device)
             self.register_parameter(f"{role}_map", nn.Parameter(matrix))  # [d, d] or [d_v, d_v]
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the matrices as the identity."""
         for matrix in self.parameters():
             init.copy_(matrix, torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))

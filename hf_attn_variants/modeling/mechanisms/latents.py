@@ -35,7 +35,7 @@ class LatentProjection(nn.Linear):
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize the weights so that keys and values have the same standard deviation as in Transformers."""
         init.normal_(self.weight, mean=0.0, std=self.out_features**-0.5)
 

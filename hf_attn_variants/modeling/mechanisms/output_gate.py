@@ -33,7 +33,7 @@ class OutputGate(AttentionExtension):
         weight = torch.empty(self.heads * size, query_dim, dtype=like.dtype, device=like.device)
         self.weight = nn.Parameter(weight)  # W, [h_v, D] or [h_v d_v, D]
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize W with zeros."""
         init.zeros_(self.weight)
 

@@ -171,7 +171,7 @@ def choose_backend(operands: AttentionOperands, with_backward: bool) -> str:
     kind = _TritonKernelKey(
         device=query.device,
         dtype=query.dtype,
-        heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
+        heads=(operands.heads_in, operands.heads, operands.num_output_heads, key.shape[1], value.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
         keys=min(block, MOST_KEYS) - 3,  # the last block of keys is incomplete
         logits_proj=_get_dtype(logits_proj),
@@ -242,7 +242,7 @@ def _make_random_operands(kind: _TritonKernelKey) -> tuple[Tensor, AttentionOper
     """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
-    heads_in, heads, heads_out, key_heads, value_heads = kind.heads
+    heads_in, heads, num_output_heads, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
 
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -259,11 +259,11 @@ def _make_random_operands(kind: _TritonKernelKey) -> tuple[Tensor, AttentionOper
     mask = added(kind.mask, kind.mask_layout)
     if mask is not None and mask.dtype != torch.bool:
         mask[:, :, 0] = -torch.inf  # a query without any allowed key
-    projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, heads_out))
+    projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, num_output_heads))
     logits_proj, weights_proj = (
         None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
     )
-    d_output = new(kind.dtype, 1, QUERIES, heads_out, value_size)
+    d_output = new(kind.dtype, 1, QUERIES, num_output_heads, value_size)
     operands = AttentionOperands(
         query=new(kind.dtype, 1, heads_in, QUERIES, size),
         key=new(kind.dtype, 1, key_heads, m, size),

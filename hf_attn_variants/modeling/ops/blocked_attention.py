@@ -64,7 +64,7 @@ class AttentionOperands(NamedTuple):
         return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
 
     @property
-    def heads_out(self) -> int:
+    def num_output_heads(self) -> int:
         """h_v, the number of output heads."""
         return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
 
@@ -76,7 +76,7 @@ class AttentionOperands(NamedTuple):
     def new_output(self) -> Tensor:
         """Return an uninitialized output [b, n, h_v, d_v]."""
         batches, _, length, _ = self.query.shape
-        return self.value.new_empty(batches, length, self.heads_out, self.value.shape[-1])
+        return self.value.new_empty(batches, length, self.num_output_heads, self.value.shape[-1])
 
 
 # The number of values [heads, r, m] per thread. A few tensors of this size fit into the cache.
@@ -119,7 +119,7 @@ class _BlockedCall:
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, key_range = (
             operands
         )
-        self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
+        self.heads_in, self.heads, self.num_output_heads = operands.heads_in, operands.heads, operands.num_output_heads
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
         # The queries of a single sequence are split into parts, so that each thread has one part.
@@ -177,7 +177,7 @@ class _BlockedCall:
         """Yield the blocks of the call. Their order is the same in both passes."""
         batches, _, length, _ = self.query.shape
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
-        elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
+        elements = max(1, elements // max(self.heads_in, self.heads, self.num_output_heads))  # of [r, m]
         fitting = max(1, elements // self.key.shape[2])
         most = max(fitting, min(64, 4 * fitting))
         rows = length if length <= fitting else next((rows for rows in BLOCK_ROWS if rows <= most), BLOCK_ROWS[-1])
@@ -293,7 +293,7 @@ class _BlockedCall:
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
-        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(buffer_name, self.heads_out, block))
+        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(buffer_name, self.num_output_heads, block))
 
     def draw_dropout_mask(self, weights: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dropout mask of a block. It depends only on the seed and the block number."""
@@ -341,7 +341,7 @@ def blocked_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
-        parts[block.batch, block.rows] = _unstack_groups(rows, block.size, call.heads_out).transpose(1, 2)
+        parts[block.batch, block.rows] = _unstack_groups(rows, block.size, call.num_output_heads).transpose(1, 2)
     return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
@@ -382,7 +382,9 @@ def blocked_backward(
         d_rows = stack_groups(d_rows, call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
         # The gradient overwrites the weights, which are not needed again (unless they are the softmax itself).
-        d_weights = _matmul_transposed(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
+        d_weights = _matmul_transposed(
+            d_rows, call.values(block), call.buffer("weights", call.num_output_heads, block)
+        )
         if dropout_mask is not None:
             d_weights *= dropout_mask
         d_softmax = d_weights

@@ -24,7 +24,7 @@ from .backend_choice import compute_largest_error, describe_kernel_mismatch, get
 from .key_ranges import KeyRange
 from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["FlexCallKind", "attention_in_windows", "find_attended_blocks", "run_flex_trial"]
+__all__ = ["FlexCallKind", "find_attended_blocks", "run_flex_trial", "windowed_attention"]
 
 DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ class FlexCallKind(NamedTuple):
 _flex_trial_results: dict[FlexCallKind, bool] = {}
 
 
-def attention_in_windows(
+def windowed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -155,7 +155,7 @@ def _attend_with_flex_attention(
     key_range: KeyRange,
     scaling: float,
 ) -> Tensor:
-    """Compute `attention_in_windows` with FlexAttention and return the outputs [b, n, h, d_v].
+    """Compute `windowed_attention` with FlexAttention and return the outputs [b, n, h, d_v].
 
     The bias is a table that is indexed by distance, [1, h, 1, 2 l - 1].
     """

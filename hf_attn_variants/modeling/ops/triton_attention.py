@@ -422,7 +422,7 @@ class _TritonCall:
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
         self.batches, _, self.length, _ = query.shape
         self.key_length = key.shape[2]
-        self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
+        self.heads_in, self.heads, self.num_output_heads = operands.heads_in, operands.heads, operands.num_output_heads
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
         self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
@@ -434,10 +434,10 @@ class _TritonCall:
         self.constants: dict[str, Any] = {
             "HEADS_IN": self.heads_in,
             "HEADS": self.heads,
-            "HEADS_OUT": self.heads_out,
+            "HEADS_OUT": self.num_output_heads,
             "PAD_IN": _pad_num_heads(self.heads_in),
             "PAD": _pad_num_heads(self.heads),
-            "PAD_OUT": _pad_num_heads(self.heads_out),
+            "PAD_OUT": _pad_num_heads(self.num_output_heads),
             "MIX_LOGITS": logits_proj is not None,
             "MIX_WEIGHTS": weights_proj is not None,
             "BIAS": bias is not None,
@@ -453,7 +453,9 @@ class _TritonCall:
 
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield a batch slice, a query slice and the number of keys that these queries attend to."""
-        bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.key_length * self.query.element_size()
+        bytes_per_row = (
+            max(self.heads_in, self.heads, self.num_output_heads) * self.key_length * self.query.element_size()
+        )
         for batch, row in _yield_chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
@@ -485,7 +487,7 @@ def _view_workspaces(
 ) -> list[Tensor]:
     """Return views of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
     batches, rows, size = batch.stop - batch.start, row.stop - row.start, _get_padded_row_size(key_length)
-    counts = (call.heads_in, call.heads_out, call.heads)
+    counts = (call.heads_in, call.num_output_heads, call.heads)
     return [
         workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
         for workspace, heads in zip(workspaces, counts, strict=False)
@@ -552,7 +554,7 @@ def triton_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
     call = _TritonCall(operands)
     output = operands.new_output()
     statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
-    workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.heads_out)]
+    workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.num_output_heads)]
     settings = _choose_forward_settings(call)
     for batch, row, key_length in call.chunks():
         scores, weights = _view_workspaces(call, workspaces, batch, row, key_length)
@@ -579,7 +581,7 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
-    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
+    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.num_output_heads)]
     if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         workspaces.append(call.workspace(call.heads, torch.float32))

@@ -308,7 +308,7 @@ Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 
 
 @dataclass
-class TextRows(Dataset):
+class TextDataset(Dataset):
     """A dataset of texts or (source, target) pairs that returns each row with its key.
 
     Args:
@@ -336,10 +336,10 @@ class TextRows(Dataset):
         """
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
-    def sort_longest_first(self) -> "TextRows":
+    def sort_longest_first(self) -> "TextDataset":
         """Return a dataset sorted from longest to shortest, which reduces padding and reveals memory errors early."""
         by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
-        return TextRows([text for _, text in by_length])
+        return TextDataset([text for _, text in by_length])
 
 
 def hash_texts(texts: list[Any]) -> str:
@@ -354,7 +354,7 @@ def hash_texts(texts: list[Any]) -> str:
 def make_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None
 ) -> Collator:
-    """Create a collator that tokenizes rows of `TextRows` (texts or pairs) into a batch of model inputs [b, n]."""
+    """Create a collator that tokenizes rows of `TextDataset` (texts or pairs) into a batch of model inputs [b, n]."""
 
     return lambda rows: _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
 
@@ -362,7 +362,7 @@ def make_text_collator(
 def make_masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
-    """Create a collator that tokenizes and masks rows of `TextRows` for masked language modeling.
+    """Create a collator that tokenizes and masks rows of `TextDataset` for masked language modeling.
 
     In addition to the model inputs, the batches contain "labels" [b, n].
 

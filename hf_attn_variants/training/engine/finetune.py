@@ -20,7 +20,7 @@ from ...errors import NonFiniteLossError
 from ...files import CURVES_FILE, LOG_FILE, RESULTS_NAME, atomic_write, save_plot
 from ...model_folder import ModelHistory
 from ...modeling.mechanisms.clipped_softmax import ClippedSoftmax
-from .dataloaders import EpochSampler, EvalBatches, TextRows, TrainingBatchSource, create_dataloader
+from .dataloaders import EpochSampler, EvalBatches, TextDataset, TrainingBatchSource, create_dataloader
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
@@ -178,7 +178,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     def lengths(self) -> Sequence[int]:
         """Return the length of each training row, which is used if `group_by_length` is set."""
-        if isinstance(self.rows, TextRows):
+        if isinstance(self.rows, TextDataset):
             return self.rows.lengths()
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
@@ -191,7 +191,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
         def start_epoch(epoch: int) -> None:
             sampler.start_epoch(epoch)
-            if isinstance(self.rows, TextRows):
+            if isinstance(self.rows, TextDataset):
                 self.rows.start_epoch(epoch)
 
         if not count:  # a run that only evaluates

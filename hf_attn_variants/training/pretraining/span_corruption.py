@@ -217,7 +217,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     def objective(self) -> optimization.Objective:
         return optimization.make_cross_entropy_objective(optimization.compute_target_logits)
 
-    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return optimization.compute_label_statistics(optimization.compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return text
 
     @abstractmethod
-    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Compute the summed loss, the number of correct items and the number of items for each example [b, 3].
 
         With a sentence task, the result also contains these three values for the sentence labels [b, 6].
@@ -239,7 +239,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         """
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.compute_example_sums(self.model, transform(batch)),)
+            return (self.compute_example_statistics(self.model, transform(batch)),)
 
         rows = self.run_model_on_rows(self.dev_batches, outputs, "dev")[0]
         sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU because not every device supports float64
@@ -362,7 +362,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     def objective(self) -> Objective:
         return make_cross_entropy_objective(compute_causal_logits)
 
-    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_label_statistics(compute_causal_logits(model, batch), batch["labels"])
 
 
@@ -448,7 +448,7 @@ def _compute_masked_lm_logits(
 
 
 def compute_masked_lm_statistics(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Compute the result of `Pretraining.compute_example_sums` for a masked language model.
+    """Compute the result of `Pretraining.compute_example_statistics` for a masked language model.
 
     Args:
         model: The model, which may be wrapped.
@@ -500,7 +500,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         sentence_weight = self.settings.mlm_probability * self.prepare.block_length
         return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 
-    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_masked_lm_statistics(model, self.unwrapped_model.base_model, batch)
 
 

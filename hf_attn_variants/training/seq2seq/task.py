@@ -23,7 +23,7 @@ from ...model_properties import get_decoder_start_token, ignore_saved_length_lim
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ..classification.data import ClassificationSplit
 from ..engine import models, optimization
-from ..engine.dataloaders import TextRows, hash_texts, make_source_target_collator
+from ..engine.dataloaders import TextDataset, hash_texts, make_source_target_collator
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.session import show_progress
@@ -388,7 +388,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         ```
     """
 
-    rows: TextRows
+    rows: TextDataset
 
     name = "text to text"
 
@@ -420,7 +420,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         self.collate = make_source_target_collator(
             self.tokenizer, settings.max_length, multiple, longest_target, start
         )
-        self.rows = TextRows(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
+        self.rows = TextDataset(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
         self.shown_metrics = metrics
         self._warn_about_metric_direction()
@@ -464,7 +464,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def prepare_evaluation(self) -> bool:
         self.batches = {
-            name: self.make_eval_batches(TextRows(split.pairs()), list(map(len, split.sources)))
+            name: self.make_eval_batches(TextDataset(split.pairs()), list(map(len, split.sources)))
             for name, split in self.data.splits.items()
             if name != "train"
         }

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ...conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, resolve_source
+from ...conversion.checkpoint.source import copy_auxiliary_files, list_auxiliary_files, resolve_checkpoint_folder
 from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
@@ -176,8 +176,8 @@ class UptrainingData:
         collate: A function that combines a list of rows into a batch.
     """
 
-    train: dataloaders.TextRows
-    held_out: dataloaders.TextRows
+    train: dataloaders.TextDataset
+    held_out: dataloaders.TextDataset
     collate: dataloaders.Collator
 
     @property
@@ -236,7 +236,9 @@ def load_uptraining_data(
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
         _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
-    return UptrainingData(dataloaders.TextRows(train), dataloaders.TextRows(held_out).sort_longest_first(), collate)
+    return UptrainingData(
+        dataloaders.TextDataset(train), dataloaders.TextDataset(held_out).sort_longest_first(), collate
+    )
 
 
 def _get_target_length(settings: UptrainingSettings) -> int:
@@ -372,7 +374,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         ```
     """
 
-    rows: dataloaders.TextRows
+    rows: dataloaders.TextDataset
 
     # The number of parameters in the model after LoRA updates are merged, or None without LoRA.
     num_parameters: int | None = None
@@ -574,7 +576,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def prepare_evaluation(self) -> bool:
         held_out = self.data.held_out
         self.loader, _ = self.make_eval_batches(held_out, [0] * len(held_out))  # rows are already sorted by length
-        if self.settings.predict_with_generate and isinstance(held_out, dataloaders.TextRows):
+        if self.settings.predict_with_generate and isinstance(held_out, dataloaders.TextDataset):
             self.references = [(target,) for _, target in held_out.texts]
             self.bleu_tokenizer = resolve_bleu_tokenizer(self.settings, (target for (target,) in self.references))
         return True
@@ -718,7 +720,7 @@ def _read_unused_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]
     if not names:
         return {}
     try:
-        with open_checkpoint(resolve_source(source)) as reader:
+        with open_checkpoint(resolve_checkpoint_folder(source)) as reader:
             tensors = {name: reader.read(name) for name in names if name in reader.entries}
     except ValueError as error:  # the checkpoint is stored as a pickle file
         logger.warning(
@@ -738,7 +740,7 @@ def _copy_extra_files(settings: UptrainingSettings, new_files: Sequence[str], ou
     """
     if is_trained_in_place(settings):
         return
-    folder = resolve_source(settings.source, with_weights=False)
+    folder = resolve_checkpoint_folder(settings.source, with_weights=False)
     copied, _ = list_auxiliary_files(folder, [])
     # The model has been saved with its code, and the files of a different tokenizer must not be overwritten.
     names = [

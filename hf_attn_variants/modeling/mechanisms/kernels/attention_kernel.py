@@ -127,7 +127,7 @@ class AttentionKernel(Mechanism, ABC):
         return bool(cls.drawn)
 
     @property
-    def is_exported_as_weights(self) -> bool:
+    def exports_explicit_weights(self) -> bool:
         """True if exported graphs compute explicit weights, because a graph with chunks would have a fixed length."""
         return self.is_causal
 

@@ -25,7 +25,7 @@ class EluKernel(TokenwiseKernel):
         """Return F, which is d."""
         return head_dim
 
-    def count_map_flops(self, head_dim: int) -> int:
+    def count_feature_map_flops(self, head_dim: int) -> int:
         """Return 0, because there is no matrix product."""
         return 0
 
@@ -48,6 +48,6 @@ class ReluKernel(TokenwiseKernel):
         """Return F, which is d."""
         return head_dim
 
-    def count_map_flops(self, head_dim: int) -> int:
+    def count_feature_map_flops(self, head_dim: int) -> int:
         """Return 0, because there is no matrix product."""
         return 0

@@ -169,10 +169,12 @@ class FeatureKernel(AttentionKernel):
         Both counts include computing the features. The count for a key also includes updating the sums, and the count
         for a query also includes multiplying by the sums.
         """
-        count = 2 * self.num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
+        count = 2 * self.num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_feature_map_flops(
+            heads.head_dim
+        )
         return count, count
 
-    def count_map_flops(self, head_dim: int) -> int:
+    def count_feature_map_flops(self, head_dim: int) -> int:
         """Return the number of floating-point operations of the feature map for one token and one head."""
         return 2 * self.features * head_dim
 

@@ -140,7 +140,7 @@ class Hybrid(HedgehogKernel):
         return KeyRange.from_window(self.window, 1, 0, self.is_causal)
 
     @property
-    def is_exported_as_weights(self) -> bool:
+    def exports_explicit_weights(self) -> bool:
         """Always True, because a graph with blocks would have a fixed length."""
         return True
 

@@ -70,7 +70,7 @@ class MemoryCompression(nn.Module):
         self.key_conv = nn.Parameter(torch.empty(key_heads, stride * head_dim, head_dim, **options))
         self.value_conv = nn.Parameter(torch.empty(value_heads, stride * value_dim, value_dim, **options))
 
-    def init_projections(self) -> None:
+    def init_variant_parameters(self) -> None:
         """Initialize each convolution as the mean of its input tokens."""
         for conv in (self.key_conv, self.value_conv):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
