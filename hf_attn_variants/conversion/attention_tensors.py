@@ -616,8 +616,8 @@ class RandomInitialization:
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections with random keys and values. Takes the same arguments as `ConversionMethod.pool`."""
 
-        def initialize(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-            rows = projection.shape[0] // source * target
+        def initialize(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
+            rows = projection.shape[0] // source_heads * target_heads
             if projection.ndim == 1:
                 return projection.new_zeros(rows)
             weight = torch.empty(rows, projection.shape[1])

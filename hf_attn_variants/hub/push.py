@@ -52,6 +52,8 @@ from .code_repository import (
     rewrite_configs,
 )
 
+__all__ = ["PushPlan", "PushResult", "check_visibility", "plan_push", "push_checkpoint", "resolve_repo_id"]
+
 # Patterns of training files and folders that are not pushed.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # Reports that contain local paths, which are removed before a push.

@@ -67,7 +67,11 @@ BLOCKS = {
     "local, causal": (
         keys_in_local_block, {"block": 3, "causal": True}, ["#....", "##...", "###..", "...#.", "...##"],
     ),
-    "random, none": (keys_in_random_blocks, {"block": 1, "random": 0}, ["##...", "###..", ".###.", "..###", "...##"]),
+    "random, none": (
+        keys_in_random_blocks,
+        {"block": 1, "num_random": 0},
+        ["##...", "###..", ".###.", "..###", "...##"],
+    ),
 }  # fmt: skip
 
 
@@ -78,7 +82,7 @@ def test_block_pattern_equals_the_drawing(keys, fields, rows):
 
 
 def test_random_blocks_have_the_right_count_and_cover_the_text():
-    fields = {"block": 4, "random": 2, "seed": 3}
+    fields = {"block": 4, "num_random": 2, "seed": 3}
     counts = torch.zeros(25)
     for block in range(25):
         read = keys_in_random_blocks(4 * block, 100, **fields)

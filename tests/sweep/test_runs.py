@@ -326,9 +326,9 @@ def test_plot_has_curves_for_numbers_and_bars_for_names():
     assert list(line.get_xdata()) == [0.01, 0.1] and list(line.get_ydata()) == pytest.approx([2.05, 1.05])
     low, high = (segment[:, 1] for segment in curves["a"].lines[2][0].get_segments())
     assert sorted(low) == pytest.approx([2.0, 2.1]) and sorted(high) == pytest.approx([1.0, 1.1])
-    assert [text.get_column_text() for text in axes.get_legend().get_texts()] == ["r", "a", "b"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["r", "a", "b"]
     left, right = plot_sweep(results_of([("a", {}, 1.0)], metrics=["eval_loss", "eval_bleu"])).axes
-    assert [text.get_column_text() for text in left.get_xticklabels()] == ["a"] and right.get_ylabel() == "bleu"
+    assert [text.get_text() for text in left.get_xticklabels()] == ["a"] and right.get_ylabel() == "bleu"
 
 
 def test_models_that_ignore_their_context_are_named():

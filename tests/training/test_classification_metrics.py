@@ -209,10 +209,10 @@ def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.
-    assert {(text.get_position(), text.get_column_text()) for text in axes.texts} == {
+    assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
         ((0, 0), "3"),
         ((1, 0), "1"),
         ((1, 1), "12"),
     }
-    assert [label.get_column_text() for label in axes.get_yticklabels()] == ["no$", "yes"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["no$", "yes"]
     assert axes.get_ylabel() == "true"
