@@ -104,13 +104,13 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
     for other, base in CLASS_ALIASES.items():
         if name.startswith(other):
             name = base + name.removeprefix(other)
+    for native_class in NATIVE_CONFIGS:
+        if name in native_class.auto_classes.values():
+            return get_native_model_class(native_class, name)  # type: ignore[arg-type]  # mypy checks `__hash__`
     for config_class in ARCHITECTURES:
         module = _import_modeling_module(config_class)
         if PREFIX + name in module.__all__:
             return getattr(module, PREFIX + name)
-    for native_class in NATIVE_CONFIGS:
-        if name in native_class.auto_classes.values():
-            return get_native_model_class(native_class, name)  # type: ignore[arg-type]  # mypy checks `__hash__`
     known = ", ".join(supported_architectures())
     raise ValueError(f"Architecture {architecture!r} is not supported. Use one of {known}.")
 

@@ -41,7 +41,6 @@ from ..modeling.mechanisms.talking_heads import (
     get_talking_heads_prefixes,
     has_talking_heads,
 )
-from ..native.native_config import explain_rotary_latent
 from ..registration import is_native, variant_config_class, variant_model_class
 from .attention_modules import (
     AttentionModule,
@@ -233,7 +232,6 @@ def make_plan(
         raise ValueError(
             f"{wrong}: `model_type` {config['model_type']!r} does not match {architecture}. Correct config.json."
         )
-    _check_no_rotary_latents(model_class, changes)
     wrong += "" if config_file is None else f" ({os.fspath(config_file)})"
     with as_value_error(wrong, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
@@ -345,14 +343,6 @@ def _check_fields(
         raise ValueError(
             "A checkpoint with `quantization_config` cannot be converted. Convert the original model, then quantize."
         )
-
-
-def _check_no_rotary_latents(model_class: type[AttnVariantModelMixin], changes: Mapping[str, Any]) -> None:
-    """Check that no attention module with rotary positions gets a latent."""
-    by_layer = changes.get("per_layer_values") or {}
-    for site in model_class.attention_sites:
-        if site.rotary and site.rank_field is not None and site.rank_field in {*changes, *by_layer}:
-            raise ValueError(explain_rotary_latent(site.rank_field))
 
 
 def _make_new_config(

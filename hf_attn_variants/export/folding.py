@@ -11,13 +11,13 @@ from ..conversion.checkpoint.tensor_files import CheckpointReader
 from ..inspection.costs import variant_config
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
-from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
+from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.mechanism import PREFIXES
 from ..registration import variant_model_class
 
 # The fields of the extensions that a projection can express.
 FOLDED_FIELDS = frozenset(
-    prefix + extension.field for extension in ATTENTION_EXTENSIONS if extension.folds for prefix in PREFIXES
+    prefix + extension.field for extension in ATTENTION_EXTENSIONS if hasattr(extension, "fold") for prefix in PREFIXES
 )
 
 
@@ -33,12 +33,12 @@ class FoldedReader(CheckpointReader):
         super().__init__(reader.folder, reader.files, reader.index_metadata)
         self._reader, self.entries = reader, dict(reader.entries)
         # For each weight and bias of a projection: the extension, the role, and the rows with this role.
-        self._folds: dict[str, list[tuple[AttentionExtension, str, slice]]] = {}
+        self._folds: dict[str, list[tuple[Any, str, slice]]] = {}
         for site, path, module in model.named_attention_modules():
             core: Any = module.get_submodule(site.core)
             prefix = find_stored_prefix(model, f"{path}.{site.query}.weight", reader.entries) + path
             for name, extension in get_extensions(core).items():
-                if not extension.folds:
+                if not hasattr(extension, "fold"):
                     continue
                 names = {
                     part: ".".join(filter(None, (prefix, site.core, name, part))) for part in extension.state_dict()

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.fields.composition import ROTARY_LATENT_REASON
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.variant_names import CONFIG_FORMAT
@@ -13,15 +14,6 @@ from ..modeling.variant_names import CONFIG_FORMAT
 # A variant configuration is saved with code and selects the attention functions of this package. A native one does
 # neither.
 _PlainProperties: Any = PreTrainedConfig
-
-
-def explain_rotary_latent(name: str) -> str:
-    """Return the error message for the rank of a latent in an attention module with rotary positions."""
-    return (
-        f"`{name}` must not be set for attention with rotary positions. Keys computed from a latent cannot be rotated "
-        "unless the latent has separate dimensions for positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.3), "
-        "which a conversion cannot compute. Use fewer key/value heads instead."
-    )
 
 
 class NativeConfigMixin(AttnVariantConfigMixin):
@@ -70,7 +62,7 @@ class NativeConfigMixin(AttnVariantConfigMixin):
         names, supported = list(names), " and ".join(f"`{field}`" for field in cls.variant_fields())
         for name in names:
             if any(site.rotary and name == f"{site.stack_prefix}kv_lora_rank" for site in cls.attention_sites):
-                raise ValueError(explain_rotary_latent(name))
+                raise ValueError(f"`{name}` must not be set in a model with rotary positions. {ROTARY_LATENT_REASON}")
             if name not in cls.variant_fields() and any(name in row.names for row in FIELDS):
                 raise ValueError(
                     f"`{name}` is not supported for {cls.model_type!r} models, whose Transformers class only supports "

@@ -188,7 +188,7 @@ def test_field_that_the_transformers_class_lacks_is_named(name, field):
 
 @pytest.mark.parametrize(("name", "field"), [("eurobert", "kv_lora_rank"), ("t5gemma", "encoder_kv_lora_rank")])
 def test_latent_in_attention_with_rotary_positions_is_an_error(name, field):
-    with pytest.raises(ValueError, match=f"`{field}` must not be set for attention with rotary positions"):
+    with pytest.raises(ValueError, match=f"`{field}` must not be set in a model with rotary positions"):
         convert(MODELS[name](), method="mean", **{field: 8})
 
 

@@ -11,6 +11,7 @@ import textwrap
 import pytest
 import torch
 from architectures import BERT, T5
+from fixtures.elsewhere import WITHOUT_PACKAGE
 from fixtures.speech import feature_extractor
 from hub.local_hub import TOKEN
 from relatives import WHISPER
@@ -206,16 +207,9 @@ def test_refreshed_checkpoint_has_its_own_code_and_card(folder, hub, api, tmp_pa
 
 
 # A process that cannot import the package loads the models from the local Hub.
-ELSEWHERE = textwrap.dedent(
+ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
-    import json, sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hf_attn_variants":
-                raise ImportError("this process must not have the package")
-
-    sys.meta_path.insert(0, Blocker())
+    import json
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModel

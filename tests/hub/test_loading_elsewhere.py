@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT
+from fixtures.elsewhere import WITHOUT_PACKAGE
 from fixtures.extensions import ALL_FIELDS
 from safetensors.torch import save_file
 
@@ -28,16 +29,9 @@ KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by 
 OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
 
 # This code runs in a new folder with a new Hugging Face home, and cannot import the package.
-ELSEWHERE = textwrap.dedent(
+ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
-    import json, re, sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hf_attn_variants":
-                raise ImportError("this process must not have the package")
-
-    sys.meta_path.insert(0, Blocker())
+    import json, re
     import torch, transformers
     from safetensors.torch import load_file
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.elsewhere import WITHOUT_PACKAGE
 from hub.local_hub import TOKEN
 from safetensors.torch import save_file
 
@@ -19,16 +20,8 @@ from hf_attn_variants.errors import run_script
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 
 # A process with another home and folder that cannot import the package, as for another user.
-ELSEWHERE = textwrap.dedent(
+ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
-    import sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hf_attn_variants":
-                raise ImportError("this process must not have the package")
-
-    sys.meta_path.insert(0, Blocker())
     import torch, transformers
     from safetensors.torch import load_file
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from fixtures.elsewhere import WITHOUT_PACKAGE
 from hub.local_hub import TOKEN, LocalHub
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,16 +23,9 @@ from hf_attn_variants.inspection import sentence_embeddings
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 SENTENCES = ["Two dogs run in the snow.", "Dogs are running outside.", "The stock market fell sharply on Monday."]
 
-ELSEWHERE = textwrap.dedent(
+ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
-    import json, sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hf_attn_variants":
-                raise ImportError("this process must not have the package")
-
-    sys.meta_path.insert(0, Blocker())
+    import json
     from sentence_transformers import SentenceTransformer
 
     folder, sentences = sys.argv[1], json.loads(sys.argv[2])
@@ -151,16 +145,9 @@ def test_sentence_transformer_trainer_saves_the_code(minilm_gqa4, expected, tmp_
 
 
 # Loads a pushed model by both libraries, elsewhere, and scores it on pairs.
-SCORED_ELSEWHERE = textwrap.dedent(
+SCORED_ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
-    import csv, json, sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hf_attn_variants":
-                raise ImportError("this process must not have the package")
-
-    sys.meta_path.insert(0, Blocker())
+    import csv, json
     import torch
     from scipy.stats import spearmanr
     from sentence_transformers import SentenceTransformer

@@ -12,3 +12,15 @@ def tiny_bert(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def glue() -> Path:
     return FIXTURES
+
+
+@pytest.fixture
+def call(tmp_path):
+    """A function that runs a training command on a model, and returns its result and its output folder."""
+
+    def run(command, model, *argv):
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        given = ["--model_name_or_path", model, "--output_dir", out, *argv]
+        return command.main(command.parse_args([str(part) for part in given])), out
+
+    return run

@@ -68,16 +68,6 @@ def folders(tiny_bert, tmp_path_factory):
     return made
 
 
-@pytest.fixture
-def call(tmp_path):
-    def run(command, model, *argv):
-        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        given = ["--model_name_or_path", model, "--output_dir", out, *argv]
-        return command.main(command.parse_args([str(part) for part in given])), out
-
-    return run
-
-
 @pytest.mark.thorough
 @EVERY_MODEL
 def test_encoder_relatives_classify_pairs(call, folders, glue, name):

@@ -37,16 +37,6 @@ def t5gemma(tmp_path_factory):
     return folder / "source", folder / "converted"
 
 
-@pytest.fixture
-def call(tmp_path):
-    def run(command, model, *argv):
-        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        given = ["--model_name_or_path", model, "--output_dir", out, *argv]
-        return command.main(command.parse_args([str(part) for part in given])), out
-
-    return run
-
-
 def check_is_plain(folder, auto_class, model_class):
     """Check that a folder contains a checkpoint of a Transformers class with two key/value heads, without code."""
     config = json.loads((folder / "config.json").read_text())

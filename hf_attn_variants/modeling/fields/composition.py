@@ -31,6 +31,7 @@ from .field_table import FIELDS
 __all__ = [
     "ATTENTION_EXTENSIONS",
     "EXTENSION_FIELDS",
+    "ROTARY_LATENT_REASON",
     "UNSUPPORTED_PAIRS",
     "check_combinations",
     "check_implementation",
@@ -149,12 +150,13 @@ UNSUPPORTED_PAIRS = (
     *(UnsupportedPair(kind, AttentionKernel, "A kernel does not compute a softmax.") for kind in _WEIGHT_EXTENSIONS),
 )
 # Mechanisms that do not support rotary positions (RoFormer, arXiv 2104.09864), with the reasons.
+ROTARY_LATENT_REASON = (
+    "Latents require a rotary part of their own, as in DeepSeek's MLA (arXiv 2405.04434, section 2.1.3). Use fewer "
+    "key/value heads instead."
+)
 _NOT_A_DISTANCE = "The scores of rotated queries and keys would not depend only on the distance of two tokens."
 UNSUPPORTED_WITH_ROTARY: tuple[tuple[type[Mechanism], str], ...] = (
-    (
-        LatentAttention,
-        "Latents require a rotary part of their own, as in DeepSeek's MLA (arXiv 2405.04434, section 2.1.3).",
-    ),
+    (LatentAttention, ROTARY_LATENT_REASON),
     (AdditiveScore, _NOT_A_DISTANCE),
     (EluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
     (ReluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),

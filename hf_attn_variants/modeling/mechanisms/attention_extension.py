@@ -47,14 +47,15 @@ class AttentionExtension(Mechanism, nn.Module):
         query_dim: D, the input size of the query projection.
         like: a tensor whose dtype and device are used for the parameters.
 
+    If a projection can express the extension, the class has a method `fold(role, projection)`. It returns an
+    equivalent weight or bias [h d, ...] of the projection with this role ("query", "key", ...).
+
     Class attributes:
         stage: the stage of attention at which `forward` is called.
-        folds: True if a projection can express the extension (see `fold`).
     """
 
     inherits = True
     stage: ClassVar[str]
-    folds: ClassVar[bool] = False
 
     def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
         super().__init__()
@@ -84,10 +85,6 @@ class AttentionExtension(Mechanism, nn.Module):
     def count_flops(self) -> tuple[int, int]:
         """Return the number of floating-point operations per key token and per query token."""
         return 0, 0
-
-    def fold(self, role: str, projection: Tensor) -> Tensor:
-        """Return an equivalent weight or bias [h d, ...] of the projection with this role ("query", "key", ...)."""
-        raise NotImplementedError
 
 
 def install_extension(module: VariantAttention, extension: AttentionExtension) -> None:

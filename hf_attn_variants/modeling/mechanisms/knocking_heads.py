@@ -27,7 +27,6 @@ class KnockingHeads(AttentionExtension):
     field = "knocking_heads"
     paper = ("Knocking-heads attention", "2510.23052")
     stage = HEAD_STAGE
-    folds = True
 
     def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
         super().__init__(value, heads, query_dim, like)

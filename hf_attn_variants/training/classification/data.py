@@ -712,8 +712,10 @@ def _infer_checkpoint_scheme(
         numbers = tuple(map(str, range(len(names))))
         names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):
-        rule = f"the {len(names)} classes of {model_name} ({format_names(names)})"
-        raise ValueError(f"--labels must list {rule}, got {len(settings.labels)} names.")
+        raise ValueError(
+            f"--labels must list the {len(names)} classes of {model_name} ({format_names(names)}), got "
+            f"{len(settings.labels)} names."
+        )
     return LabelScheme(kind, settings.labels or names)
 
 

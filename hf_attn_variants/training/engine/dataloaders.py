@@ -217,8 +217,10 @@ class MaskedLMPreparer:
         self.cls_id, self.sep_id, self.mask_id, self.pad_id = (getattr(tokenizer, name) for name in needed)
         missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
         if missing:
-            got = f"The tokenizer has no {', '.join(missing)}, which masked language modeling requires."
-            raise ValueError(f"{got} Use an encoder, or `attn-variants pretrain-t5` for a T5 model.")
+            raise ValueError(
+                f"The tokenizer has no {', '.join(missing)}, which masked language modeling requires. Use an encoder, "
+                "or `attn-variants pretrain-t5` for a T5 model."
+            )
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task
         self.requires_other_block = sentence_task == "nsp"  # the second segment of a pair can come from another block

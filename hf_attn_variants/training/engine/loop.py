@@ -495,13 +495,17 @@ class TrainingLoop:
         self.model.train()
         self.evaluated_step = state.step
         epoch = round(self.compute_finished_epochs(), 4)
-        self.log.write({"step": state.step, "epoch": epoch, **{f"eval_{key}": metrics[key] for key in metrics}})
+        self.log.write(
+            {"step": state.step, "epoch": epoch, **{f"eval_{key}": value for key, value in metrics.items()}}
+        )
         if not settings.keeps_best_weights:
             return
         check_metric_for_best_model(self.best_metric, list(metrics))
-        value, is_greater_better_set = metrics[self.best_metric], settings.greater_is_better
-        rises = is_greater_better(self.best_metric) if is_greater_better_set is None else is_greater_better_set
-        is_better = state.best_metric is None or (value > state.best_metric if rises else value < state.best_metric)
+        value, greater_is_better = metrics[self.best_metric], settings.greater_is_better
+        if greater_is_better is None:
+            greater_is_better = is_greater_better(self.best_metric)
+        best = state.best_metric
+        is_better = best is None or (value > best if greater_is_better else value < best)
         if is_better and not math.isnan(value):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
             checkpoints.save_best_weights(self.accelerator, self.model, settings.output_dir)

@@ -83,8 +83,10 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_vocabulary_not_empty(tokenizer, source, advice)
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
-        sizes = f"has {size} tokens, but the model has only {config.vocab_size}"
-        raise ValueError(f"The tokenizer of {source} {sizes}. Set --tokenizer_name to the model's tokenizer.")
+        raise ValueError(
+            f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Set "
+            "--tokenizer_name to the model's tokenizer."
+        )
     # Positions are counted from the first token, and the code that splits texts into windows and pads labels assumes
     # that padding is on the right.
     tokenizer.padding_side = tokenizer.truncation_side = "right"

@@ -125,8 +125,10 @@ def _split_columns(line: str) -> list[str]:
 
 def _describe_column_count_mismatch(line: str, num_columns: int, first_line: int, first_num_columns: int) -> str:
     """Return the message for a line whose number of columns differs from that of the first line."""
-    rule = f"as many space-separated columns as line {first_line} ({first_num_columns}), got {num_columns}"
-    return f"{line!r} must have {rule}. If words contain spaces, separate the columns with tabs."
+    return (
+        f"{line!r} must have as many space-separated columns as line {first_line} ({first_num_columns}), got "
+        f"{num_columns}. If words contain spaces, separate the columns with tabs."
+    )
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
@@ -342,7 +344,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
     def prepare_evaluation(self) -> bool:
         # The batches of each split, and the positions of the words in each sentence.
         self.sets: dict[str, tuple[EvalBatches, list[dict[int, int]]]] = {}
-        for split in ("validation", "test")[: len(self.splits) - 1]:
+        for split in (name for name in self.splits if name != "train"):
             rows, positions = self._tokenize_sentences(split)
             self.sets[split] = self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
         return True

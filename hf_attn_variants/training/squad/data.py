@@ -242,8 +242,10 @@ def check_answers_exist(source: str, questions: Iterable[Question], version_2: b
     """
     unanswered = [question.id for question in questions if not question.answers]
     if unanswered and not version_2:
-        got = f"{len(unanswered)} questions have no answer in their context, such as {unanswered[0]}"
-        raise ValueError(f"{source}: {got}. For SQuAD v2.0, set --version_2_with_negative.")
+        raise ValueError(
+            f"{source}: {len(unanswered)} questions have no answer in their context, such as {unanswered[0]}. For "
+            "SQuAD v2.0, set --version_2_with_negative."
+        )
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
