@@ -403,6 +403,11 @@ def minilm_in_engines(report: dict[str, Any]) -> Rows:
     yield from _encoder_engines(report)
 
 
+@table("int8_encoder_avx2", columns=["batch × tokens", *ENGINES.values()])
+def minilm_with_avx2(report: dict[str, Any]) -> Rows:
+    yield from _encoder_engines(report)
+
+
 DECODER_ENGINES = {
     "quantize": "`quantize`",
     "share_memory and quantize": "`share_memory` and `quantize`",

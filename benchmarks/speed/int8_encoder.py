@@ -40,12 +40,12 @@ from hf_attn_variants.export.onnx_int8 import load_graph
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.quantization.int8_weight import current_plan
 
-SIZES = [(1, 32), (8, 128), (32, 128), (8, 512)]
+SIZES = ["1x32", "8x128", "32x128", "8x512"]
 # BERT-base is the default of Transformers.
 SHAPES: dict[str, dict[str, int]] = {"bert-base": {}}
 CALIBRATION_SENTENCES = 334  # a tenth is held out
-# Variables that limit the instructions of a library: oneDNN's own do not limit FBGEMM.
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS")
+# Variables that limit the instructions of oneDNN (PyTorch and OpenVINO), FBGEMM, PyTorch and MKL. ONNX Runtime has none.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 # A call that takes ids and a mask, and returns the last hidden states [batch, tokens, width].
 Encoder = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -57,6 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a BERT with random weights, instead")
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with glue/STS-B")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="BATCHxTOKENS", help="sizes of the inputs")
     parser.add_argument("--turns", type=int, default=7, help="timed calls of each engine and size")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "int8_encoder.json")
     add_memory_argument(parser)
@@ -165,7 +166,7 @@ def main(args: argparse.Namespace) -> None:
             "quantize_dynamic": torch_encoder(dynamic),
             **exported_encoders(folder, name, calibration, args.threads),
         }
-        rows = [time_encoders(encoders, batch, tokens, args.turns) for batch, tokens in SIZES]
+        rows = [time_encoders(encoders, *map(int, size.split("x")), args.turns) for size in args.sizes]
         scores = {}
         if args.shape is None:
             pairs, tokenizer = read_pairs(args.data_dir / "glue/STS-B/dev.tsv"), AutoTokenizer.from_pretrained(name)
