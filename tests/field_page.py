@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS, UNSUPPORTED_WITH_ROTARY
-from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, FIELDS, Field
+from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS, VariantField
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import RelativePositionBias
 
@@ -43,14 +43,14 @@ def page_text() -> str:
     return "<!-- generated -->\n" + text.replace("{fields}\n", table_of()).replace("{pairs}\n", pairs_of())
 
 
-def table_of(fields: tuple[Field, ...] = FIELDS) -> str:
+def table_of(fields: tuple[VariantField, ...] = VARIANT_FIELDS) -> str:
     """Return the table of the fields as Markdown."""
     return HEADER + "".join(f"| {' | '.join(_cells(row))} |\n" for row in fields)
 
 
 def pairs_of() -> str:
     """Return the table of the mechanisms that cannot be combined."""
-    pairs = [(_setting_of(row.one), _setting_of(row.other)) for row in UNSUPPORTED_PAIRS]
+    pairs = [(_setting_of(row.first), _setting_of(row.second)) for row in UNSUPPORTED_PAIRS]
     pairs += [
         (_setting_of(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
     ]
@@ -65,15 +65,15 @@ def _setting_of(mechanism: type[Mechanism]) -> str:
     return f"`{mechanism.field}`" if name is None else f'`{mechanism.field}="{name}"`'
 
 
-def _cells(row: Field) -> tuple[str, ...]:
+def _cells(row: VariantField) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in row.names)
     values = ", ".join(f'`"{choice}"`' for choice in row.choices) or KINDS[row.kind]
     values = f"any of {values}" if row.kind is list else values
     default = {None: "none", (): "none"}.get(row.default, f"`{row.default!r}`".replace("'", '"'))
-    whole = [f"`{prefix}{row.name}`" for prefix in row.one_for_all]
-    by_layer = "yes" if "by_layer" in row.facts else ""
+    whole = [f"`{prefix}{row.name}`" for prefix in row.model_wide_prefixes]
+    by_layer = "yes" if "by_layer" in row.tags else ""
     by_layer += f", except {', '.join(whole)}" if whole else ""
-    more = next(MORE[key] for key in (row.name, *row.facts) if key in MORE)
+    more = next(MORE[key] for key in (row.name, *row.tags) if key in MORE)
     return names, FIELD_TEXTS[row.name].help.format(**ANY), values, default, by_layer, more
 
 

@@ -89,24 +89,24 @@ class Results:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": [], "rows": []}
         self.memory: Any = found.get("memory") or memory_now()
         self.runs: list[dict[str, Any]] = found["runs"]
-        self._rows: dict[tuple, Row] = {row_key(row): row for row in found["rows"]}
+        self._num_rows: dict[tuple, Row] = {row_key(row): row for row in found["rows"]}
         self._this_run: int | None = None
 
     @property
     def rows(self) -> list[Row]:
         """All rows: models, methods, then heads from many to few."""
-        return sorted(self._rows.values(), key=_order)
+        return sorted(self._num_rows.values(), key=_order)
 
     def __contains__(self, key: tuple) -> bool:
         # An earlier version of --group_by_length made rows with a batch_order. They are measured again.
-        return key in self._rows and "batch_order" not in self._rows[key]
+        return key in self._num_rows and "batch_order" not in self._num_rows[key]
 
     def add(self, row: Row) -> None:
         """Add a row, or replace the one of the same key, and write the file."""
         if self._this_run is None:
             self._this_run = len(self.runs)
             self.runs.append(run_record())
-        self._rows[row_key(row)] = row | {"run": self._this_run}
+        self._num_rows[row_key(row)] = row | {"run": self._this_run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(
             self.path, json.dumps({"memory": self.memory, "runs": self.runs, "rows": self.rows}, indent=1) + "\n"

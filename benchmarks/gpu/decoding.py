@@ -76,13 +76,13 @@ def with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[
     settings, models = contestants(shape, args.device, "--cache", "static")
     chosen = {name: model for name, model in models.items() if name not in NOT_COMPILED}
     rows = []
-    for served, names in ((latent_decoding.MOST_LATENT_ROWS, list(chosen)), (0, ["exact"])):
+    for served, names in ((latent_decoding.MAX_LATENT_ROWS, list(chosen)), (0, ["exact"])):
         torch._dynamo.reset()  # other batches' graphs would make it compile for any batch
-        latent_decoding.MOST_LATENT_ROWS, most = served, latent_decoding.MOST_LATENT_ROWS
+        latent_decoding.MAX_LATENT_ROWS, most = served, latent_decoding.MAX_LATENT_ROWS
         try:
             rows += decode.measure({name: chosen[name] for name in names}, settings, batch, SOURCE)
         finally:
-            latent_decoding.MOST_LATENT_ROWS = most
+            latent_decoding.MAX_LATENT_ROWS = most
     rows[-1]["model"] += ", torch's kernels"
     return {"rows": rows}
 

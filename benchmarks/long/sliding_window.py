@@ -82,11 +82,11 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     """Return `measure_attention` for each number of queries in a block."""
-    kept, found = key_ranges.WINDOW_ROWS, []
+    kept, found = key_ranges.QUERIES_PER_BLOCK, []
     for rows in args.rows or ():
-        key_ranges.WINDOW_ROWS = (rows,)
+        key_ranges.QUERIES_PER_BLOCK = (rows,)
         found += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
-    key_ranges.WINDOW_ROWS = kept
+    key_ranges.QUERIES_PER_BLOCK = kept
     return found
 
 

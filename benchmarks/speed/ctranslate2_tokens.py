@@ -108,7 +108,7 @@ def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, A
                     expected = [until(row[1:], end) for row in tokens.tolist()]
                     found = translator.translate_batch(texts, max_decoding_length=NEW_TOKENS, **theirs)
                     numbers = [tokenizer.convert_tokens_to_ids(each.hypotheses[0]) for each in found]
-                    yield get_field_row(source, written, search, expected, numbers, target)
+                    yield look_up_field(source, written, search, expected, numbers, target)
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str,
             whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
             heard = ctranslate2.StorageView.from_array(batch.numpy())
             found = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
-            yield get_field_row(source, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
+            yield look_up_field(source, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
 
 
 def until(row: list[int], end: int) -> list[int]:
@@ -142,7 +142,7 @@ def until(row: list[int], end: int) -> list[int]:
     return row[: row.index(end)] if end in row else row
 
 
-def get_field_row(
+def look_up_field(
     source: Path, written: Any, search: str, expected: list[list[int]], found: list[list[int]], target: Path
 ) -> dict[str, Any]:
     """Return a row of the JSON."""

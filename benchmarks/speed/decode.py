@@ -32,7 +32,7 @@ from benchmarks.machine import arithmetic_rate, machine, read_bandwidth, seconds
 from benchmarks.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.speed import FirstTokenTimer
-from hf_attn_variants.modeling.attention.latent_attention import EXPANDED, attend_to_latent
+from hf_attn_variants.modeling.attention.latent_attention import EXPANDED_LATENTS, attend_to_latent
 from hf_attn_variants.modeling.transformers_internals import get_cache
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
@@ -310,7 +310,7 @@ def key_value_maps(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.M
 
 def size_of(cache: Any) -> int:
     """Return the bytes of the keys and values in a cache, including those that are cached with a short latent."""
-    kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED, {}).values()]
+    kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED_LATENTS, {}).values()]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     tensors += [tensor for _, *pair, _ in kept for tensor in pair]
     # A latent that all layers show is kept once.

@@ -42,7 +42,10 @@ PEERS = {
         "per_layer_values": {"attention_kernel": ["hedgehog", None, None, *["hedgehog"] * 3]}
     },
 }
-SOURCE, CHUNK = 64, 512  # tokens of the source; of the decoder in one call, until it has read what is before a step
+SOURCE, CHUNK_LENGTH = (
+    64,
+    512,
+)  # tokens of the source; of the decoder in one call, until it has read what is before a step
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,7 +76,7 @@ def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callabl
     tokens = torch.randint(2, model.config.vocab_size, (batch_size, length))
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
     cache = None
-    for some in tokens.split(CHUNK, dim=1):
+    for some in tokens.split(CHUNK_LENGTH, dim=1):
         cache = get_cache(
             model(encoder_outputs=source, decoder_input_ids=some, **{get_cache_name(): cache}, use_cache=True)
         )

@@ -47,7 +47,7 @@ def save(folder: Path) -> dict[str, Any]:
         heads = [head for head in row.heads if head.endswith((*WRITERS, "ForMaskedLM"))]
         for head in heads:
             for variant in VARIANTS:
-                if variant == "latent" and not row.config_class.rank_fields():
+                if variant == "latent" and not row.config_class.get_rank_fields():
                     continue
                 model = row.model(head, **_fields(row, variant))
                 _make_coarse(model)

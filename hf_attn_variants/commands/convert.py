@@ -26,7 +26,7 @@ from ..conversion.calibration_settings import (
     Calibration,
 )
 from ..files import CARD_NAME, check_output_dir
-from ..modeling.fields.field_table import FIELDS, describe_field
+from ..modeling.fields.field_table import VARIANT_FIELDS, describe_field
 from ..training.engine.settings import parse_json_flag
 
 # Copies of constants in `conversion`, whose modules take several seconds to import. A test compares the copies.
@@ -181,9 +181,9 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
         kind: "pattern" or "kernel", to add the fields of this kind. If None, all other fields are added.
         main: whether to add only the flags in `MAIN_FIELDS`, or only the other flags. If None, both are added.
     """
-    for row in FIELDS:
-        row_kind = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
-        if row_kind != kind or "from_scratch" in row.facts:
+    for row in VARIANT_FIELDS:
+        row_kind = next((tag for tag in ("pattern", "kernel") if tag in row.tags), None)
+        if row_kind != kind or "from_scratch" in row.tags:
             continue
         for prefix in row.prefixes:
             if main is not None and (prefix + row.name in MAIN_FIELDS) != main:

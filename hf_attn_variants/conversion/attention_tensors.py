@@ -194,7 +194,7 @@ class AttentionTensors:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> AttentionTensors:
         """Create an instance from a dictionary that maps field names and kernel tensor names to tensors."""
-        names = () if kernel is None else (*kernel.learned, *kernel.drawn)
+        names = () if kernel is None else (*kernel.learned_parameters, *kernel.random_buffers)
         projections: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in names}
         kernel_tensors = {name: tensors[name] for name in names if name in tensors}
         return cls(**projections, kernel=kernel, kernel_tensors=kernel_tensors)
@@ -224,7 +224,9 @@ class AttentionTensors:
         """Return the same projections with a newly initialized kernel instead of the softmax."""
         sizes = (heads.head_dim, heads.head_dim)  # conversions require keys and values of the same size
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, *sizes)
-        new = {name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()}
+        new = {
+            name: tensor.initialize().to(self.query_weight) for name, tensor in kernel.get_tensor_specs(counts).items()
+        }
         return replace(self, kernel=kernel, kernel_tensors=new)
 
     def fold_latent(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:

@@ -109,7 +109,7 @@ def check_supports_cache_budget(config: Mapping[str, Any]) -> None:
         ValueError: if it belongs to another model.
     """
     architecture = next(iter(config.get("architectures") or ()), "")
-    has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
+    has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).get_rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
             "`kv_cache_bytes` is only supported for encoder-decoders with latents, which cache source and generated "
@@ -230,7 +230,12 @@ def check_matching_layers(
     prefix = _get_encoder_prefix(plan)
     modules = [m for m in plan.modules if not m.site.is_cross_attention and m.site.stack_prefix == prefix]
     runs = [plan.model_class.count_module_runs(plan.config, module.name) for module in modules]
-    if prefix is None or plan.reads_audio or max(runs) > 1 or "per_layer_values" not in plan.config.variant_fields():
+    if (
+        prefix is None
+        or plan.reads_audio
+        or max(runs) > 1
+        or "per_layer_values" not in plan.config.get_variant_fields()
+    ):
         raise ValueError(
             "`keep_matching_layers` is only supported for text encoders whose layers can have different heads, not "
             f"for {plan.model_class.__name__}. Remove it."
@@ -317,7 +322,7 @@ def exclude_matching_layers(
 
 def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
     """Return the prefix of encoder fields, or None if the model has no encoder."""
-    if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
+    if "encoder_num_key_value_heads" not in plan.config.get_kv_heads_fields():
         return ""
     return "encoder_" if any(module.site.stack_prefix == "encoder_" for module in plan.modules) else None
 

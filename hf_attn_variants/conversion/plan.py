@@ -26,7 +26,7 @@ from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_checks import find_closest_match
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
+from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.saving_and_loading import drop_default_value_head_dim
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
@@ -62,7 +62,10 @@ from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 # Fields of the original model that must not be set, because the conversion does not support their features.
 UNCONVERTIBLE = {
-    name: text for row in FIELDS for name in row.names if (text := FIELD_TEXTS[row.name].unconvertible) is not None
+    name: text
+    for row in VARIANT_FIELDS
+    for name in row.names
+    if (text := FIELD_TEXTS[row.name].unconvertible) is not None
 }
 
 
@@ -105,15 +108,20 @@ class ConversionPlan:
 
         The value is a list if it differs between layers. Ranks are omitted if there are no latents.
         """
-        pairs = self._values([*self.config.head_count_fields(), *self.config.rank_fields()])
+        pairs = self._values([*self.config.get_head_count_fields(), *self.config.get_rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that change, such as kernels and patterns, {field: (before, after)}."""
         config = self.config
-        heads = {*config.kv_heads_fields(), *config.rank_fields(), *config.talking_heads_fields(), "per_layer_values"}
-        pairs = self._values([name for name in config.variant_fields() if name not in heads])
+        heads = {
+            *config.get_kv_heads_fields(),
+            *config.get_rank_fields(),
+            *config.get_talking_heads_fields(),
+            "per_layer_values",
+        }
+        pairs = self._values([name for name in config.get_variant_fields() if name not in heads])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -254,7 +262,7 @@ def make_plan(
 def get_unsupported_calibration_reason(config: Any) -> str | None:
     """Return the reason why a model with this configuration cannot be calibrated, or None if it can."""
     if has_talking_heads(config):
-        names = [name for name in config.talking_heads_fields() if name.endswith(KIND)]
+        names = [name for name in config.get_talking_heads_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
         return (
             "it requires attention weights that sum to one, which the original model's talking heads "
@@ -313,17 +321,19 @@ def _check_fields(
 ) -> None:
     """Check that the model changes, and that the conversion supports the original model and all changes."""
     for name in changes:
-        if name not in config_class.variant_fields():
+        if name not in config_class.get_variant_fields():
             if is_native(config["model_type"]):
                 config_class.check_field_names([name])
-            similar = find_closest_match(name, config_class.variant_fields()) or config_class.kv_heads_fields()[0]
+            similar = (
+                find_closest_match(name, config_class.get_variant_fields()) or config_class.get_kv_heads_fields()[0]
+            )
             raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. Did you mean `{similar}`?")
-        if name in config_class.from_scratch_fields():
+        if name in config_class.get_from_scratch_fields():
             raise ValueError(f"`{name}` is only supported for models that are trained from scratch. Remove it.")
     if not changes and not has_other_changes:
         raise ValueError(
-            f"There is nothing to convert. Set a field such as `{config_class.kv_heads_fields()[0]}` (or the flag of "
-            "the same name)."
+            f"There is nothing to convert. Set a field such as `{config_class.get_kv_heads_fields()[0]}` (or the flag "
+            "of the same name)."
         )
     patterns = [
         values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
@@ -361,7 +371,7 @@ def _make_new_config(
     new_lists, lists = changes.get("per_layer_values") or {}, source_config.per_layer_values or {}
     kv_heads = {
         name: getattr(source_config, name)
-        for name in config_class.kv_heads_fields()
+        for name in config_class.get_kv_heads_fields()
         if name not in {*lists, *new_lists}
     }
     if new_lists:
@@ -370,7 +380,7 @@ def _make_new_config(
     new_config = config_class.from_upstream(raw, **(kv_heads | dict(changes)))
     check_talking_heads_unchanged(source_config, new_config, changes)
     _check_extensions_unchanged(source_config, new_config)
-    for name in config_class.kernel_fields():
+    for name in config_class.get_kernel_fields():
         old, new = _get_values_by_layer(source_config, name), _get_values_by_layer(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
@@ -401,7 +411,7 @@ def _check_all_fields_used(
 ) -> None:
     """Check that every changed head count or rank applies to an attention module in the model."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
-    for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
+    for fields in (config_class.get_kv_heads_fields(), config_class.get_rank_fields()):
         if unused := [field for field in fields if field in changes and field not in used]:
             used_names = " or ".join(f"`{field}`" for field in fields if field in used)
             raise ValueError(
@@ -421,11 +431,11 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
             would change.
     """
     new_lists = changes.get("per_layer_values") or {}
-    talking_changes = [name for name in source.talking_heads_fields() if name in {*changes, *new_lists}]
+    talking_changes = [name for name in source.get_talking_heads_fields() if name in {*changes, *new_lists}]
     pairs = {
         (prefix, layer): (source.get_talking_heads(prefix, layer), new.get_talking_heads(prefix, layer))
         for prefix in get_talking_heads_prefixes(source)
-        for layer in range(source.layer_count(prefix + KIND))
+        for layer in range(source.get_num_layers(prefix + KIND))
     }
     changed = {place for place, (before, after) in pairs.items() if before != after}
     kinds = [before.kind for place, (before, _) in pairs.items() if place in changed or not changed]

@@ -293,12 +293,14 @@ def attention_errors(
     """
     query, key, value = (before.weight_and_bias(role) for role in ("query", "key", "value"))
     new_query, new_key, new_value = (after.weight_and_bias(role) for role in ("query", "key", "value"))
-    output = new_output = (before.output_weight.T, None)
+    output = allocate_output = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
-        new_output = (after.output_weight.T, None)
+        allocate_output = (after.output_weight.T, None)
     return (
         _compute_relative_error((query, key), (new_query, new_key), heads.query, heads.key, heads.head_dim),
-        _compute_relative_error((output, value), (new_output, new_value), heads.output, heads.value, heads.head_dim),
+        _compute_relative_error(
+            (output, value), (allocate_output, new_value), heads.output, heads.value, heads.head_dim
+        ),
     )
 
 

@@ -171,7 +171,7 @@ def _plan_without_latents(
     model_class, model_config = resolve_source_model(config)
     fields = {}
     for name in list_used_fields(model_class, model_config):
-        ranks = get_values_by_layer(model_config, name) if name in model_config.rank_fields() else []
+        ranks = get_values_by_layer(model_config, name) if name in model_config.get_rank_fields() else []
         if any(rank not in (None, model_config.hidden_size) for rank in ranks):
             fields[name] = model_config.hidden_size
     return make_plan(config, entries, MeanPooling(), fields, dtype=torch.float32, config_file=config_file)
@@ -207,9 +207,9 @@ def _describe_export(
 ) -> CTranslate2Export:
     """Collect the description of an export, including the code that uses it."""
     config, heads = model.config, {}
-    for name in config.kv_heads_fields():
+    for name in config.get_kv_heads_fields():
         counts = get_values_by_layer(config, name)
-        heads[name] = config.query_heads(name), counts if len({*counts}) > 1 else getattr(config, name)
+        heads[name] = config.get_query_heads(name), counts if len({*counts}) > 1 else getattr(config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     describe_usage = describe_whisper_usage if reads_audio else describe_translator_usage
     usage = describe_usage(os.fspath(output_dir), vocab, generation, config)

@@ -16,7 +16,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 from ..conversion.checkpoint.source import list_learned_tokens
 from ..model_properties import DecoderInput, get_decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_table import get_field_row
+from ..modeling.fields.field_table import look_up_field
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..registration import max_input_length
@@ -55,7 +55,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
             f"one of the model types {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     for field in get_effective_fields(config):
-        if "not_in_transformers" in get_field_row(field)[1].facts:
+        if "not_in_transformers" in look_up_field(field)[1].tags:
             raise ValueError(
                 f"`{field}` {getattr(config, field)!r} is not supported because CTranslate2 only supports grouped "
                 "heads. Use `--to onnx`."

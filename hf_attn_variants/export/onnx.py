@@ -288,7 +288,7 @@ def _list_cache_names(config: Any, cache_type: str, prefix: str) -> list[list[st
         cache_type: "decoder" for self-attention or "encoder" for cross-attention.
         prefix: "past_key_values" for inputs or "present" for outputs.
     """
-    layers = config.layer_count("num_key_value_heads")
+    layers = config.get_num_layers("num_key_value_heads")
     kinds = []
     for layer in range(layers):
         if cache_type == "encoder" and config.cross_kv_lora_rank is not None:

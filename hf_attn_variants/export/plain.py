@@ -26,7 +26,7 @@ from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import list_used_fields, variant_config
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import get_file_names
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
+from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
 from .folding import fold_extensions
@@ -67,7 +67,7 @@ def make_transformers_config(config: Any, model_class: type) -> PreTrainedConfig
         config: The variant configuration.
         model_class: The model class from this package.
     """
-    omitted = {*config.variant_fields(), *OMITTED_FIELDS}
+    omitted = {*config.get_variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
     plain_config = CONFIG_MAPPING[config.transformers_model_types[0]](**values)
     plain_config.architectures = [get_transformers_class_name(model_class)]
@@ -90,7 +90,7 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 # {field that the Transformers classes do not support: description of its feature}.
 NO_PLAIN_FORM = {
     name: text
-    for row in FIELDS
+    for row in VARIANT_FIELDS
     for name in row.names
     if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
 }
@@ -174,7 +174,7 @@ def export_transformers(
         before, after = (
             sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
         )
-    ranks = dict.fromkeys(plan.config.rank_fields())
+    ranks = dict.fromkeys(plan.config.get_rank_fields())
     changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(
@@ -208,8 +208,8 @@ def _plan_plain_conversion(
             )
     fields = {}
     for name in list_used_fields(model_class, source):
-        if name in source.kv_heads_fields():
-            fields[name] = source.query_heads(name)
+        if name in source.get_kv_heads_fields():
+            fields[name] = source.get_query_heads(name)
         elif getattr(source, name) is not None:
             fields[name] = source.hidden_size  # a latent of this width has no projection
             stored = dtype or source.dtype

@@ -34,7 +34,13 @@ from ..inspection.costs import (
 from ..inspection.tables import describe_talking_projections, format_layers, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, get_card_value_description, get_field_row
+from ..modeling.fields.field_table import (
+    FIELD_TEXTS,
+    PLACE_WORDINGS,
+    VARIANT_FIELDS,
+    get_card_value_description,
+    look_up_field,
+)
 from ..modeling.mechanisms.head_sharing import (
     GroupedQueryAttention,
     HeadSharing,
@@ -304,13 +310,13 @@ def build_variant_template_values(variant: Any, fields: Sequence[str], table: Co
             the decoder.
         table: The costs of the variant.
     """
-    kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
-    rank_fields = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
+    kv_fields = [name for name in variant.get_kv_heads_fields() if name in fields]
+    rank_fields = [name for name in variant.get_rank_fields() if name in fields and getattr(variant, name) is not None]
     latents = [_describe_latent(variant, name) for name in rank_fields]
     talking = describe_talking_projections(variant, fields)
     patterns, kernels = (_describe_set_fields(variant, fields, fact) for fact in ("pattern", "kernel"))
     layers = {name: get_values_by_layer(variant, name) for name in kv_fields}
-    shared = {count for name, counts in layers.items() for count in counts if count != variant.query_heads(name)}
+    shared = {count for name, counts in layers.items() for count in counts if count != variant.get_query_heads(name)}
     ranks = {rank for latent in latents for rank in latent["ranks"]}
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
     papers = [MultiQueryAttention.paper] * (1 in shared) + [GroupedQueryAttention.paper] * bool(shared)
@@ -324,7 +330,7 @@ def build_variant_template_values(variant: Any, fields: Sequence[str], table: Co
     papers += [item.paper for prefix in PREFIXES for item in get_requested_extensions(variant, prefix)]
     current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
     cache = current.kv_cache_bytes_per_token
-    all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
+    all_ranks = {getattr(variant, name) for name in variant.get_rank_fields()} - {None}
     return {
         "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
@@ -333,14 +339,14 @@ def build_variant_template_values(variant: Any, fields: Sequence[str], table: Co
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
-        "head_counts": {name: _get_value(variant, name) for name in variant.head_count_fields(fields)},
+        "head_counts": {name: _get_value(variant, name) for name in variant.get_head_count_fields(fields)},
         "parameters": current.parameters,
         "attention_parameters": current.attention_parameters,
         "caches": [(part, count, full_cache[part]) for part, count in (cache or {}).items()],
         "dtype": table.dtype,
         "decodes": "decoder" in current.flops_per_token,
         "has_cache": cache is not None,
-        "shares": bool(all_ranks or HeadSharing.requested_in(variant, get_field_row(fields[0])[0])),
+        "shares": bool(all_ranks or HeadSharing.find_requesting_field(variant, look_up_field(fields[0])[0])),
         "keeps_inputs": variant.hidden_size in all_ranks,
         "talks": has_talking_heads(variant),
         "diagram": format_heads_diagram(variant, fields),
@@ -357,7 +363,7 @@ def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
-    names = [f"{prefix}attention_{kind}" for prefix in PLACES for kind in ("pattern", "kernel")]
+    names = [f"{prefix}attention_{kind}" for prefix in PLACE_WORDINGS for kind in ("pattern", "kernel")]
     is_plain = not any(getattr(variant, name, None) for name in names)
     return bool(changes) and is_plain and all(pair == [None, variant.hidden_size] for pair in changes)
 
@@ -377,30 +383,34 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
     return f"AutoModelFor{match[1]}" if match else "AutoModel"
 
 
-def _describe_set_fields(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
+def _describe_set_fields(variant: Any, fields: Sequence[str], tag: str) -> list[dict[str, Any]]:
     """Describe the fields of one type that are set in the encoders and decoders to which `fields` belong.
 
     The type is `fact`, which is "pattern" or "kernel".
     """
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
-    rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
+    rows = [row for row in VARIANT_FIELDS if tag in row.tags and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
     return [_describe_field(variant, name) for name in names if getattr(variant, name, None) is not None]
 
 
 def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     """Return the type of head sharing and the head counts that a key/value head field sets."""
-    heads, counts = variant.query_heads(name), set(get_values_by_layer(variant, name)) or {getattr(variant, name)}
+    heads, counts = variant.get_query_heads(name), set(get_values_by_layer(variant, name)) or {getattr(variant, name)}
     kind, where = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
 
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
     """Return the result of `_describe_field` for a rank field, with the place and the ranks of its latents."""
-    prefix, row = get_field_row(name)
+    prefix, row = look_up_field(name)
     layers = get_values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
-    place = {"here": PLACES[prefix].here, "token": PLACES[prefix].token, "is_one_for_all": prefix in row.one_for_all}
+    place = {
+        "here": PLACE_WORDINGS[prefix].place,
+        "token": PLACE_WORDINGS[prefix].token,
+        "is_one_for_all": prefix in row.model_wide_prefixes,
+    }
     return _describe_field(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
 
 
@@ -723,8 +733,8 @@ def format_heads_diagram(config: Any, fields: Sequence[str] | None = None) -> st
             query heads     | q0 q1 | q2 q3 |
             key/value heads |  kv0  |  kv1  |
     """
-    fields = (*config.kv_heads_fields(), *config.rank_fields()) if fields is None else fields
-    kv_fields = [name for name in config.kv_heads_fields() if name in fields]
+    fields = (*config.get_kv_heads_fields(), *config.get_rank_fields()) if fields is None else fields
+    kv_fields = [name for name in config.get_kv_heads_fields() if name in fields]
     blocks = []
     for name in kv_fields:
         counts = get_values_by_layer(config, name) or [getattr(config, name)]
@@ -732,8 +742,8 @@ def format_heads_diagram(config: Any, fields: Sequence[str] | None = None) -> st
             title = [HEADS_TITLES[name]] if len(kv_fields) > 1 else []
             title += [format_layers(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
-            blocks.append("\n".join([*head, *_format_head_groups(config.query_heads(name), count)]))
-    rank_fields = [name for name in config.rank_fields() if name in fields]
+            blocks.append("\n".join([*head, *_format_head_groups(config.get_query_heads(name), count)]))
+    rank_fields = [name for name in config.get_rank_fields() if name in fields]
     latents = [_format_latent_sentence(config, name, len(kv_fields) > 1) for name in rank_fields]
     if any(latents):
         blocks.append("\n".join(filter(None, latents)))
@@ -748,9 +758,9 @@ def _format_latent_sentence(config: Any, field: str, is_t5: bool) -> str:
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({format_layers(ranks, rank)})" if len(set(ranks)) > 1 else ""))
-    prefix, _ = get_field_row(field)
-    owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
-    text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
+    prefix, _ = look_up_field(field)
+    owner = ("the decoder's " if is_t5 and not prefix else "") + PLACE_WORDINGS[prefix].owner
+    text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACE_WORDINGS[prefix].token}."
     return text if parts else ""
 
 
@@ -785,7 +795,7 @@ def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     for prefix, chains in by_place.items():
         for chain in dict.fromkeys(filter(None, chains)):
             where = f", {format_layers(chains, chain)}" if len({*chains}) > 1 else ""
-            lines.append(f"{PLACES[prefix].here}{where}: {chain}")
+            lines.append(f"{PLACE_WORDINGS[prefix].place}{where}: {chain}")
     return "\n".join(lines)
 
 

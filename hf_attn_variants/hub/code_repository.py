@@ -16,7 +16,7 @@ from ..conversion.checkpoint.source import read_config
 from ..errors import as_value_error
 from ..files import CARD_NAME, CONFIG_NAME, GENERATED_CARD, SENTENCE_MODULES_NAME
 from ..modeling.code_builder import build_code
-from ..modeling.remote_code import CONFIGURATIONS
+from ..modeling.remote_code import CONFIGURATION_MODULE
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from ..registration import ARCHITECTURES
 from .card import add_digest_mark, is_unedited_card, redact_json_file
@@ -51,7 +51,7 @@ Read the `.py` files, and pin the commit that you read with `code_revision=`.
 
 def build_complete_code() -> Mapping[str, str]:
     """Return the code files of all architectures with all mechanisms: {file name: text}."""
-    modules = [CONFIGURATIONS, *(config_class.modeling_file for config_class in ARCHITECTURES)]
+    modules = [CONFIGURATION_MODULE, *(config_class.modeling_file for config_class in ARCHITECTURES)]
     return build_code(tuple((module, "*") for module in modules), None)
 
 

@@ -26,7 +26,7 @@ from ..modeling.attention.attention_sites import AttentionSite, is_local_layer
 from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
-from ..modeling.fields.field_table import FIELD_TEXTS, PLACES, get_field_row
+from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, look_up_field
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
@@ -197,7 +197,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
 
 def get_values_by_layer(config: Any, field: str) -> list[Any]:
     """Return the value of a configuration field in each layer of the encoder or decoder that it belongs to."""
-    return [config.get_layer_value(field, layer) for layer in range(config.layer_count(field))]
+    return [config.get_layer_value(field, layer) for layer in range(config.get_num_layers(field))]
 
 
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
@@ -211,7 +211,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
         field: The key/value head field of the encoder or decoder to describe.
     """
     counts = set(get_values_by_layer(config, field)) or {getattr(config, field)}
-    sharing = get_head_sharing(counts, config.query_heads(field))
+    sharing = get_head_sharing(counts, config.get_query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQueryAttention else sharing.label]
     for name in _list_rank_fields(config, field):
@@ -256,7 +256,9 @@ def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
     names = {prefix: get_score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
-    return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
+    return [
+        f"{score} scores in {PLACE_WORDINGS[prefix].place}" for prefix, score in names.items() if score is not None
+    ]
 
 
 def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
@@ -270,8 +272,15 @@ def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
     """
     prefixes, texts = select_place_prefixes(config, fields), list[Any]()
     for extension in ATTENTION_EXTENSIONS:
-        text, places = FIELD_TEXTS[extension.field].card, [p for p in prefixes if extension.requested_in(config, p)]
-        texts += [text] if len(places) == len(prefixes) else [f"{text} in {PLACES[place].here}" for place in places]
+        text, places = (
+            FIELD_TEXTS[extension.field].card,
+            [p for p in prefixes if extension.find_requesting_field(config, p)],
+        )
+        texts += (
+            [text]
+            if len(places) == len(prefixes)
+            else [f"{text} in {PLACE_WORDINGS[place].place}" for place in places]
+        )
     return texts
 
 
@@ -282,7 +291,7 @@ def _describe_layers(values: list[LayerValue]) -> str:
 
 def _list_rank_fields(config: Any, field: str) -> list[str]:
     """Return the rank fields of the encoder or decoder that a head field belongs to, with cross-attention first."""
-    names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
+    names = [name for name in config.get_rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
     return sorted(names, key=lambda name: not name.startswith("cross_"))
 
 
@@ -383,7 +392,7 @@ def iterate_variant_fields(
     """
     ranks = _list_rank_fields(current, field)
     if has_latents(current, field):
-        yield {field: current.query_heads(field)} | dict.fromkeys(ranks)
+        yield {field: current.get_query_heads(field)} | dict.fromkeys(ranks)
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
@@ -395,8 +404,8 @@ def iterate_variant_fields(
     if latents and supports_decoder_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from iterate_latent_variants(current, ranks)
     # Talking heads require the same number of heads in the encoder and the decoder.
-    is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
-    if talking_heads and KIND in current.variant_fields() and not has_talking_heads(current) and is_even:
+    is_even = len({current.get_query_heads(name) for name in current.get_kv_heads_fields()}) == 1
+    if talking_heads and KIND in current.get_variant_fields() and not has_talking_heads(current) and is_even:
         yield {KIND: BOTH}
 
 
@@ -405,7 +414,7 @@ def has_latents(config: Any, field: str | None = None) -> bool:
 
     If `field` is None, latents in any encoder or decoder count.
     """
-    names = config.rank_fields() if field is None else _list_rank_fields(config, field)
+    names = config.get_rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
 
@@ -431,7 +440,7 @@ def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) ->
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attention_modules()]
     used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
-    return tuple(name for name in (*config.kv_heads_fields(), *config.rank_fields()) if name in used)
+    return tuple(name for name in (*config.get_kv_heads_fields(), *config.get_rank_fields()) if name in used)
 
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
@@ -445,11 +454,11 @@ def list_kv_head_counts(config: Any, field: str) -> list[int]:
     These are the divisors of the number of query heads. Except for the number of query heads itself, they must also
     divide the number of value heads.
     """
-    heads = config.query_heads(field)
+    heads = config.get_query_heads(field)
     value_heads = {
         config.get_talking_heads(prefix, layer).output
         for prefix in select_place_prefixes(config, (field,))
-        for layer in range(config.layer_count(prefix + KIND))
+        for layer in range(config.get_num_layers(prefix + KIND))
     }
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
     return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
@@ -457,7 +466,7 @@ def list_kv_head_counts(config: Any, field: str) -> list[int]:
 
 def _get_variant_values(config: Any) -> dict[str, Any]:
     """Return the values of a configuration's variant fields."""
-    return {name: getattr(config, name) for name in config.variant_fields()}
+    return {name: getattr(config, name) for name in config.get_variant_fields()}
 
 
 def _is_convertible(source: Any, target: Any) -> bool:
@@ -465,10 +474,10 @@ def _is_convertible(source: Any, target: Any) -> bool:
     if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
     try:
-        for field in source.kv_heads_fields():
+        for field in source.get_kv_heads_fields():
             for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
                 kv_head_change(*pair)
-        for field in source.rank_fields():
+        for field in source.get_rank_fields():
             for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
                 latent_change(*(get_projection_rank(rank, source.hidden_size) for rank in pair))
     except ValueError:
@@ -478,17 +487,17 @@ def _is_convertible(source: Any, target: Any) -> bool:
 
 def _has_unconvertible_attention(config: Any) -> bool:
     """Return whether the attention in a configuration has parameters that cannot be converted."""
-    values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
+    values = [getattr(config, name) for name in (*config.get_kernel_fields(), *config.get_pattern_fields())]
     by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
-    prefixes = [p for p in get_field_row(AdditiveScore.field)[1].prefixes if hasattr(config, p + AdditiveScore.field)]
+    prefixes = [p for p in look_up_field(AdditiveScore.field)[1].prefixes if hasattr(config, p + AdditiveScore.field)]
     has_scores = any(get_score_name(config, prefix) is not None for prefix in prefixes)
     return has_scores or config.value_head_dim is not None or any(name in values for name in by_head)
 
 
 def get_score_name(config: Any, prefix: str) -> str | None:
     """Return the name of the score function set by the fields with this prefix, or None for the dot product."""
-    requested = AdditiveScore.requested_in(config, prefix)
+    requested = AdditiveScore.find_requesting_field(config, prefix)
     return None if requested is None else requested[1]
 
 
@@ -585,7 +594,7 @@ def kv_cache_bytes(
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention also caches the keys and values from which the state is computed
-            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.num_state_values(heads)
+            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.count_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
@@ -649,8 +658,8 @@ def flops_per_token(
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _get_core_module(module, site)
-        attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
-        attended = attended if core.compression is None else core.compression.num_attended_keys(attended)
+        attended = attended if core.key_range is None else core.key_range.count_attended_keys(attended)
+        attended = attended if core.compression is None else core.compression.count_attended_keys(attended)
         if is_local_layer(config, site.get_layer_index(config, path)):
             attended = min(attended, 2 * config.sliding_window + 1)
         query_dim = projections["query"].in_features

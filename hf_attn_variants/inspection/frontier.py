@@ -71,7 +71,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
         field: The key/value head field to vary.
         decodes: Whether the attention modules with these heads are in a decoder with a cache.
     """
-    width, current_counts = config.hidden_size, get_values_by_layer(config, field) or [config.query_heads(field)]
+    width, current_counts = config.hidden_size, get_values_by_layer(config, field) or [config.get_query_heads(field)]
     multi_query = 2 * config.get_attention_head_dim()  # values per token and layer
     # A conversion merges whole groups of heads in each layer.
     counts = [count for count in list_kv_head_counts(config, field) if count < max(current_counts)]
@@ -79,7 +79,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     options: list[Fields] = []
     if has_latents(config, field):
         pass  # smaller latents are only tried on request because the original projections are lost
-    elif "cross_kv_lora_rank" in config.rank_fields() and decodes:
+    elif "cross_kv_lora_rank" in config.get_rank_fields() and decodes:
         cross_ranks = [width, width // 2, 3 * width // 8, width // 4]
         self_ranks = [None, 2 * multi_query, multi_query, multi_query // 2]
         pairs = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2), (2, 3), (3, 2), (3, 3)]
@@ -92,7 +92,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     if len(counts) > MAX_COUNTS:  # evenly spaced counts, including the first and the last
         step = (len(counts) - 1) / (MAX_COUNTS - 1)
         counts = [counts[round(i * step)] for i in range(MAX_COUNTS)]
-    options = [option for option in options if option.keys() <= {*config.rank_fields()}]
+    options = [option for option in options if option.keys() <= {*config.get_rank_fields()}]
     options += [{field: count} for count in counts]
     return _remove_duplicates(
         option for option in options if all(value is None or 1 <= value <= width for value in option.values())

@@ -476,7 +476,7 @@ def _iterate_head_and_latent_fields(
     latents: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of variants with given numbers of key/value heads, with latents and with talking heads."""
-    heads = current.query_heads(field)
+    heads = current.get_query_heads(field)
     counts = {heads, 4, 2, 1} & set(list_kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
         counts |= {heads}  # this package's class is the baseline instead of a Transformers class

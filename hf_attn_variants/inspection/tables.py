@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..modeling.fields.field_table import PLACES
+from ..modeling.fields.field_table import PLACE_WORDINGS
 from ..modeling.mechanisms.head_sharing import get_kv_heads_field
 from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_talking_heads_prefixes
 
@@ -121,7 +121,7 @@ def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]
 def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
     """Return {prefix: talking-heads settings of each layer} for the places that `select_place_prefixes` returns."""
     return {
-        prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
+        prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.get_num_layers(prefix + KIND))]
         for prefix in select_place_prefixes(config, fields)
     }
 
@@ -151,5 +151,5 @@ def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tup
         by_layer = [talking.kind for talking in layers]
         for kind in dict.fromkeys(filter(None, by_layer)):
             some = f" ({format_layers(by_layer, kind)})" if len({*by_layer}) > 1 else ""
-            places_by_kind.setdefault(kind, []).append(PLACES[prefix].here + some)
+            places_by_kind.setdefault(kind, []).append(PLACE_WORDINGS[prefix].here + some)
     return [(kind, f" in {' and '.join(places)}") for kind, places in places_by_kind.items()]

@@ -26,11 +26,11 @@ __all__ = ["build_code", "get_file_names"]
 
 MODELING_FOLDER = Path(__file__).parent
 # Each file in this folder contains the classes of one architecture or family and is not joined with others.
-NOT_JOINED = "architectures"
+UNJOINED_FOLDER = "architectures"
 # Modules next to this file are joined into a file with this name, and modules in a folder into a file with the folder
 # name.
 _BASE_GROUP = "base"
-NAMES = "variant_names"
+NAMES_MODULE = "variant_names"
 DIGEST_LENGTH = 12
 
 # The names through which other code uses mechanisms (see `fields/composition.py`): {mechanisms: names}. A repository
@@ -43,7 +43,7 @@ _NAMES_BY_MECHANISMS = {
         "should_use_latent_kernels"
     ),
     ("linear_attention",): (
-        "AttentionKernel EluKernel KernelStateLayer Linformer ReluKernel _prepare_state_layer check_kernels "
+        "AttentionKernel EluKernel KernelStateLayer LinformerKernel ReluKernel _prepare_state_layer check_kernels "
         "create_kernel get_kernel_class get_random_buffer_names init_kernel install_kernel kernel_attention_forward"
     ),
     ("linear_attention", "patterns"): (
@@ -81,7 +81,7 @@ _NAMES_BY_MECHANISMS = {
 }
 ENTRY_POINTS = {name: needed_by for needed_by, names in _NAMES_BY_MECHANISMS.items() for name in names.split()}
 # A stub has the name of the definition that it replaces.
-STUB = "class {name}(MissingDefinition):\n    mechanisms = {mechanisms!r}\n"
+STUB_TEMPLATE = "class {name}(MissingDefinition):\n    mechanisms = {mechanisms!r}\n"
 
 
 class _Definition(NamedTuple):
@@ -140,11 +140,14 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """
     modules = _read_modules()
     stubs = _list_stubs(mechanisms)
-    reached = _find_used_definitions(modules, roots, stubs)
+    used_definitions = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_SourceModule]] = {}
-    for module in _sort_modules_by_import(modules, {name for name, _ in reached}):
+    for module in _sort_modules_by_import(modules, {name for name, _ in used_definitions}):
         files.setdefault(module.file, []).append(module)
-    texts = {f"{file}.py": _build_file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
+    texts = {
+        f"{file}.py": _build_file_text(parts, modules, used_definitions, stubs)
+        for file, parts in sorted(files.items())
+    }
     return _insert_constants(texts, mechanisms)
 
 
@@ -173,10 +176,10 @@ def build_single_file(module: str, name: str, paths: Iterable[Path], mechanisms:
     modules = {**_read_modules(), **{path.stem: _read_module(path, module) for path in paths}}
     modules = {key: value._replace(file=module) for key, value in modules.items()}
     stubs = _list_stubs(mechanisms)
-    reached = _find_used_definitions(modules, [(module, name)], stubs)
-    parts = list(_sort_modules_by_import(modules, {place for place, _ in reached}))
+    used_definitions = _find_used_definitions(modules, [(module, name)], stubs)
+    parts = list(_sort_modules_by_import(modules, {place for place, _ in used_definitions}))
     # The module with the definition comes last. Its docstring comes first.
-    text = _build_file_text(parts, modules, reached, stubs)
+    text = _build_file_text(parts, modules, used_definitions, stubs)
     docstring = ast.literal_eval(modules[module].docstring)
     text = f'"""{docstring.split(chr(10))[0]}"""\n\n{text[len(parts[0].docstring) :].lstrip()}'
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
@@ -217,7 +220,7 @@ def _find_extensions() -> dict[str, str]:
 
 def _get_output_file_name(path: Path) -> str:
     folder = path.relative_to(MODELING_FOLDER).parts[0] if path.parent != MODELING_FOLDER else _BASE_GROUP
-    return path.stem if folder == NOT_JOINED else f"attn_variants_{folder}"
+    return path.stem if folder == UNJOINED_FOLDER else f"attn_variants_{folder}"
 
 
 @cache
@@ -246,8 +249,8 @@ def _read_module(path: Path, file: str | None = None) -> _SourceModule:
         is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
         if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
-            whole = f"{comment}\n{source[1]}" if comment else source[1]
-            body.append(_Definition(whole, names, frozenset(_find_used_names(node)), node))
+            statement_text = f"{comment}\n{source[1]}" if comment else source[1]
+            body.append(_Definition(statement_text, names, frozenset(_find_used_names(node)), node))
         for child in ast.walk(node):
             if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
                 module = child.module.rpartition(".")[2]
@@ -287,29 +290,29 @@ def _find_used_definitions(
     modules: Mapping[str, _SourceModule], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
     """Return all definitions that the roots use directly or indirectly, including stubs, as (module, name)."""
-    reached: set[tuple[str, str]] = set()
-    wanted: list[tuple[str, str]] = []
+    visited: set[tuple[str, str]] = set()
+    pending: list[tuple[str, str]] = []
     for module_name, root in roots:
-        everything = (name for definition in modules[module_name].body for name in definition.names)
-        wanted += [(module_name, name) for name in (everything if root == "*" else [root])]
-    while wanted:
-        place = wanted.pop()
-        if place in reached or place[0] not in modules:
+        all_names = (name for definition in modules[module_name].body for name in definition.names)
+        pending += [(module_name, name) for name in (all_names if root == "*" else [root])]
+    while pending:
+        place = pending.pop()
+        if place in visited or place[0] not in modules:
             continue
-        reached.add(place)
+        visited.add(place)
         if place[1] in stubs:
-            wanted.append(BASE_STUB)
+            pending.append(BASE_STUB)
             continue
         module = modules[place[0]]
         for definition in module.body:
             # Statements that are run for their side effects, such as registrations, define no names.
             if place[1] in definition.names or not definition.names:
-                wanted += [module.imported.get(name, (module.name, name)) for name in definition.uses]
-    return reached
+                pending += [module.imported.get(name, (module.name, name)) for name in definition.uses]
+    return visited
 
 
 # The base class of stubs, which is defined in the base file of a repository.
-BASE_STUB = (NAMES, "MissingDefinition")
+BASE_STUB = (NAMES_MODULE, "MissingDefinition")
 
 
 def _sort_modules_by_import(modules: Mapping[str, _SourceModule], names: set[str]) -> Iterator[_SourceModule]:
@@ -337,8 +340,8 @@ def _build_file_text(
             if not names and (definition.names or not is_used):
                 continue
             if stubbed := sorted(name for name in names if name in stubs):
-                body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
-                _add_import(imports, (NAMES, "MissingDefinition"), "MissingDefinition", module, modules)
+                body += [STUB_TEMPLATE.format(name=name, mechanisms=stubs[name]) for name in stubbed]
+                _add_import(imports, (NAMES_MODULE, "MissingDefinition"), "MissingDefinition", module, modules)
                 continue
             definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
@@ -355,8 +358,8 @@ def _build_file_text(
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
     relative = [line for line in lines if line.startswith("from .")]
-    rest = [line for line in lines if line not in (*future, *relative)]
-    head = "\n".join([*future, *plain, *rest, *relative])
+    other_lines = [line for line in lines if line not in (*future, *relative)]
+    head = "\n".join([*future, *plain, *other_lines, *relative])
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
 
 
@@ -385,12 +388,12 @@ def _add_external_import(
 ) -> None:
     """Add an import from torch, Transformers or the standard library, limited to the names that are used."""
     for alias in node.names:
-        shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
+        imported_name = alias.name + (f" as {alias.asname}" if alias.asname else "")
         if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
             if isinstance(node, ast.Import):
-                import_lines.setdefault(f"import {shown}")
+                import_lines.setdefault(f"import {imported_name}")
             else:
-                imports.setdefault(node.module or "", set()).add(shown)
+                imports.setdefault(node.module or "", set()).add(imported_name)
 
 
 def _format_guarded_imports(block: ast.With, names: set[str]) -> str:
@@ -399,8 +402,8 @@ def _format_guarded_imports(block: ast.With, names: set[str]) -> str:
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
         if isinstance(node, ast.ImportFrom) and imported:
-            whole = ast.ImportFrom(module=node.module, names=imported, level=node.level)
-            lines.append(f"    {ast.unparse(whole)}")
+            statement = ast.ImportFrom(module=node.module, names=imported, level=node.level)
+            lines.append(f"    {ast.unparse(statement)}")
     return "\n".join(lines)
 
 
@@ -409,8 +412,8 @@ def _join_statements(parts: list[str]) -> str:
     text = ""
     for part in filter(None, parts):
         is_block = re.match(r"(#.*\n)*(@|def |class |\"\"\")", part) is not None
-        gap = "\n\n\n" if is_block or text.rstrip("\n").split("\n")[-1].startswith((" ", ")")) else "\n"
-        text = f"{text.rstrip()}{gap if text else ''}{part}"
+        separator = "\n\n\n" if is_block or text.rstrip("\n").split("\n")[-1].startswith((" ", ")")) else "\n"
+        text = f"{text.rstrip()}{separator if text else ''}{part}"
     return text
 
 
@@ -427,12 +430,12 @@ def _build_definition_text(
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
     first = end - len(lines) + 1  # the line in the module at which the text begins
-    inner = [node for node in ast.walk(definition.node) if isinstance(node, ast.ImportFrom) and node.level]
-    for child in sorted(inner, key=lambda node: -node.lineno):
+    relative_imports = [node for node in ast.walk(definition.node) if isinstance(node, ast.ImportFrom) and node.level]
+    for child in sorted(relative_imports, key=lambda node: -node.lineno):
         source = (child.module or "").rpartition(".")[2]
-        shown = ", ".join(map(ast.unparse, child.names))
+        imported_name = ", ".join(map(ast.unparse, child.names))
         is_joined = modules[source].file == module.file
-        new = "pass" if is_joined else f"from .{modules[source].file} import {shown}"
+        new = "pass" if is_joined else f"from .{modules[source].file} import {imported_name}"
         lines[child.lineno - first : (child.end_lineno or child.lineno) - first + 1] = [
             f"{' ' * child.col_offset}{new}"
         ]

@@ -11,10 +11,10 @@ from pathlib import Path
 from .code_builder import build_code
 from .variant_names import CODE_DIGEST
 
-__all__ = ["CONFIGURATIONS", "get_code_files", "is_package_class", "write_code"]
+__all__ = ["CONFIGURATION_MODULE", "get_code_files", "is_package_class", "write_code"]
 
 _FOLDER = Path(__file__).parent
-CONFIGURATIONS = "configuration_attn_variants"
+CONFIGURATION_MODULE = "configuration_attn_variants"
 
 
 def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
@@ -27,17 +27,19 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
             a repository ignores this argument, because it only contains its own mechanisms.
     """
     if not CODE_DIGEST:
-        names = [base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATIONS}")]
-        roots = ((CONFIGURATIONS, names[0]), (modeling_file, "*"))
+        names = [
+            base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATION_MODULE}")
+        ]
+        roots = ((CONFIGURATION_MODULE, names[0]), (modeling_file, "*"))
         return build_code(roots, None if mechanisms is None else frozenset(mechanisms))
     files: dict[str, str] = {}
-    wanted = [CONFIGURATIONS, modeling_file]
-    while wanted:
-        name = f"{wanted.pop()}.py"
+    module_names = [CONFIGURATION_MODULE, modeling_file]
+    while module_names:
+        name = f"{module_names.pop()}.py"
         # If only the configuration was loaded from the Hub, the file with the models was not downloaded.
         if name not in files and (_FOLDER / name).exists():
             files[name] = (_FOLDER / name).read_bytes().decode()
-            wanted += re.findall(r"^ *from \.(\w+) import", files[name], re.MULTILINE)
+            module_names += re.findall(r"^ *from \.(\w+) import", files[name], re.MULTILINE)
     return files
 
 

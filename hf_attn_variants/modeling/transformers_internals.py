@@ -76,7 +76,7 @@ ARGUMENTS_WITHOUT_EFFECT = frozenset(
     }
 )
 # Arguments that this package and the layers of Transformers pass to attention functions.
-OWN_ARGUMENTS = frozenset(
+VARIANT_ARGUMENTS = frozenset(
     "dropout global_attention_mask is_causal kernel_cache key_range m2l m2w position_bias scaling x2l x2w".split()
 )
 
@@ -135,27 +135,31 @@ class MethodSignature:
             for old in ARGUMENT_ROLES[role]
             if old != name
         )
-        positions = {name: at for at, name in enumerate(self.order)}
-        self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
-        self.others = tuple((name, at) for name, at in positions.items() if name not in self.names)
+        positions = {name: position for position, name in enumerate(self.order)}
+        self.argument_positions = tuple((name, positions.get(name, len(self.order))) for name in self.names)
+        self.other_positions = tuple(
+            (name, position) for name, position in positions.items() if name not in self.names
+        )
         if returns is not None:
             _check_return_count(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the argument for each role, or None if it is missing. Former names in `kwargs` are replaced."""
         self._rename(kwargs)
-        return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
+        return [
+            args[position] if position < len(args) else kwargs.get(name) for name, position in self.argument_positions
+        ]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the argument for each role, and a dictionary with all other arguments."""
         self._rename(kwargs)
         values: list[Any] = []
         count = len(args)
-        for name, at in self.places:  # in each decoding step, this is faster than a comprehension
-            values += (args[at] if at < count else kwargs.pop(name, None),)
-        for name, at in self.others:
-            if at < count:
-                kwargs[name] = args[at]
+        for name, position in self.argument_positions:  # in each decoding step, this is faster than a comprehension
+            values += (args[position] if position < count else kwargs.pop(name, None),)
+        for name, position in self.other_positions:
+            if position < count:
+                kwargs[name] = args[position]
         return values, kwargs
 
     def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **replacements: Any) -> dict[str, Any]:
@@ -241,9 +245,10 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
     first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
     needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in names]
     if first != names or needed:
-        taken = ", ".join(parameters) or "nothing"
+        parameter_names = ", ".join(parameters) or "nothing"
         raise build_change_error(
-            f"`{owner.__name__}.{method}` takes {taken}, but this code expects {', '.join(names) or 'nothing'}"
+            f"`{owner.__name__}.{method}` takes {parameter_names}, but this code expects "
+            f"{', '.join(names) or 'nothing'}"
         )
 
 
@@ -266,7 +271,7 @@ def check_known_arguments(kwargs: Mapping[str, Any]) -> None:
         ValueError: if an unknown argument is not None.
     """
     for name, value in kwargs.items():
-        if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT and name not in OWN_ARGUMENTS:
+        if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT and name not in VARIANT_ARGUMENTS:
             raise ValueError(
                 f"`{name}` is not supported by attention functions and would be ignored. Remove it. If you did not "
                 f"pass it, it was added by transformers {transformers.__version__}. In this case, use transformers "
@@ -305,8 +310,8 @@ def _check_return_count(function: Any, returns: int, place: str) -> None:
     steps = [
         step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IGNORED_OPCODES
     ]
-    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURN_OPCODES]
-    sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
+    ends = [position for position, (operation, _) in enumerate(steps) if operation in _RETURN_OPCODES]
+    sizes = {steps[position - 1][1] if steps[position - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for position in ends}
     if sizes != {returns}:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
         raise build_change_error(f"{place} returns {counts} values, but this code expects {returns}")
@@ -458,10 +463,12 @@ def check_attention_function(owner: type) -> None:
             )
         raise build_change_error(missing)
     parameters = inspect.signature(function).parameters
-    taken = tuple(parameters)
+    parameter_names = tuple(parameters)
     needed = {name for name, parameter in parameters.items() if _is_required(parameter)}
-    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {*ATTENTION_ARGUMENTS}:
-        raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+    if parameter_names[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {
+        *ATTENTION_ARGUMENTS
+    }:
+        raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(parameter_names)}")
 
 
 def check_mask_function(function: Any) -> None:
@@ -470,10 +477,10 @@ def check_mask_function(function: Any) -> None:
     Raises:
         TransformersChangedError: if an argument is missing.
     """
-    taken = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     for name in MASK_ARGUMENTS:
-        if name not in taken:
-            raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+        if name not in parameters:
+            raise build_change_error(f"`{function.__name__}` takes {', '.join(parameters)}, but not {name}")
 
 
 def check_submodule_paths(module: nn.Module, paths: Iterable[str]) -> None:

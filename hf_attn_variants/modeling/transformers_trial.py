@@ -23,7 +23,7 @@ __all__ = ["compare_with_transformers"]
 # Follows the verbosity level of Transformers, even in remote code
 logger = logging.get_logger("transformers.attn_variants")
 
-HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
+NUM_HEADS, HEAD_DIM, VOCABULARY_SIZE, LENGTH = 2, 4, 12, 4
 # The largest allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
 # The error for each compared architecture, or None. All later models of the architecture raise the same error.
@@ -93,9 +93,9 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
         original = transformers_class(config).float().eval()
         if any(parameter.is_meta for parameter in original.parameters()):
             return False
-        drawn = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         for parameter in original.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=drawn))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
         expected = _compute_outputs(original, config)
     except Exception as error:  # the original model fails, so the variant may still be correct
         reason = f"{type(error).__name__}: {error}"
@@ -104,23 +104,29 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
             f"because it failed: {reason}."
         )
         return True
-    exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
-    shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
+    exact = dict.fromkeys(our_class.config_class.get_rank_fields(), config.hidden_size)
+    shared = dict.fromkeys(our_class.config_class.get_kv_heads_fields(), 1)
     # The other variants only differ in code that does not depend on the attention implementation.
     for variant in ({}, exact, shared) if implementation == "eager" else ({},):
         try:
-            ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
+            variant_model = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
             if variant is not shared:
-                ours.load_state_dict(original.state_dict())
-            outputs = _compute_outputs(ours, config)
+                variant_model.load_state_dict(original.state_dict())
+            outputs = _compute_outputs(variant_model, config)
         except Exception as error:
             raise build_change_error(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
-        for how, one, other in zip(("for a whole text", "in decoding steps"), expected, outputs, strict=True):
+        for phase, expected_states, actual_states in zip(
+            ("for a whole text", "in decoding steps"), expected, outputs, strict=True
+        ):
             # Transformers does not support shared heads, so the outputs of this variant are computed but not compared.
-            difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
+            difference = (
+                0.0
+                if variant is shared
+                else float((expected_states - actual_states).abs().max() / expected_states.abs().max())
+            )
             if not difference <= TOLERANCE:
                 raise build_change_error(
-                    f"the outputs of a tiny {our_class.__name__} {how} differ from those of Transformers by "
+                    f"the outputs of a tiny {our_class.__name__} {phase} differ from those of Transformers by "
                     f"{difference:.0e}"
                 )
     return True
@@ -134,12 +140,12 @@ def _create_tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
         if base.__dict__.get("model_type") in config_class.transformers_model_types
     )
     names = (*config_class.layer_fields, *config_class.size_fields)
-    sizes = {name: 1 if name in config_class.layer_fields else HEADS * HEAD_DIM for name in names}
-    sizes |= {"vocab_size": VOCABULARY}
+    sizes = {name: 1 if name in config_class.layer_fields else NUM_HEADS * HEAD_DIM for name in names}
+    sizes |= {"vocab_size": VOCABULARY_SIZE}
     if config_class.head_dim_field is not None:
         sizes[config_class.head_dim_field] = HEAD_DIM
     heads = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",))
-    sizes |= {config_class.attribute_map.get(name, name): HEADS for name in heads}
+    sizes |= {config_class.attribute_map.get(name, name): NUM_HEADS for name in heads}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     return original(**sizes | tokens | fields)
 

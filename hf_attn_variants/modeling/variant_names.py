@@ -12,7 +12,7 @@ __all__ = [
     "NAME_SUFFIX",
     "NEWEST_TESTED",
     "OLDEST_TESTED",
-    "RECORDING",
+    "RECORDING_IMPLEMENTATION",
     "SDPA",
     "MissingDefinition",
     "get_plain_implementation",
@@ -42,7 +42,7 @@ NAME_SUFFIX = ATTN_VARIANTS_VERSION.replace(".", "_") + (f"_{CODE_DIGEST}" if CO
 EAGER = f"attn_variants_eager_{NAME_SUFFIX}"
 SDPA = f"attn_variants_sdpa_{NAME_SUFFIX}"
 # The attention function that records the inputs of attention modules during conversion.
-RECORDING = f"attn_variants_recording_{NAME_SUFFIX}"
+RECORDING_IMPLEMENTATION = f"attn_variants_recording_{NAME_SUFFIX}"
 
 
 def includes(*mechanisms: str) -> bool:
@@ -75,6 +75,6 @@ class MissingDefinition:
         )
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> None:
         """Return None, because no attention module in this repository uses the mechanism."""
         return None

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.fields.composition import ROTARY_LATENT_REASON
-from ..modeling.fields.field_table import FIELDS
+from ..modeling.fields.field_table import VARIANT_FIELDS
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.variant_names import CONFIG_FORMAT
 
@@ -48,9 +48,9 @@ class NativeConfigMixin(AttnVariantConfigMixin):
         self.__dict__["_experts_implementation_internal"] = value
 
     @classmethod
-    def variant_fields(cls) -> tuple[str, ...]:
+    def get_variant_fields(cls) -> tuple[str, ...]:
         """Return the key/value head fields, which are the only ones that the Transformers class supports."""
-        return cls.kv_heads_fields()
+        return cls.get_kv_heads_fields()
 
     @classmethod
     def check_field_names(cls, names: Iterable[str]) -> None:
@@ -59,11 +59,11 @@ class NativeConfigMixin(AttnVariantConfigMixin):
         Raises:
             ValueError: if there is such a keyword. The message contains the reason.
         """
-        names, supported = list(names), " and ".join(f"`{field}`" for field in cls.variant_fields())
+        names, supported = list(names), " and ".join(f"`{field}`" for field in cls.get_variant_fields())
         for name in names:
             if any(site.rotary and name == f"{site.stack_prefix}kv_lora_rank" for site in cls.attention_sites):
                 raise ValueError(f"`{name}` must not be set in a model with rotary positions. {ROTARY_LATENT_REASON}")
-            if name not in cls.variant_fields() and any(name in row.names for row in FIELDS):
+            if name not in cls.get_variant_fields() and any(name in row.names for row in VARIANT_FIELDS):
                 raise ValueError(
                     f"`{name}` is not supported for {cls.model_type!r} models, whose Transformers class only supports "
                     f"{supported}. Architectures with a class in hf_attn_variants, such as BERT and T5, support it."
@@ -71,7 +71,7 @@ class NativeConfigMixin(AttnVariantConfigMixin):
         super().check_field_names(names)
 
     @classmethod
-    def rank_fields(cls) -> tuple[str, ...]:
+    def get_rank_fields(cls) -> tuple[str, ...]:
         """Return no fields because the Transformers class does not support latents."""
         return ()
 

@@ -147,7 +147,7 @@ def _get_heads_field(config: Mapping[str, Any]) -> str:
 
 def _remove_latents(config: Any) -> Any:
     """Return a variant configuration without latents."""
-    ranks = config.rank_fields()
+    ranks = config.get_rank_fields()
     by_layer = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
     return type(config)(**{**config.to_dict(), **dict.fromkeys(ranks), "per_layer_values": by_layer or None})
 

@@ -224,7 +224,7 @@ def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | No
     current = variant_config(config)
     field = kv_heads_field(get_served_model_class(config), current)
     if counts is None:
-        heads, possible = current.query_heads(field), list_kv_head_counts(current, field)
+        heads, possible = current.get_query_heads(field), list_kv_head_counts(current, field)
         is_upstream = config["model_type"] != type(current).model_type
         counts = [count for count in possible if is_upstream and count < heads and 4 * count <= heads][:1]
     return [{field: count} for count in counts]

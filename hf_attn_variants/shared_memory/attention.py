@@ -395,8 +395,8 @@ class EncoderOutputsLayer(BeamSharedDynamicLayer):
             self._keys, self._values = states
             self.projections = None
 
-    def _rows(self) -> int:
-        return super()._rows() if self.source is None else self.source.shape[0]
+    def _num_rows(self) -> int:
+        return super()._num_rows() if self.source is None else self.source.shape[0]
 
     def _apply(self, rows: Any) -> None:
         if self.source is None:
@@ -415,7 +415,7 @@ class EncoderOutputsLayer(BeamSharedDynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
-        if self._rows():
+        if self._num_rows():
             self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:

@@ -14,7 +14,7 @@ def test_state_size_is_constant_and_cache_size_grows(monkeypatch, tmp_path):
     layers, heads, head_dim, width = 6, 4, 16, 4
     shape = benchmark.SHAPES["tiny"] | {"num_layers": layers}
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": shape})
-    monkeypatch.setattr(benchmark, "CHUNK", 48)
+    monkeypatch.setattr(benchmark, "CHUNK_LENGTH", 48)
     options = ["--lengths", "64", "128", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     short, long = benchmark.main(benchmark.parse_args(options))["steps"]
     a_layer = heads * head_dim * 2 * width  # keys and values of one token

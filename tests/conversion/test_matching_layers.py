@@ -152,7 +152,7 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     options = {"target_texts": list(small().texts), "tokenizer": WordTokenizer()}
     made = convert_model(model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=small(**options))
     values = made.config.per_layer_values["encoder_num_key_value_heads"]
-    assert sorted(values) == [1, made.config.query_heads("encoder_num_key_value_heads")]
+    assert sorted(values) == [1, made.config.get_query_heads("encoder_num_key_value_heads")]
     assert made.config.num_key_value_heads == 1
 
 

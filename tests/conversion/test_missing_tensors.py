@@ -66,7 +66,7 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
 def test_complete_checkpoints_give_no_warning(architecture, tmp_path, caplog):
     for head in architecture.heads:
         architecture.make_upstream_model(head).save_pretrained(tmp_path / head)
-        of_decoder, *of_encoder = architecture.config_class.kv_heads_fields()
+        of_decoder, *of_encoder = architecture.config_class.get_kv_heads_fields()
         field = of_encoder[0] if of_encoder and head in ENCODERS else of_decoder
         convert_checkpoint(tmp_path / head, tmp_path / f"{head}-out", **{field: 1})
     assert "draws it at random" not in caplog.text

@@ -121,7 +121,7 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
     batch = {"input_ids": torch.randint(3, 50, (3, 9), generator=generator), "attention_mask": mask}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = torch.randint(3, 50, (3, 7), generator=generator)
-    fewer = dict.fromkeys(model.config.kv_heads_fields(), 2)
+    fewer = dict.fromkeys(model.config.get_kv_heads_fields(), 2)
     reader = ModelReader(model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)

@@ -29,7 +29,7 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_tokenizer_vocab
 from hf_attn_variants.export.plain import resolve_source_model
 from hf_attn_variants.model_properties import set_languages
-from hf_attn_variants.modeling.fields.field_table import FIELDS
+from hf_attn_variants.modeling.fields.field_table import VARIANT_FIELDS
 
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs ctranslate2")
 LINES = ["w4 w9 w12 w30 w7", "w20", "w8 w8 w41 w15 w16 w17 w23 w42 w5 w6 w11 w31", "w33 w34 w40"]
@@ -358,9 +358,9 @@ def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
 
 def table_fields():
     """Yield each field without a counterpart in Transformers, with its prefix, for an encoder-decoder."""
-    known = T5.config_class.variant_fields()
-    for row in FIELDS:
-        if "not_in_transformers" in row.facts:
+    known = T5.config_class.get_variant_fields()
+    for row in VARIANT_FIELDS:
+        if "not_in_transformers" in row.tags:
             yield from ((name, row) for name in row.names if name in known)
 
 

@@ -88,7 +88,7 @@ def save_one(architecture, variant, saved, folder):
     head = heads[saved].removeprefix("AttnVariant")
     fields = {}
     if variant == "by layer":
-        count = architecture.config().layer_count("kv_lora_rank")
+        count = architecture.config().get_num_layers("kv_lora_rank")
         variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
         fields["score_function"] = "additive"
         if "sinusoidal" in architecture.config_class.position_types:

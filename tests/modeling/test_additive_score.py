@@ -146,8 +146,8 @@ def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
 def test_additive_scores_work_with_patterns(pattern, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
-    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
-    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 4)
+    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
     with torch.no_grad():
         result = model(token_ids(2, 23), output_attentions=True)
         assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()

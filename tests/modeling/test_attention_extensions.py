@@ -192,7 +192,7 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
     if rows := conflicts(*classes, *kinds):
         with pytest.raises(ValueError) as error:
             BERT.config(**others, **fields)
-        assert all(f"`{field}`" in str(error.value) for field in (*fields, rows[0].other.field))
+        assert all(f"`{field}`" in str(error.value) for field in (*fields, rows[0].second.field))
         return
     ids, mask = token_ids(2, 9), torch.ones(2, 9).long()
     mask[1, 6:] = 0
@@ -221,8 +221,8 @@ def test_weights_are_changed_in_blocks_of_patterns(pattern, name, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     fields = {"attention_pattern": pattern, size: 4, **EXTENSION_ROWS[name]}
     model, ids = random_model(BERT, "BertModel", "gqa", **fields), token_ids(2, 23)
-    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
-    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 4)
+    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
     in_blocks = model(ids)[0]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(in_blocks, model(ids)[0], atol=1e-9, rtol=0)

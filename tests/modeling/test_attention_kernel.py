@@ -30,7 +30,7 @@ TOLERANCE = {"rfa": 3e-4}
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(feature_kernel, "CHUNK", 4)
+    monkeypatch.setattr(feature_kernel, "CHUNK_LENGTH", 4)
 
 
 def attentions(model):

@@ -27,7 +27,7 @@ NAMED = {"ids": lambda row: row.name}
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks of two queries, so that a text of LENGTH has several; returns the number of calls that use blocks."""
-    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (2,))
+    monkeypatch.setattr(key_ranges, "QUERIES_PER_BLOCK", (2,))
     calls, attend = [], mechanism_attention.windowed_attention
 
     def counted(*args, **options):
@@ -245,7 +245,7 @@ def test_layers_have_separate_windows():
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
 def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
-    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "QUERIES_PER_BLOCK", (8,))
     n = 600
     fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}

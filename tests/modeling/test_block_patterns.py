@@ -60,8 +60,8 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 8)
-    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
+    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
 def fields_of(name, prefix=""):
@@ -108,8 +108,8 @@ def test_pattern_key_count_equals_the_formula(name, causal):
     pattern = pattern_of(name, causal)
     in_the_midst = pattern.get_allowed_mask(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
     # Causal strided and fixed patterns only have earlier tokens, half of all on average.
-    assert in_the_midst - 1 <= pattern.num_attended_keys(n) <= 2.2 * in_the_midst
-    assert pattern.num_attended_keys(2) == 2
+    assert in_the_midst - 1 <= pattern.count_attended_keys(n) <= 2.2 * in_the_midst
+    assert pattern.count_attended_keys(2) == 2
 
 
 def make_call(n, groups=2, biased=True):
@@ -220,7 +220,7 @@ def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architec
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
     models = [architecture.model(head, variant, **fields) for fields in (fields_of(name, prefix), {})]
-    heads = models[0].config.query_heads(f"{prefix}num_key_value_heads")
+    heads = models[0].config.get_query_heads(f"{prefix}num_key_value_heads")
     stacks = [model.get_encoder() if prefix else model for model in models]
     inputs = {"input_ids": token_ids(3, LENGTH)}
     with torch.no_grad():

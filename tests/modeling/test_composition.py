@@ -63,7 +63,8 @@ def conflicts(*classes):
     return [
         row
         for row in UNSUPPORTED_PAIRS
-        if any(issubclass(item, row.one) for item in classes) and any(issubclass(item, row.other) for item in classes)
+        if any(issubclass(item, row.first) for item in classes)
+        and any(issubclass(item, row.second) for item in classes)
     ]
 
 
@@ -86,37 +87,41 @@ def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, clas
         return
     with pytest.raises(ValueError) as error:
         BERT.config(**fields)
-    messages = [row.message(*((each.field, fields[each.field]) for each in row[:2])) for row in rows]
+    messages = [row.format_message(*((each.field, fields[each.field]) for each in row[:2])) for row in rows]
     assert str(error.value) in messages
 
 
 def test_every_composition_row_is_tested():
-    of_t5 = {(row.one, row.other) for row in UNSUPPORTED_PAIRS if RelativePositionBias in row} | {
+    of_t5 = {(row.first, row.second) for row in UNSUPPORTED_PAIRS if RelativePositionBias in row} | {
         (get_pattern_class(OF_T5), LatentAttention)
     }
     tried = {
-        (row.one, row.other)
+        (row.first, row.second)
         for one, other in combinations(ALONE, 2)
         for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
     }
-    assert {(row.one, row.other) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
+    assert {(row.first, row.second) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
     assert all(issubclass(item, Mechanism) for row in UNSUPPORTED_PAIRS for item in row[:2])
 
 
 def test_mechanism_reports_its_place_in_the_configuration():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
-    assert [TalkingHeadsSettings.requested_in(config, prefix) for prefix in PREFIXES] == [
+    assert [TalkingHeadsSettings.find_requesting_field(config, prefix) for prefix in PREFIXES] == [
         ("talking_heads", "both")
     ] * 2 + [None]
-    assert [LatentAttention.requested_in(config, prefix) for prefix in PREFIXES] == [
+    assert [LatentAttention.find_requesting_field(config, prefix) for prefix in PREFIXES] == [
         None,
         None,
         ("cross_kv_lora_rank", 8),
     ]
-    assert [RelativePositionBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
-    assert RelativePositionBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
+    assert [RelativePositionBias.find_requesting_field(config, prefix) is None for prefix in PREFIXES] == [
+        False,
+        False,
+        True,
+    ]
+    assert RelativePositionBias.find_requesting_field(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
-    asked = {name: get_pattern_class(name).requested_in(window, "") for name in PATTERNS}
+    asked = {name: get_pattern_class(name).find_requesting_field(window, "") for name in PATTERNS}
     assert {name for name, result in asked.items() if result} == {"sliding_window"}
 
 

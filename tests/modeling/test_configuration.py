@@ -35,12 +35,17 @@ def test_bad_value_set_later_raises_when_the_model_is_built(architecture):
 
 @ALL
 def test_variant_fields_map_to_their_query_head_fields(architecture):
-    fields, config = architecture.config_class.variant_fields(), architecture.config("gqa_talking")
-    kv_fields = config.kv_heads_fields()
+    fields, config = architecture.config_class.get_variant_fields(), architecture.config("gqa_talking")
+    kv_fields = config.get_kv_heads_fields()
     assert fields[: len(kv_fields)] == kv_fields
     assert not {*fields} & architecture.upstream_config_class(**architecture.tiny).to_dict().keys()
-    assert [config.query_heads(name) for name in kv_fields] == [12] * len(kv_fields)
-    assert config.head_count_fields() == ("num_attention_heads", *kv_fields, "num_softmax_heads", "num_value_heads")
+    assert [config.get_query_heads(name) for name in kv_fields] == [12] * len(kv_fields)
+    assert config.get_head_count_fields() == (
+        "num_attention_heads",
+        *kv_fields,
+        "num_softmax_heads",
+        "num_value_heads",
+    )
 
 
 # (what somebody may write, the field that is meant)
@@ -121,7 +126,7 @@ def test_transformers_fields_and_user_notes_are_accepted(architecture):
         for name in (*config_class().to_dict(), *config_class.attribute_map)
     }
     known |= set(transformers.GenerationConfig().to_dict())
-    known -= set(hf_attn_variants.AttnVariantT5Config.variant_fields())
+    known -= set(hf_attn_variants.AttnVariantT5Config.get_variant_fields())
     assert len(known) > 80
     architecture.config_class.check_field_names(known)
     architecture.config_class.check_field_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])
@@ -134,7 +139,7 @@ def test_printed_configuration_lists_every_field(architecture):
     name, _, text = repr(config).partition(" ")
     assert name == type(config).__name__
     shown = json.loads(text)
-    expected = architecture.tiny | {field: getattr(config, field) for field in config.variant_fields()}
+    expected = architecture.tiny | {field: getattr(config, field) for field in config.get_variant_fields()}
     assert {field: shown.get(field) for field in expected} == expected
 
 
@@ -153,7 +158,7 @@ def test_configuration_survives_a_json_round_trip(architecture, variant, tmp_pat
     config.save_pretrained(tmp_path)
     again = architecture.config_class.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
-    for name in architecture.config_class.kv_heads_fields():
+    for name in architecture.config_class.get_kv_heads_fields():
         assert type(getattr(again, name)) is int
 
 
@@ -165,7 +170,7 @@ def test_head_count_given_while_loading_replaces_per_layer_values(architecture, 
     )
     for heads in (4, 24):
         config = architecture.config_class.from_pretrained(tmp_path, num_attention_heads=heads)
-        fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.kv_heads_fields())
+        fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.get_kv_heads_fields())
         assert [getattr(config, field) for field in fields] == [heads] * len(fields)
     architecture.config("gqa").save_pretrained(tmp_path)
     assert architecture.config_class.from_pretrained(tmp_path, num_attention_heads=24).num_key_value_heads == 4

@@ -13,15 +13,15 @@ from hf_attn_variants.commands import convert
 from hf_attn_variants.export.plain import NO_PLAIN_FORM
 from hf_attn_variants.modeling.fields import field_table
 from hf_attn_variants.modeling.fields.field_table import (
-    FIELDS,
+    VARIANT_FIELDS,
     Field,
     describe_field,
     get_card_value_description,
-    get_field_row,
+    look_up_field,
     variant_field,
 )
 
-NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
+NAMES = {prefix + row.name: prefix for row in VARIANT_FIELDS for prefix in row.prefixes}
 
 
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
@@ -29,17 +29,17 @@ def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
-    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and get_field_row(name)[1].inherits}
+    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and look_up_field(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
     assert own.keys() == expected
     for name, item in own.items():
-        prefix, entry = get_field_row(name)
+        prefix, entry = look_up_field(name)
         assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
-        assert {*item.metadata} - {"variant", "query_heads"} <= {*entry.facts}
+        assert {*item.metadata} - {"variant", "query_heads"} <= {*entry.tags}
     ranks = () if row in ROTARY else tuple(name for name in own if name.endswith("kv_lora_rank"))
-    assert row.config_class.rank_fields() == ranks
+    assert row.config_class.get_rank_fields() == ranks
 
 
 def test_every_conversion_field_has_a_flag(capsys):
@@ -47,8 +47,8 @@ def test_every_conversion_field_has_a_flag(capsys):
         convert.parse_args(["--help"])
     shown = capsys.readouterr().out
     flags = {*re.findall(r"^  --(\w+)", shown, re.MULTILINE)}
-    assert {name for name in NAMES if "from_scratch" not in get_field_row(name)[1].facts} <= flags
-    assert not {name for name in NAMES if "from_scratch" in get_field_row(name)[1].facts} & flags
+    assert {name for name in NAMES if "from_scratch" not in look_up_field(name)[1].tags} <= flags
+    assert not {name for name in NAMES if "from_scratch" in look_up_field(name)[1].tags} & flags
 
 
 def test_field_descriptions_are_unique_single_lines():

@@ -112,7 +112,7 @@ def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
     monkeypatch.setattr(flex_windows, "_flex_trial_results", {})
-    monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
+    monkeypatch.setattr(flex_windows, "TRIAL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_get_compiled_flex_attention", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
     actual = windowed_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
@@ -128,7 +128,7 @@ def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeyp
 
     def attend(*states, **options):
         calls.append(states)
-        if fault == "raises" or (fault == "raises later" and len(calls) > len(flex_windows.SMALL_CALLS)):
+        if fault == "raises" or (fault == "raises later" and len(calls) > len(flex_windows.TRIAL_CALLS)):
             raise RuntimeError("no kernel for this")
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
@@ -162,7 +162,7 @@ def test_model_with_windows_uses_flex_attention(on_the_cpu):
     batch["attention_mask"][1, 200:] = 0
     with torch.no_grad():
         actual = model(**batch).last_hidden_state
-        assert len(on_the_cpu) == len(flex_windows.SMALL_CALLS) + 2  # each layer once
+        assert len(on_the_cpu) == len(flex_windows.TRIAL_CALLS) + 2  # each layer once
         model.set_attn_implementation("eager")
         torch.testing.assert_close(actual[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 

@@ -47,11 +47,11 @@ def differ(one, other):
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_changes_the_model(row, field):
     value, beside = value_of(row, field), required_fields(field)
-    if field not in row.config_class.variant_fields():
+    if field not in row.config_class.get_variant_fields():
         with pytest.raises(ValueError, match=f"`{field}`"):
             row.config(**{field: value})
         return
-    if field.startswith("cross_") and "encoder_talking_heads" not in row.config_class.variant_fields():
+    if field.startswith("cross_") and "encoder_talking_heads" not in row.config_class.get_variant_fields():
         return  # an encoder has no cross-attention
     try:
         changed = made(row, **beside | {field: value})
@@ -72,7 +72,7 @@ DECODERS = [row.name for row in ROWS if hasattr(row.config_class, "encoder_decod
 @EVERY_ROW
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixed_field_exists_or_raises_an_error(row, prefix):
-    known = row.config_class.variant_fields()
+    known = row.config_class.get_variant_fields()
     for field in FIELDS:
         name = prefix + field
         if name not in known:

@@ -39,9 +39,9 @@ def test_head_sharing_reports_its_field():
         config = config_of(BERT, num_key_value_heads=count)
         for mechanism in (HeadSharing, GroupedQueryAttention, MultiQueryAttention):
             is_meant = result is not None and mechanism in (HeadSharing, result)
-            assert mechanism.requested_in(config, "") == ((field, count) if is_meant else None)
+            assert mechanism.find_requesting_field(config, "") == ((field, count) if is_meant else None)
     config = config_of(T5, encoder_num_key_value_heads=1)
-    places = [HeadSharing.requested_in(config, prefix) for prefix in ("", "encoder_", "cross_")]
+    places = [HeadSharing.find_requesting_field(config, prefix) for prefix in ("", "encoder_", "cross_")]
     assert places == [None, (f"encoder_{field}", 1), None]
 
 

@@ -25,14 +25,14 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(hybrid_kernel, "LEAST_BLOCK", 3)
+    monkeypatch.setattr(hybrid_kernel, "MIN_BLOCK_LENGTH", 3)
 
 
 def attention(window, groups=2, causal=False):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
-    install_kernel(module, hybrid_kernel.Hybrid(9, causal, 3, window))
+    install_kernel(module, hybrid_kernel.HybridKernel(9, causal, 3, window))
     init_kernel(module)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -115,7 +115,7 @@ def test_hybrid_state_continues_from_its_last_token():
         sizes.add(tuple(item.shape for item in state))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=1e-5, rtol=0)
     assert len(sizes) == 1
-    assert sum(item[0].numel() for item in state[:3]) == module.kernel.num_state_values(module.heads)
+    assert sum(item[0].numel() for item in state[:3]) == module.kernel.count_state_values(module.heads)
 
 
 @BOTH_WAYS

@@ -173,7 +173,7 @@ def test_trial_of_triton_kernels_keeps_the_random_state():
 
 @needs_triton
 def test_triton_latent_kernels_serve_supported_calls_only(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
+    monkeypatch.setattr(latent_decoding, "MIN_LATENT_BYTES", 0)
     query, latent = make_inputs()
     assert should_use_latent_kernels(query, latent, None, 0.0)
     assert not should_use_latent_kernels(query, latent, None, 0.1)
@@ -186,7 +186,7 @@ def test_triton_latent_kernels_serve_supported_calls_only(monkeypatch):
     assert not should_use_latent_kernels(*make_inputs(keys=0), None, 0.0)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert not should_use_latent_kernels(query, latent, None, 0.0)
-    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", latent.numel() * 2 + 1)
+    monkeypatch.setattr(latent_decoding, "MIN_LATENT_BYTES", latent.numel() * 2 + 1)
     assert not should_use_latent_kernels(query, latent, None, 0.0)  # a launch would take longer than the reading
 
 
@@ -226,7 +226,7 @@ def test_latent_kernels_pass_in_the_triton_interpreter():
 
 @pytest.mark.skipif(INTERPRETED, reason="there the kernels run on a CPU")
 def test_cpu_calls_use_torch(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
+    monkeypatch.setattr(latent_decoding, "MIN_LATENT_BYTES", 0)
     query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))
     assert not should_use_latent_kernels(query, latent, None, 0.0)
 

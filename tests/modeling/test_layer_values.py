@@ -101,7 +101,7 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
 @EVERY_ARCHITECTURE
 def test_equal_per_layer_values_become_one_value(architecture):
     field = {"num_key_value_heads": 4, "kv_lora_rank": 16}
-    count = architecture.config().layer_count("kv_lora_rank")
+    count = architecture.config().get_num_layers("kv_lora_rank")
     config = architecture.config(per_layer_values={name: [value] * count for name, value in field.items()})
     assert config.per_layer_values is None and (config.num_key_value_heads, config.kv_lora_rank) == (4, 16)
     none = architecture.config(per_layer_values={"kv_lora_rank": [None] * count})

@@ -9,7 +9,7 @@ from torch import nn
 import hf_attn_variants
 from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel, compute_kernel_weights
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, create_segment_means
+from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import LinformerKernel, create_segment_means
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference.linear import linformer_attention
 
@@ -25,7 +25,7 @@ def test_length_projection_equals_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(4, groups, groups, 4, 4, 6, 6)
-    install_kernel(module, Linformer(7, False, 0, length=20))
+    install_kernel(module, LinformerKernel(7, False, 0, length=20))
     init_kernel(module)
     assert module.length_proj.equal(create_segment_means(7, 20))
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
@@ -89,7 +89,7 @@ def test_length_projection_is_saved_trained_and_exported(tmp_path):
 def test_texts_longer_than_the_projection_raise_an_error():
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
-    install_kernel(module, Linformer(2, False, 0, length=4))
+    install_kernel(module, LinformerKernel(2, False, 0, length=4))
     states = torch.randn(1, 1, 5, 2)
     with pytest.raises(ValueError, match="got 5"):
         attend_with_kernel(module, states, states, states, None, 1.0)

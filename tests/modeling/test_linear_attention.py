@@ -27,7 +27,7 @@ EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(feature_kernel, "CHUNK", 8)
+    monkeypatch.setattr(feature_kernel, "CHUNK_LENGTH", 8)
 
 
 def attention(name, groups=2, causal=False, dtype=torch.float32):

@@ -48,8 +48,8 @@ EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Blocks of few queries, in texts of any length."""
-    monkeypatch.setattr(block_patterns, "GATHERED_ROWS", 8)
-    monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
+    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
 def fields_of(name, prefix="", **more):

@@ -26,7 +26,7 @@ GENERATES = pytest.mark.parametrize("architecture", ENCODER_DECODERS, ids=lambda
 
 def exact_ranks(architecture):
     """Return every latent of the architecture, as wide as its input."""
-    return dict.fromkeys(architecture.config_class.rank_fields(), 48)
+    return dict.fromkeys(architecture.config_class.get_rank_fields(), 48)
 
 
 def get_rows(site, module, heads, role):
@@ -84,7 +84,7 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
 def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path):
     head = next(iter(architecture.heads))
     model = architecture.model(head, "mha")
-    counts = dict.fromkeys(architecture.config_class.kv_heads_fields(), 2)
+    counts = dict.fromkeys(architecture.config_class.get_kv_heads_fields(), 2)
     with torch.no_grad():
         for site, path, module in model.named_attention_modules():
             heads = site.get_heads(model.config, path)
@@ -163,7 +163,7 @@ def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
     architecture.make_upstream_model(head).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
         loaded(architecture, head, tmp_path, num_key_value_heads=2)
-    reason = "--kv_lora_rank 6 " if architecture.config_class.rank_fields() else "rotary part of their own"
+    reason = "--kv_lora_rank 6 " if architecture.config_class.get_rank_fields() else "rotary part of their own"
     with pytest.raises(ValueError, match=reason):
         loaded(architecture, head, tmp_path, kv_lora_rank=6)
 

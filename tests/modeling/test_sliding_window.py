@@ -33,7 +33,7 @@ EVERY_WINDOW = pytest.mark.parametrize("fields", WINDOWS.values(), ids=WINDOWS)
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
+    monkeypatch.setattr(key_ranges, "QUERIES_PER_BLOCK", (8,))
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):
@@ -157,7 +157,9 @@ def test_window_blocks_read_every_key_once(fields, n, m):
     if n < m and not key_range.is_causal:
         pytest.skip("an encoder's queries are as many as its keys")
     read = torch.zeros(n, m, dtype=torch.long)
-    for rows, spans in WindowBlockLayout(key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None).blocks(3):
+    for rows, spans in WindowBlockLayout(
+        key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None
+    ).iterate_blocks(3):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)

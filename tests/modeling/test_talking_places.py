@@ -108,7 +108,7 @@ def with_the_formula(monkeypatch, model):
 
     for site, _, module in model.named_attention_modules():
         module.get_submodule(site.core).register_forward_pre_hook(note, with_kwargs=True)
-    monkeypatch.setitem(attention_interface.OWN_FUNCTIONS, SDPA, formula)
+    monkeypatch.setitem(attention_interface.ATTENTION_FUNCTIONS, SDPA, formula)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, SDPA, formula)
 
 

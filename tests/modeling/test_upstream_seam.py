@@ -152,7 +152,7 @@ def test_auto_classes_agree_with_transformers(monkeypatch):
 def test_unknown_attention_argument_raises_an_error(architecture, implementation):
     """Check packed sequences, which Transformers would attend to as one text."""
     head = next(iter(architecture.heads))
-    for fields in ({}, dict.fromkeys(architecture.config_class.rank_fields(), 16)):
+    for fields in ({}, dict.fromkeys(architecture.config_class.get_rank_fields(), 16)):
         model, batch = architecture.model(head, **fields), architecture.batch(head)
         model.set_attn_implementation(implementation)
         with torch.no_grad():

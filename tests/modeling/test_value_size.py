@@ -122,8 +122,8 @@ def with_the_formula(monkeypatch):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
 def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, side, latent, monkeypatch):
-    fields = dict.fromkeys(row.config_class.kv_heads_fields(), heads)
-    fields |= dict.fromkeys(row.config_class.rank_fields() if latent else (), 16)
+    fields = dict.fromkeys(row.config_class.get_kv_heads_fields(), heads)
+    fields |= dict.fromkeys(row.config_class.get_rank_fields() if latent else (), 16)
     model = row.model(first_head(row), value_head_dim=size, **fields).double()
     batch = batch_of(row, side)
     actual = [outputs_and_gradients(model, batch)]
@@ -193,7 +193,7 @@ def assert_equals_counterpart(row, fields, side):
 @pytest.mark.parametrize("field", [name for name in FIELDS if not name.endswith(("dim", "gate", "knocking_heads"))])
 @pytest.mark.parametrize("side", SIDES)
 def test_value_size_with_another_field_equals_zero_padded_values(row, field, side):
-    if field not in row.config_class.variant_fields():
+    if field not in row.config_class.get_variant_fields():
         return
     fields = tiny_config_values(row, **required_fields(field) | {field: value_of(row, field)})
     try:
@@ -271,7 +271,7 @@ def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beam
     row = ROW[name]
     fields = tiny_config_values(row, **GENERATIONS[kind])
     if fields.get("cross_kv_lora_rank"):
-        if "cross_kv_lora_rank" not in row.config_class.variant_fields():
+        if "cross_kv_lora_rank" not in row.config_class.get_variant_fields():
             return
         fields["cross_kv_lora_rank"] = row.config().hidden_size
     model = decoder(name, SMALL, **fields)
@@ -310,7 +310,7 @@ def test_value_size_changes_parameter_and_cache_counts(row):
     few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
     for site, _, module in few.named_attention_modules():
-        heads = few.config.query_heads(site.kv_heads_field)
+        heads = few.config.get_query_heads(site.kv_heads_field)
         saved = (few.config.get_attention_head_dim(site.kv_heads_field) - SMALL) * heads
         bias = saved if module.get_submodule(site.value).bias is not None else 0
         numbers += 2 * saved * width + bias
@@ -355,7 +355,7 @@ def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
     with torch.no_grad():
         assert again(**batch)[0].equal(model(**batch)[0])
     plain = row.config()
-    sizes = {plain.get_attention_head_dim(name) for name in plain.kv_heads_fields()}
+    sizes = {plain.get_attention_head_dim(name) for name in plain.get_kv_heads_fields()}
     same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
     for config in (plain, same):
         values = config.to_dict()

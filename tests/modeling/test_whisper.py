@@ -16,7 +16,7 @@ from hf_attn_variants import (
 
 pytestmark = pytest.mark.cross_product
 
-EXACT = dict.fromkeys(AttnVariantWhisperConfig.rank_fields(), 48)
+EXACT = dict.fromkeys(AttnVariantWhisperConfig.get_rank_fields(), 48)
 # So that of three segments two are tried again.
 FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
 WAYS = {

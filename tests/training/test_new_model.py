@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands.training import pretrain, pretrain_t5, seq2seq
-from hf_attn_variants.modeling.fields.field_table import FIELDS, describe_field, get_field_row
+from hf_attn_variants.modeling.fields.field_table import VARIANT_FIELDS, describe_field, look_up_field
 from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_config_overrides
 
-NAMES = [name for row in FIELDS for name in row.names]
+NAMES = [name for row in VARIANT_FIELDS for name in row.names]
 SIZES = {
     "bert": "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=8",
     "t5": "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4",
@@ -78,10 +78,10 @@ def config_of(command, model_type, *more):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flag_sets_its_field(name):
-    prefix, row = get_field_row(name)
+    prefix, row = look_up_field(name)
     value, beside = GIVEN[row.name]
     stacked = {
-        item if prefix not in get_field_row(item)[1].prefixes else prefix + item: it for item, it in beside.items()
+        item if prefix not in look_up_field(item)[1].prefixes else prefix + item: it for item, it in beside.items()
     }
     given = {**stacked, name: value}
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
@@ -94,7 +94,7 @@ def test_flag_sets_its_field(name):
 
 
 def test_commands_have_the_flags_of_their_architectures():
-    of_encoders = {row.name for row in FIELDS if "" in row.prefixes}
+    of_encoders = {row.name for row in VARIANT_FIELDS if "" in row.prefixes}
     for command, expected in ((pretrain, of_encoders), (pretrain_t5, {*NAMES}), (seq2seq, {*NAMES})):
         needed = ["m", "--output_dir", "o", "--train_file", "a", "--max_train_steps", "1"]
         fields = {item.name: item for item in dataclasses.fields(type(command.parse_args(needed)))}

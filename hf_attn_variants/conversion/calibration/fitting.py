@@ -151,7 +151,7 @@ class _WhitenedProjections:
             role: (self._pad_weight_and_bias(role) @ root).requires_grad_() for role, (_, root) in self._roots.items()
         }
         # A kernel's learned tensors are not whitened because their inputs are heads.
-        names = () if tensors.kernel is None else tensors.kernel.learned
+        names = () if tensors.kernel is None else tensors.kernel.learned_parameters
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 

@@ -23,7 +23,7 @@ from ...modeling.mechanisms.patterns.window_pattern import get_global_token_mask
 from ...modeling.ops.key_ranges import key_range_to_mask_and_bias
 from ...modeling.ops.padded_rows import roll_padded_rows
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
-from ...modeling.variant_names import EAGER, RECORDING, SDPA
+from ...modeling.variant_names import EAGER, RECORDING_IMPLEMENTATION, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import AttentionInputs, AttentionTensors
@@ -161,7 +161,7 @@ class _Recorder:
         rotary = [core for core, (_, site, *_) in self._modules.items() if site.rotary is not None]
         hooks += [core.register_forward_pre_hook(self._store_positions, with_kwargs=True) for core in rotary]
         implementation, token = model.config._attn_implementation, _RECORDER.set(self)
-        model.set_attn_implementation(RECORDING)
+        model.set_attn_implementation(RECORDING_IMPLEMENTATION)
         try:
             yield
         finally:
@@ -261,8 +261,8 @@ def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch
 
 
 # Transformers looks up attention functions and their mask functions by name.
-AttentionInterface.register(RECORDING, _recording_attention)
-AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
+AttentionInterface.register(RECORDING_IMPLEMENTATION, _recording_attention)
+AttentionMaskInterface.register(RECORDING_IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
 
 
 def group_modules(

@@ -64,8 +64,10 @@ def _get_variant_auto_classes(model_type: str, class_prefix: str, class_suffixes
         class_suffixes: the suffixes of the model classes in the modeling file. Other Transformers classes are omitted,
             because later releases may add model classes that have no variant.
     """
-    here = {f"{class_prefix}{head}" for head in class_suffixes}
-    return {auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in here}
+    class_names = {f"{class_prefix}{head}" for head in class_suffixes}
+    return {
+        auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in class_names
+    }
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
@@ -109,7 +111,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
     auto_classes = _get_variant_auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
-    def layer_count(self, name: str) -> int:
+    def get_num_layers(self, name: str) -> int:
         """Return the number of layers that can have different values. Repetitions of a layer have the same values."""
         return self.num_hidden_groups * self.inner_group_num
 
@@ -221,7 +223,7 @@ class AttnVariantModernBertConfig(AttnVariantConfigMixin, ModernBertConfig):
     auto_classes = _get_variant_auto_classes("modernbert", "ModernBert", ENCODER_HEADS)
 
     @classmethod
-    def rank_fields(cls) -> tuple[str, ...]:
+    def get_rank_fields(cls) -> tuple[str, ...]:
         """Return no fields, because latents do not support rotary positions (see `check_combinations`)."""
         return ()
 
@@ -293,7 +295,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
         """
         super().check_variant()
         for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
-            layers = range(self.layer_count(prefix + KIND))
+            layers = range(self.get_num_layers(prefix + KIND))
             counts = [self.get_talking_heads(prefix, layer).softmax for layer in layers]
             if len(set(counts)) > 1:
                 raise ValueError(
@@ -485,7 +487,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     modeling_file = "modeling_attn_variant_whisper"
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
     # In Transformers, `num_key_value_heads` is an alias for the number of encoder heads. Here, it is a separate field.
-    attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
+    attribute_map = {name: target for name, target in WhisperConfig.attribute_map.items() if "key_value" not in name}
     auto_classes = _get_variant_auto_classes("whisper", "Whisper", WHISPER_HEADS)
     # AutoProcessor reads this attribute for unknown configurations. Without it, AutoProcessor would only return the
     # tokenizer.

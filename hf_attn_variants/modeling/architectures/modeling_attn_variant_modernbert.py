@@ -17,7 +17,7 @@ from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, apply_extensions
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantModernBertConfig
 
@@ -58,7 +58,7 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
         sizes = (heads.head_dim, heads.head_dim, heads.value_dim)
         rows = self.Wqkv(states).split(heads.fused_rows, dim=-1)
         query, key, value = (
-            extend(self, HEAD_STAGE, part.unflatten(-1, (-1, size)).transpose(1, 2), role)  # [b, h, n, d]
+            apply_extensions(self, HEAD_STAGE, part.unflatten(-1, (-1, size)).transpose(1, 2), role)  # [b, h, n, d]
             for part, size, role in zip(rows, sizes, ("query", "key", "value"), strict=True)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
@@ -69,7 +69,7 @@ class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention)
             options |= {"deterministic": self.deterministic_flash_attn}
             attend = partial(attend, sliding_window=self.sliding_window)
         output, weights = attend(self, query, key, value, mask, **options)
-        output = extend(self, OUTPUT_STAGE, output, states).flatten(2)
+        output = apply_extensions(self, OUTPUT_STAGE, output, states).flatten(2)
         return self.out_drop(self.Wo(output)), weights
 
 

@@ -14,7 +14,7 @@ from ..attention.latent_attention import (
     compute_latent_with_cache,
 )
 from ..attention.shared_rows import share_encoder_outputs_between_beams
-from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, apply_extensions
 from ..mechanisms.patterns.transient_global import (
     TransientGlobalPattern,
     add_summary_parameters,
@@ -147,7 +147,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _get_past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
-        query = extend(self, HEAD_STAGE, query, "query")
+        query = apply_extensions(self, HEAD_STAGE, query, "query")
         if self.heads.rank is None:
             key, value = compute_keys_and_values_with_cache(self, (self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
@@ -181,7 +181,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin):
             output, weights = attend(self, query, key, value, mask, **options)
         else:
             output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
-        return self.o(extend(self, OUTPUT_STAGE, output, states).flatten(2)), position_bias, weights
+        return self.o(apply_extensions(self, OUTPUT_STAGE, output, states).flatten(2)), position_bias, weights
 
 
 def _get_past_length(cache: Any, layer: int) -> int | Tensor:

@@ -33,7 +33,7 @@ def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Calla
     """
     check_mask_function(mask_function)
 
-    def mask(**options: Any) -> Tensor | None:
+    def create_padding_mask(**options: Any) -> Tensor | None:
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
@@ -48,7 +48,7 @@ def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Calla
             padding = nn.functional.pad(padding, (0, missing))[:, offset : offset + length]
         return None if not is_traced() and padding.all() else padding.bool()[:, None, None]
 
-    return mask
+    return create_padding_mask
 
 
 AttentionResult = tuple[Tensor, Tensor | None]
@@ -111,14 +111,14 @@ def sdpa_attention_forward(
 def get_attention_function(name: str) -> Callable[..., AttentionResult]:
     """Return the attention function that is registered under a name."""
     # This runs in every layer and decoding step, and looking up a dictionary is faster than calling the interface.
-    function = OWN_FUNCTIONS.get(name)
+    function = ATTENTION_FUNCTIONS.get(name)
     return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
-OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
-_MASKS: dict[str, Callable[..., Any]] = {EAGER: eager_mask, SDPA: sdpa_mask}
-for _name, _mask in _MASKS.items():
-    AttentionInterface.register(_name, OWN_FUNCTIONS[_name])
+ATTENTION_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, SDPA: sdpa_attention_forward}
+_MASK_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_mask, SDPA: sdpa_mask}
+for _name, _mask in _MASK_FUNCTIONS.items():
+    AttentionInterface.register(_name, ATTENTION_FUNCTIONS[_name])
     # Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
-    _limits = includes("linear_attention", "patterns")
-    AttentionMaskInterface.register(_name, limit_masks_to_padding(_mask) if _limits else _mask)
+    _has_padding_masks = includes("linear_attention", "patterns")
+    AttentionMaskInterface.register(_name, limit_masks_to_padding(_mask) if _has_padding_masks else _mask)

@@ -19,7 +19,7 @@ from ..transformers_internals import (
     get_transformers_class,
     guarded_imports,
 )
-from .attention_interface import OWN_FUNCTIONS
+from .attention_interface import ATTENTION_FUNCTIONS
 from .decoder_caches import prepare_cache
 from .latent_attention import attend_with_projections
 
@@ -116,15 +116,19 @@ class AttentionVariantMixin(_Attention):
         """
         implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
-        self.implementation, self.is_own = implementation, implementation in OWN_FUNCTIONS
+        self.implementation, self.is_own = implementation, implementation in ATTENTION_FUNCTIONS
 
     def extra_repr(self) -> str:
         """Describe the module's heads and mechanisms for printing."""
         heads, pattern = self.heads, getattr(self.key_range, "kind", self.key_range)
-        shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
-        shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
-        shown |= {"pattern": getattr(pattern, "name", pattern), "score": self.score, "compression": self.compression}
-        return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+        description: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
+        description |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
+        description |= {
+            "pattern": getattr(pattern, "name", pattern),
+            "score": self.score,
+            "compression": self.compression,
+        }
+        return ", ".join(f"{name}={value}" for name, value in description.items() if value is not None)
 
     def init_variant_parameters(self) -> None:
         """Initialize the talking-heads parameters according to `talking_heads_init`."""

@@ -102,7 +102,7 @@ class AttentionSite:
     def get_heads(self, config: Any, path: str) -> AttentionHeads:
         """Return the head counts, the rank and the talking-heads settings of the attention module at a path."""
         layer = self.get_layer_index(config, path)
-        query, key = config.query_heads(self.kv_heads_field), config.get_layer_value(self.kv_heads_field, layer)
+        query, key = config.get_query_heads(self.kv_heads_field), config.get_layer_value(self.kv_heads_field, layer)
         talking = config.get_talking_heads(self.field_prefix, layer)
         value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.get_layer_value(self.rank_field, layer)
@@ -120,8 +120,8 @@ class AttentionSite:
         group and one for the layer inside the group.
         """
         match: Any = re.fullmatch(self.module, path)  # callers only pass matching paths
-        outer, *inner = map(int, match.groups())
-        return outer * config.inner_group_num + inner[0] if inner else outer
+        first_index, *inner_indices = map(int, match.groups())
+        return first_index * config.inner_group_num + inner_indices[0] if inner_indices else first_index
 
     def get_latent_projection_path(self, path: str) -> str:
         """Return the path (inside the base model) of the linear layer that computes a module's latent."""

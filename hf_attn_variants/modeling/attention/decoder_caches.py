@@ -72,19 +72,19 @@ class KernelStateLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search."""
-        self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._apply_to_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._apply_to_state(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the selected rows."""
-        self._apply(lambda tensor: tensor[indices])
+        self._apply_to_state(lambda tensor: tensor[indices])
 
-    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _apply_to_state(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
-            changed = (None if tensor is None else change(tensor) for tensor in self.state)
+            changed = (None if tensor is None else fn(tensor) for tensor in self.state)
             self.state = type(self.state)._make(changed)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, extend
+from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, apply_extensions
 from ..mechanisms.talking_heads import M2L
 from ..ops.beams import count_beams_in_cache, repeat_for_beams
 from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
@@ -40,7 +40,7 @@ with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 __all__ = [
-    "EXPANDED",
+    "EXPANDED_LATENTS",
     "CrossLatentMixin",
     "attend_to_latent",
     "attend_with_projections",
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 # The attribute of a cache layer that stores the keys and values of a short latent: {layer: (c, K, V, version of c)}.
-EXPANDED = "_expanded_latents"
+EXPANDED_LATENTS = "_expanded_latents"
 # The bias of the values is multiplied by the row sums of the weights. The absorbed form is only used with these sums
 # if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
@@ -80,7 +80,7 @@ class LatentCacheLayer(BeamSharedCacheLayer, DynamicLayer):
         """Release the latent. Before Transformers 5.23, the original method would overwrite it with zeros."""
         self.keys = self.values = None
         self.is_initialized, self.beams = False, 1
-        vars(self).pop(EXPANDED, None)
+        vars(self).pop(EXPANDED_LATENTS, None)
 
 
 class SharedLatentCacheLayer(DynamicLayer):
@@ -120,15 +120,15 @@ class CrossLatentMixin(_Stack):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Transformers decoder with the latent instead of the encoder outputs."""
         encoder_outputs, cache = self.call_arguments.read(args, kwargs)
-        makes_latent = getattr(self, "cross_kv_a_proj", None)
-        if makes_latent is None or encoder_outputs is None or has_cached_latent(cache):
+        latent_projection = getattr(self, "cross_kv_a_proj", None)
+        if latent_projection is None or encoder_outputs is None or has_cached_latent(cache):
             return super().forward(*args, **kwargs)
-        rows = get_unrepeated_encoder_outputs(encoder_outputs, (makes_latent,))
-        latent = made = makes_latent(rows)
+        rows = get_unrepeated_encoder_outputs(encoder_outputs, (latent_projection,))
+        latent = decoder_input = latent_projection(rows)
         if rows is not encoder_outputs:
-            made = repeat_for_beams(latent, len(encoder_outputs))
-            mark_repeated_rows(made, latent)
-        return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
+            decoder_input = repeat_for_beams(latent, len(encoder_outputs))
+            mark_repeated_rows(decoder_input, latent)
+        return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=decoder_input))
 
 
 def attend_with_projections(
@@ -152,7 +152,7 @@ def attend_with_projections(
     """
     query_linear, *linears = (getattr(module, name) for name in module.linears)
     query = query_linear(states).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
-    query = extend(module, HEAD_STAGE, query, "query")
+    query = apply_extensions(module, HEAD_STAGE, query, "query")
     dropout = getattr(module, module.dropout_name)  # a probability or a module
     options |= {"dropout": getattr(dropout, "p", dropout) if module.training else 0.0, "scaling": module.scaling}
     if module.heads.rank is None:
@@ -161,7 +161,7 @@ def attend_with_projections(
     else:
         latent, layer = compute_latent_with_cache(module, states, encoder_outputs, cache)
         output, weights = attend_to_latent(module, query, latent, mask, linears, layer, **options)
-    return extend(module, OUTPUT_STAGE, output, states).flatten(2), weights
+    return apply_extensions(module, OUTPUT_STAGE, output, states).flatten(2), weights
 
 
 def compute_keys_and_values_with_cache(
@@ -328,19 +328,19 @@ def compute_keys_and_values(
     key, value = (linear(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for linear, size in pairs)
     if module is None:
         return key, value
-    return extend(module, HEAD_STAGE, key, "key"), extend(module, HEAD_STAGE, value, "value")
+    return apply_extensions(module, HEAD_STAGE, key, "key"), apply_extensions(module, HEAD_STAGE, value, "value")
 
 
 def _get_expanded_latent(
     module: VariantAttention, latent: Tensor, linears: Sequence[nn.Linear], cache_layer: Any
 ) -> tuple[Tensor, Tensor]:
-    by_layer = vars(cache_layer).setdefault(EXPANDED, {})
-    expanded = by_layer.get(module.layer_idx)
+    latents_by_layer = vars(cache_layer).setdefault(EXPANDED_LATENTS, {})
+    expanded = latents_by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = compute_keys_and_values(latent[:, 0], linears, *sizes, module)
-        expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
+        expanded_keys_and_values = compute_keys_and_values(latent[:, 0], linears, *sizes, module)
+        expanded = latents_by_layer[module.layer_idx] = (latent, *expanded_keys_and_values, latent._version)
     return expanded[1:3]
 
 
@@ -368,9 +368,9 @@ def should_absorb_projections(
     heads += module.heads.output
     kv_size = linears[0].out_features + linears[1].out_features
     rows = batch * length
-    read = key_length if module.key_range is None else module.key_range.num_attended_keys(key_length)
-    absorbed = rows * rank * (numbers + heads * read)
-    expanded = sentences * key_length * rank * kv_size + rows * read * numbers
+    num_attended = key_length if module.key_range is None else module.key_range.count_attended_keys(key_length)
+    absorbed = rows * rank * (numbers + heads * num_attended)
+    expanded = sentences * key_length * rank * kv_size + rows * num_attended * numbers
     return absorbed < expanded
 
 
@@ -401,14 +401,20 @@ def count_latent_flops(
         nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         for linear in (key, value)
     )
-    numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
+    num_head_values = (
+        heads.query * heads.head_dim + heads.output * heads.value_dim
+    )  # size of all query and all value heads
     is_stored = is_latent_cached and should_store_expanded_latent(latent)
     if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
-        return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * num_keys)
-    expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * num_keys * numbers
+        return 0, 2 * key.in_features * (num_head_values + (heads.query + heads.output) * num_keys)
+    expansion_flops, attention_flops = 2 * (key.weight.numel() + value.weight.numel()), 2 * num_keys * num_head_values
     # If keys and values are stored, or if there is only one pass, they are computed once per token. Otherwise, each
     # step recomputes them.
-    return (0, attends + num_keys * expanded) if is_step and not is_stored else (expanded, attends)
+    return (
+        (0, attention_flops + num_keys * expansion_flops)
+        if is_step and not is_stored
+        else (expansion_flops, attention_flops)
+    )
 
 
 def is_plain_linear(linear: nn.Module, latent: Tensor) -> bool:
@@ -441,9 +447,9 @@ def _attend_in_absorbed_form(
     output = matmul_per_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
-        by_weights = weights if sums_weights else None  # [b, h_v, n, m]
+        summed_weights = weights if sums_weights else None  # [b, h_v, n, m]
         sums = (
-            _find_queries_with_keys(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)
+            _find_queries_with_keys(mask, query.shape[0]) if summed_weights is None else summed_weights.sum(-1)
         )  # [b, h_v, n]
         output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
     return output, weights if should_return_weights(module, options) else None

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # A cache layer's attribute with the state of cross-attention, and with the keys and mask from which it was computed.
-MEMORY_STATE = "_memory_state"
+ENCODER_STATE = "_memory_state"
 
 
 def attend_with_kernel(
@@ -58,7 +58,7 @@ def attend_with_kernel(
 def compute_kernel_weights(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Return the weights [b, h, n, m] of linear attention. See `attend_with_kernel` for the arguments."""
     kernel: AttentionKernel = module.kernel
-    return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
+    return kernel.compute_weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
 def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -69,15 +69,17 @@ def mask_to_allowed_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
     """
     if mask is None:
         return None
-    one_row = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-3, -2))
-    if not one_row:
+    is_same_for_all_queries = all(mask.shape[axis] == 1 or mask.stride(axis) == 0 for axis in (-3, -2))
+    if not is_same_for_all_queries:
         raise ValueError(
             "The mask must be the same for all queries with `attention_kernel`, [b, 1, 1, m], got "
             f"{list(mask.shape)}. Pass a padding mask [b, m] to the model."
         )
-    read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder mask covers all tokens seen so far
-    return select_first_beams(read, read.shape[0] // key.shape[0])
+    allowed_keys = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    allowed_keys = allowed_keys[:, :1, :1, -key.shape[2] :].transpose(
+        -1, -2
+    )  # a decoder mask covers all tokens seen so far
+    return select_first_beams(allowed_keys, allowed_keys.shape[0] // key.shape[0])
 
 
 def kernel_attention_forward(
@@ -118,17 +120,17 @@ def kernel_attention_forward(
         output, layer.state = attend_with_kernel(*call, layer.state)
         return output, None
     # In cross-attention, the encoder outputs and their mask do not change between decoding steps.
-    stored, read = vars(layer).get(MEMORY_STATE), mask_to_allowed_keys(mask, key)
-    if stored is None or stored[0] is not key or not _are_equal(stored[1], read):
+    stored, allowed_keys = vars(layer).get(ENCODER_STATE), mask_to_allowed_keys(mask, key)
+    if stored is None or stored[0] is not key or not _are_equal(stored[1], allowed_keys):
         output, state = attend_with_kernel(*call)
         if state is not None:
-            setattr(layer, MEMORY_STATE, (key, read, state))
+            setattr(layer, ENCODER_STATE, (key, allowed_keys, state))
         return output, None
     return kernel.attend_to_state(module, query, stored[2], scaling), None
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
 def eager_attention_with_mechanisms(
@@ -204,7 +206,7 @@ def _needs_explicit_weights(module: VariantAttention, query: Tensor, mask: Tenso
 
 
 # Padded rows are rolled before keys are compressed.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+MECHANISM_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eager": roll_padded_rows(compress_keys_and_values(eager_attention_with_mechanisms)),
     "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_attention_with_mechanisms)),
 }
@@ -212,4 +214,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call the "eager" or "sdpa" function with the given arguments, and return the outputs and weights."""
-    return FUNCTIONS[implementation](*args, **kwargs)
+    return MECHANISM_FUNCTIONS[implementation](*args, **kwargs)

@@ -39,7 +39,7 @@ __all__ = [
 
 # An attribute of encoder outputs whose rows have been repeated for beams. It contains the tensor with one row per
 # sentence, and the version of the repeated tensor at that time.
-REPEATED = "_attn_variants_repeated"
+REPEATED_ROWS = "_attn_variants_repeated"
 
 
 class BeamSharedCacheLayer:
@@ -53,18 +53,18 @@ class BeamSharedCacheLayer:
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder the rows for beam search. Nothing changes if beams only move within their sentences."""
-        rows = self._rows()
-        stays = (
+        rows = self._num_rows()
+        stays_within_sentences = (
             self.beams > 1
             and len(beam_idx) == rows * self.beams
             and _reorders_only_within_sentences(beam_idx, self.beams)
         )
-        if rows and not stays:
+        if rows and not stays_within_sentences:
             self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows that belong to the given decoder rows."""
-        if self._rows():
+        if self._num_rows():
             self._select_rows(indices)
 
     def reset(self) -> None:
@@ -77,14 +77,14 @@ class BeamSharedCacheLayer:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         chosen = get_sentence_indices(indices, self.beams) if self.beams > 1 else indices
-        self._apply(lambda states: states[chosen.to(states.device)])
+        self._apply_to_tensors(lambda states: states[chosen.to(states.device)])
         self.beams = 1
 
-    def _rows(self) -> int:
+    def _num_rows(self) -> int:
         layer: Any = self
         return 0 if layer.keys is None else layer.keys.shape[0]
 
-    def _apply(self, fn: Any) -> None:
+    def _apply_to_tensors(self, fn: Any) -> None:
         layer: Any = self
         layer.keys, layer.values = fn(layer.keys), fn(layer.values)
 
@@ -103,12 +103,12 @@ class BeamSharedStaticLayer(BeamSharedCacheLayer, StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store keys and values. New tensors are allocated if the number of rows has changed since the last search."""
-        if self._rows() != key_states.shape[0]:
+        if self._num_rows() != key_states.shape[0]:
             self.is_initialized = False
         return super().update(key_states, value_states, *args, **kwargs)
 
 
-_SHARED: dict[type, type] = {DynamicLayer: BeamSharedDynamicLayer, StaticLayer: BeamSharedStaticLayer}
+_BEAM_SHARED_CLASSES: dict[type, type] = {DynamicLayer: BeamSharedDynamicLayer, StaticLayer: BeamSharedStaticLayer}
 
 
 def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
@@ -123,11 +123,11 @@ def share_rows_between_beams(cache: Any, index: int, beams: int) -> bool:
     """
     cross = cache.cross_attention_cache
     layer = get_empty_layer(cross, index)
-    if type(layer) in _SHARED:
-        shared: Any = _SHARED[type(layer)]
+    if type(layer) in _BEAM_SHARED_CLASSES:
+        shared: Any = _BEAM_SHARED_CLASSES[type(layer)]
         cross.layers[index] = shared.__new__(shared)
         vars(cross.layers[index]).update(vars(layer))
-    if layer is None or type(cross.layers[index]) not in _SHARED.values():
+    if layer is None or type(cross.layers[index]) not in _BEAM_SHARED_CLASSES.values():
         return False
     cross.layers[index].beams = beams
     return True
@@ -155,7 +155,7 @@ def mark_repeated_rows(expanded: Tensor, original: Tensor) -> None:
     To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
     tensors that are computed from the marked tensor do not inherit it.
     """
-    setattr(expanded, REPEATED, (original, None if expanded.is_inference() else expanded._version))
+    setattr(expanded, REPEATED_ROWS, (original, None if expanded.is_inference() else expanded._version))
 
 
 def get_unrepeated_encoder_outputs(encoder_outputs: Tensor, linears: Iterable[nn.Module] = ()) -> Tensor:
@@ -166,7 +166,7 @@ def get_unrepeated_encoder_outputs(encoder_outputs: Tensor, linears: Iterable[nn
         linears: the linear layers that are applied to them. If one of them has hooks, nothing is changed, because
             hooks may expect one row per beam. For example, PEFT can select an adapter per row (`adapter_names`).
     """
-    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
+    mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED_ROWS, None)
     if mark is None or any(has_hooks(linear) for linear in linears):
         return encoder_outputs
     states, version = mark
@@ -270,9 +270,9 @@ class SharedEncoderOutputsMixin(_Generation):
         # Only attention functions in this package can share encoder outputs, and only without talking-heads
         # projections.
         implementation = self.config._attn_implementation_internal
-        folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
+        can_share = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
         expand = super()._expand_inputs_for_generation
-        return expand_and_mark_encoder_outputs(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark_encoder_outputs(expand, can_share, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beam_idx: Tensor) -> Any:
         # The beams of a sentence share the cross-attention cache, so only the self-attention cache is reordered.

@@ -115,20 +115,24 @@ class AttnVariantModelMixin(_Model):
         for module in self.modules():
             if type(module) in self.variant_classes:
                 _change_class(module, self.variant_classes[type(module)], self.config)
-        used = get_used_mechanisms(self.config)
+        used_mechanisms = get_used_mechanisms(self.config)
         for site, path, module in list(self.named_attention_modules()):
-            _install_variant(site, path, module, self, used)
+            _install_variant(site, path, module, self, used_mechanisms)
         _check_all_variants_installed(self)
         # `from_pretrained` logs a single line about the initialization of these keys instead of reporting them as
         # missing.
-        new = list(_yield_added_key_patterns(self, _added_heads.get()))
+        added_parameters = list(_yield_added_key_patterns(self, _added_heads.get()))
         # Random vectors that are not in the checkpoint are drawn again with the seed in the configuration.
-        drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
-        self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
+        random_buffers = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
+        self._keys_to_ignore_on_load_missing = [
+            *(self._keys_to_ignore_on_load_missing or ()),
+            *added_parameters,
+            *random_buffers,
+        ]
         super().post_init()
         # Device maps use class names to identify modules that must not be split, and some of these names have changed.
-        ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
-        self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
+        variant_names = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
+        self._no_split_modules = {variant_names.get(name, name) for name in self._no_split_modules or ()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as in Transformers, after checking that only one cache was passed."""
@@ -186,9 +190,11 @@ class AttnVariantModelMixin(_Model):
         # feed-forward layers and heads, which initialize the linear layers inside them, would therefore be skipped.
         # The initialization in Transformers and in this package does not change loaded weights, but the initialization
         # in a subclass may. For subclasses, modules that contain loaded weights are therefore skipped.
-        guarded = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
+        skips_loaded_modules = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
         super()._initialize_weights(
-            module, guarded and any(getattr(weight, "_is_hf_initialized", False) for weight in module.parameters())
+            module,
+            skips_loaded_modules
+            and any(getattr(weight, "_is_hf_initialized", False) for weight in module.parameters()),
         )
 
     @classmethod

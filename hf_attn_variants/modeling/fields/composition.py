@@ -14,7 +14,7 @@ from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.clipped_softmax import ClippedSoftmax
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.elementwise_kernels import EluKernel, ReluKernel
-from ..mechanisms.kernels.linformer_kernel import Linformer
+from ..mechanisms.kernels.linformer_kernel import LinformerKernel
 from ..mechanisms.knocking_heads import KnockingHeads
 from ..mechanisms.latents import LatentAttention
 from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
@@ -25,8 +25,8 @@ from ..mechanisms.patterns.transient_global import TransientGlobalPattern
 from ..mechanisms.sinusoidal_positions import RelativePositionBias
 from ..mechanisms.talking_heads import DynamicTalkingHeads, TalkingHeadsSettings
 from ..ops.variant_attention import VariantAttention
-from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
-from .field_table import FIELDS
+from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING_IMPLEMENTATION, SDPA
+from .field_table import VARIANT_FIELDS
 
 __all__ = [
     "ATTENTION_EXTENSIONS",
@@ -41,7 +41,7 @@ __all__ = [
     "install_extensions",
 ]
 
-EXTENSION_FIELDS = tuple(row.name for row in FIELDS if "extension" in row.facts)
+EXTENSION_FIELDS = tuple(row.name for row in VARIANT_FIELDS if "extension" in row.tags)
 # The field that selects each mechanism, without the prefix of a place.
 MECHANISMS = {
     "attention_kernel": "linear_attention",
@@ -55,7 +55,7 @@ MECHANISMS = {
     **{name: name for name in EXTENSION_FIELDS},
 }
 # Values that select no mechanism. "absolute" selects the default positions of the architecture.
-IDLE = (None, NONE, False, "absolute")
+UNUSED_VALUES = (None, NONE, False, "absolute")
 
 # The attention extensions in the order in which they are applied.
 ATTENTION_EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate)
@@ -76,13 +76,13 @@ def get_used_mechanisms(config: Any) -> frozenset[str]:
     frozenset({'patterns'})
     ```
     """
-    by_layer = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
+    per_layer_values = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
     used = set()
     for field, mechanism in MECHANISMS.items():
         for name in (prefix + field for prefix in PREFIXES):
-            layers = by_layer.get(name)
+            layers = per_layer_values.get(name)
             values = [getattr(config, name, None), *(layers if isinstance(layers, list | tuple) else ())]
-            if any(value not in IDLE for value in values):
+            if any(value not in UNUSED_VALUES for value in values):
                 used.add(mechanism)
     return frozenset(used)
 
@@ -105,18 +105,18 @@ class UnsupportedPair(NamedTuple):
     """Two mechanisms that cannot be combined in the same attention module.
 
     Args:
-        one, other: the classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) represents all
-            of its subclasses.
+        first, second: the classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) represents
+            all of its subclasses.
         reason: the reason, which is shown after the first sentence of the error message.
     """
 
-    one: type[Mechanism]
-    other: type[Mechanism]
+    first: type[Mechanism]
+    second: type[Mechanism]
     reason: str
 
-    def message(self, one: tuple[str, Any], other: tuple[str, Any]) -> str:
+    def format_message(self, first: tuple[str, Any], second: tuple[str, Any]) -> str:
         """Return the error message, given the field and the value of each mechanism."""
-        return f"`{one[0]}` and `{other[0]}` cannot be combined, got {one[1]!r} and {other[1]!r}. {self.reason}"
+        return f"`{first[0]}` and `{second[0]}` cannot be combined, got {first[1]!r} and {second[1]!r}. {self.reason}"
 
 
 UNSUPPORTED_PAIRS = (
@@ -160,7 +160,7 @@ UNSUPPORTED_WITH_ROTARY: tuple[tuple[type[Mechanism], str], ...] = (
     (AdditiveScore, _NOT_A_DISTANCE),
     (EluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
     (ReluKernel, f'{_NOT_A_DISTANCE} Use "favor" or "rfa", which estimate the softmax, or "hedgehog" or "hybrid".'),
-    (Linformer, "It adds up keys that are rotated by different angles."),
+    (LinformerKernel, "It adds up keys that are rotated by different angles."),
     (MemoryCompressedPattern, "It adds up keys that are rotated by different angles."),
 )
 # Mechanisms that attention functions from other packages would ignore, in the order of the checks.
@@ -184,22 +184,22 @@ def check_combinations(config: Any) -> None:
     has_rotary_positions = getattr(config, "rope_parameters", None) is not None
     for prefix in PREFIXES:
         for extension in ATTENTION_EXTENSIONS:
-            extension.requested_in(config, prefix)
+            extension.find_requesting_field(config, prefix)
         for mechanism, reason in UNSUPPORTED_WITH_ROTARY if has_rotary_positions else ():
-            if (requested := mechanism.requested_in(config, prefix)) is not None:
+            if (requested := mechanism.find_requesting_field(config, prefix)) is not None:
                 raise ValueError(
                     f"`{requested[0]}` must not be {requested[1]!r} in a model with rotary positions. {reason}"
                 )
         for row in UNSUPPORTED_PAIRS:
-            one = row.one.requested_in(config, prefix)
-            other = None if one is None else row.other.requested_in(config, prefix)
-            if one is not None and other is not None:
-                raise ValueError(row.message(one, other))
+            first = row.first.find_requesting_field(config, prefix)
+            second = None if first is None else row.second.find_requesting_field(config, prefix)
+            if first is not None and second is not None:
+                raise ValueError(row.format_message(first, second))
 
 
 def get_requested_extensions(config: Any, prefix: str) -> dict[type[AttentionExtension], tuple[str, Any]]:
     """Return the extensions of the attention modules at a place, with the field and the value that request each."""
-    requested = {extension: extension.requested_in(config, prefix) for extension in ATTENTION_EXTENSIONS}
+    requested = {extension: extension.find_requesting_field(config, prefix) for extension in ATTENTION_EXTENSIONS}
     return {extension: request for extension, request in requested.items() if request is not None}
 
 
@@ -223,7 +223,7 @@ def check_implementation(config: Any, implementation: Any) -> None:
         ValueError: if the implementation would ignore talking heads, a pattern, a score function or a kernel, or if it
             requires value heads and key heads to have the same size.
     """
-    if implementation in (None, "eager", "sdpa", EAGER, SDPA, RECORDING):
+    if implementation in (None, "eager", "sdpa", EAGER, SDPA, RECORDING_IMPLEMENTATION):
         return
     if config.value_head_dim is not None:
         raise ValueError(
@@ -238,7 +238,7 @@ def check_implementation(config: Any, implementation: Any) -> None:
 def _check_no_mechanism_is_ignored(config: Any, implementation: Any) -> None:
     for mechanism in IGNORED_BY_OTHERS:
         for prefix in PREFIXES:
-            if (requested := mechanism.requested_in(config, prefix)) is not None:
+            if (requested := mechanism.find_requesting_field(config, prefix)) is not None:
                 raise ValueError(
                     f'`attn_implementation` must be "sdpa" or "eager" with {requested[0]}="{requested[1]}", got '
                     f'"{implementation}". It would ignore this mechanism.'

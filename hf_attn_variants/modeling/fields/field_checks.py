@@ -24,7 +24,7 @@ __all__ = [
 MAX_HEADS, MAX_LAYERS, MAX_LABELS = 2**16, 10_000, 2**16
 
 # Words in other configurations that correspond to words in field names, and the minimum similarity of two names.
-OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
+SYNONYMS, MIN_NAME_SIMILARITY = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
 
 
 @lru_cache(maxsize=4096)  # every keyword of every new configuration is looked up
@@ -34,12 +34,14 @@ def find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     Word order is ignored, and so are place prefixes, such as `decoder_` in `decoder_num_kv_heads`.
     """
     name = name.lower()
-    if (bare := remove_field_prefix(name)) in known:
-        return bare
-    spelled = {spelling: candidate for candidate in known for spelling in (_sort_words(candidate), candidate)}
-    for spelling in (name, _sort_words(name), bare, _sort_words(bare)):
-        if matches := difflib.get_close_matches(spelling, spelled, n=1, cutoff=ALIKE):
-            return spelled[matches[0]]
+    if (unprefixed_name := remove_field_prefix(name)) in known:
+        return unprefixed_name
+    names_by_spelling = {
+        spelling: candidate for candidate in known for spelling in (_sort_words(candidate), candidate)
+    }
+    for spelling in (name, _sort_words(name), unprefixed_name, _sort_words(unprefixed_name)):
+        if matches := difflib.get_close_matches(spelling, names_by_spelling, n=1, cutoff=MIN_NAME_SIMILARITY):
+            return names_by_spelling[matches[0]]
     return None
 
 
@@ -49,7 +51,7 @@ def remove_field_prefix(name: str) -> str:
 
 
 def _sort_words(name: str) -> str:
-    words = "_".join(OTHER_WORDS.get(word, word) for word in name.split("_")).split("_")
+    words = "_".join(SYNONYMS.get(word, word) for word in name.split("_")).split("_")
     return "_".join(sorted(words))
 
 

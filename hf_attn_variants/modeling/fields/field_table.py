@@ -15,22 +15,22 @@ from ..mechanisms.patterns.pattern_table import PATTERNS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = [
-    "FIELDS",
     "FIELD_TEXTS",
     "OPTIONAL_FIELDS",
-    "PLACES",
-    "Field",
+    "PLACE_WORDINGS",
+    "VARIANT_FIELDS",
+    "VariantField",
     "check_choice",
     "describe_field",
     "get_card_value_description",
-    "get_field_row",
-    "variant_field",
-    "with_table_fields",
+    "look_up_field",
+    "make_dataclass_field",
+    "with_variant_fields",
 ]
 
 
-class Field(NamedTuple):
-    """A row in the table of fields.
+class VariantField(NamedTuple):
+    """A field from this package, with its per-place fields.
 
     Args:
         name: the name of the field without a prefix.
@@ -39,12 +39,13 @@ class Field(NamedTuple):
         prefixes: the prefixes of the field and of its per-place fields.
         choices: the allowed values.
         default_names: additional values that select the Transformers default.
-        facts: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
+        tags: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
             (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention), "extension"
             (selects an `AttentionExtension`), "from_scratch" (is not supported by conversion) and
             "not_in_transformers" (changes the computation).
         query_heads: for key/value heads, the name of the field with the number of query heads.
-        one_for_all: the prefixes whose fields have the same value in all layers, even if `facts` contains "by_layer".
+        model_wide_prefixes: the prefixes whose fields have the same value in all layers, even if `tags` contains
+            "by_layer".
         inherits: True if a per-place field that is None uses the value of the field without a prefix.
     """
 
@@ -54,9 +55,9 @@ class Field(NamedTuple):
     prefixes: tuple[str, ...] = ("",)
     choices: tuple[str, ...] = ()
     default_names: tuple[str, ...] = ()
-    facts: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     query_heads: str | None = None
-    one_for_all: tuple[str, ...] = ()
+    model_wide_prefixes: tuple[str, ...] = ()
     inherits: bool = False
 
     @property
@@ -78,50 +79,76 @@ class Field(NamedTuple):
         return (*self.choices, NONE) if has_none and self.choices else tuple(self.choices)
 
 
-STACKS, ALL = ("", "encoder_"), ("", "encoder_", "cross_")
-TALKING, FROM_SCRATCH = ("talking", "by_layer"), ("from_scratch", "not_in_transformers")
-EXTENSION = ("extension", "not_in_transformers")
-FIELDS = (
-    Field("num_key_value_heads", int, prefixes=STACKS, facts=("by_layer",), query_heads="num_attention_heads"),
-    Field("value_head_dim", int, facts=FROM_SCRATCH),
-    Field("kv_lora_rank", int, prefixes=ALL, facts=("latent", "by_layer"), one_for_all=("cross_",)),
-    Field("per_layer_values", dict),
-    Field("talking_heads", str, None, ALL, TALKING_HEADS, facts=(*TALKING, "not_in_transformers"), inherits=True),
-    Field("num_softmax_heads", int, None, ALL, facts=TALKING, inherits=True),
-    Field("num_value_heads", int, None, ALL, facts=TALKING, inherits=True),
-    Field("talking_heads_init", str, IDENTITY, ALL, TALKING_HEADS_INITS, facts=TALKING, inherits=True),
-    Field("talking_heads_dynamic", list, (), ALL, tuple(DYNAMIC_PROJECTIONS), facts=TALKING, inherits=True),
-    Field("attention_pattern", str, prefixes=STACKS, choices=PATTERNS, facts=("pattern", "not_in_transformers")),
-    Field("attention_window", int, prefixes=STACKS, facts=("pattern", "by_layer")),
-    Field("attention_dilation", int, 1, prefixes=STACKS, facts=("pattern",)),
-    Field("num_global_tokens", int, 0, prefixes=STACKS, facts=("pattern",)),
-    Field("attention_block_size", int, prefixes=STACKS, facts=("pattern",)),
-    Field("num_random_blocks", int, 0, prefixes=STACKS, facts=("pattern",)),
-    Field("attention_seed", int, 0, prefixes=STACKS, facts=("pattern",)),
-    Field("num_summary_tokens", int, 0, prefixes=STACKS, facts=("pattern",)),
-    Field("split_attention_heads", bool, False, prefixes=STACKS, facts=("pattern",)),
-    Field("attention_kernel", str, prefixes=ALL, choices=KERNELS, facts=("kernel", "by_layer", "not_in_transformers")),
-    Field("attention_kernel_features", int, facts=("kernel",)),
-    Field("attention_kernel_seed", int, 0, facts=("kernel",)),
-    Field("position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), facts=FROM_SCRATCH),
-    Field("score_function", str, None, ALL, ("additive",), facts=FROM_SCRATCH, inherits=True),
-    Field("output_gate", str, None, ALL, ("head", "element"), facts=EXTENSION, inherits=True),
-    Field("attention_sink", bool, None, ALL, facts=EXTENSION, inherits=True),
-    Field("clipped_softmax", tuple, None, ALL, facts=EXTENSION, inherits=True),
-    Field("knocking_heads", str, None, ALL, ("value", "all"), facts=EXTENSION, inherits=True),
+STACK_PREFIXES, ALL_PREFIXES = ("", "encoder_"), ("", "encoder_", "cross_")
+TALKING_TAGS, FROM_SCRATCH_TAGS = ("talking", "by_layer"), ("from_scratch", "not_in_transformers")
+EXTENSION_TAGS = ("extension", "not_in_transformers")
+VARIANT_FIELDS = (
+    VariantField(
+        "num_key_value_heads", int, prefixes=STACK_PREFIXES, tags=("by_layer",), query_heads="num_attention_heads"
+    ),
+    VariantField("value_head_dim", int, tags=FROM_SCRATCH_TAGS),
+    VariantField(
+        "kv_lora_rank", int, prefixes=ALL_PREFIXES, tags=("latent", "by_layer"), model_wide_prefixes=("cross_",)
+    ),
+    VariantField("per_layer_values", dict),
+    VariantField(
+        "talking_heads",
+        str,
+        None,
+        ALL_PREFIXES,
+        TALKING_HEADS,
+        tags=(*TALKING_TAGS, "not_in_transformers"),
+        inherits=True,
+    ),
+    VariantField("num_softmax_heads", int, None, ALL_PREFIXES, tags=TALKING_TAGS, inherits=True),
+    VariantField("num_value_heads", int, None, ALL_PREFIXES, tags=TALKING_TAGS, inherits=True),
+    VariantField(
+        "talking_heads_init", str, IDENTITY, ALL_PREFIXES, TALKING_HEADS_INITS, tags=TALKING_TAGS, inherits=True
+    ),
+    VariantField(
+        "talking_heads_dynamic", list, (), ALL_PREFIXES, tuple(DYNAMIC_PROJECTIONS), tags=TALKING_TAGS, inherits=True
+    ),
+    VariantField(
+        "attention_pattern", str, prefixes=STACK_PREFIXES, choices=PATTERNS, tags=("pattern", "not_in_transformers")
+    ),
+    VariantField("attention_window", int, prefixes=STACK_PREFIXES, tags=("pattern", "by_layer")),
+    VariantField("attention_dilation", int, 1, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("num_global_tokens", int, 0, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("attention_block_size", int, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("num_random_blocks", int, 0, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("attention_seed", int, 0, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("num_summary_tokens", int, 0, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField("split_attention_heads", bool, False, prefixes=STACK_PREFIXES, tags=("pattern",)),
+    VariantField(
+        "attention_kernel",
+        str,
+        prefixes=ALL_PREFIXES,
+        choices=KERNELS,
+        tags=("kernel", "by_layer", "not_in_transformers"),
+    ),
+    VariantField("attention_kernel_features", int, tags=("kernel",)),
+    VariantField("attention_kernel_seed", int, 0, tags=("kernel",)),
+    VariantField(
+        "position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), tags=FROM_SCRATCH_TAGS
+    ),
+    VariantField("score_function", str, None, ALL_PREFIXES, ("additive",), tags=FROM_SCRATCH_TAGS, inherits=True),
+    VariantField("output_gate", str, None, ALL_PREFIXES, ("head", "element"), tags=EXTENSION_TAGS, inherits=True),
+    VariantField("attention_sink", bool, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
+    VariantField("clipped_softmax", tuple, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
+    VariantField("knocking_heads", str, None, ALL_PREFIXES, ("value", "all"), tags=EXTENSION_TAGS, inherits=True),
 )
 
-_ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
+_FIELDS_BY_NAME = {prefix + field.name: (prefix, field) for field in VARIANT_FIELDS for prefix in field.prefixes}
 # Fields that are only saved if they are set.
 OPTIONAL_FIELDS = (
     "value_head_dim",
-    *(name for row in FIELDS if row.inherits for name in row.names["extension" not in row.facts :]),
+    *(name for field in VARIANT_FIELDS if field.inherits for name in field.names["extension" not in field.tags :]),
 )
 
 
-def get_field_row(name: str) -> tuple[str, Field]:
-    """Return the prefix of a field and its row in the table."""
-    return _ROWS[name]
+def look_up_field(name: str) -> tuple[str, VariantField]:
+    """Return the prefix and the `VariantField` of a field."""
+    return _FIELDS_BY_NAME[name]
 
 
 def check_choice(name: str, value: Any) -> None:
@@ -130,25 +157,25 @@ def check_choice(name: str, value: Any) -> None:
     Raises:
         ValueError: if the value is not one of the choices.
     """
-    prefix, row = get_field_row(name)
-    known = (*row.get_choices(prefix), *row.default_names)
-    for choice in value if row.kind is list and isinstance(value, list | tuple) else (value,):
-        if row.choices and choice is not None and choice not in known:
+    prefix, field = look_up_field(name)
+    known = (*field.get_choices(prefix), *field.default_names)
+    for choice in value if field.kind is list and isinstance(value, list | tuple) else (value,):
+        if field.choices and choice is not None and choice not in known:
             raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {choice!r}.")
 
 
-def variant_field(name: str) -> Any:
+def make_dataclass_field(name: str) -> Any:
     """Create the dataclass field of a configuration for a field in the table.
 
-    Its metadata marks it as a field from this package ("variant") and contains the facts from its row.
+    Its metadata marks it as a field from this package ("variant") and contains its tags.
     """
-    prefix, row = get_field_row(name)
-    facts = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
-    heads = {} if row.query_heads is None else {"query_heads": row.query_heads}
-    return dataclass_field(default=row.get_default(prefix), metadata={"variant": True, **facts, **heads})
+    prefix, field = look_up_field(name)
+    tags = {tag: True for tag in field.tags if tag != "by_layer" or prefix not in field.model_wide_prefixes}
+    heads = {} if field.query_heads is None else {"query_heads": field.query_heads}
+    return dataclass_field(default=field.get_default(prefix), metadata={"variant": True, **tags, **heads})
 
 
-def with_table_fields(*prefixes: str, inherits: bool = False) -> Callable[[type], type]:
+def with_variant_fields(*prefixes: str, inherits: bool = False) -> Callable[[type], type]:
     """Return a class decorator that adds the fields in the table to a dataclass, except those that it already has.
 
     Args:
@@ -157,49 +184,49 @@ def with_table_fields(*prefixes: str, inherits: bool = False) -> Callable[[type]
     """
 
     def add_fields(cls: type) -> type:
-        rows = [row for row in FIELDS if row.inherits or not inherits]
-        for name in (prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes):
+        rows = [field for field in VARIANT_FIELDS if field.inherits or not inherits]
+        for name in (prefix + field.name for prefix in prefixes for field in rows if prefix in field.prefixes):
             if not hasattr(cls, name):
                 cls.__annotations__[name] = Any
-                setattr(cls, name, variant_field(name))
+                setattr(cls, name, make_dataclass_field(name))
         return cls
 
     return add_fields
 
 
-class AttentionTypeWording(NamedTuple):
+class PlaceWording(NamedTuple):
     """The words that describe a place, such as the encoder, in field descriptions and on model cards."""
 
     attention: str
     layer: str
-    here: str  # this word and those below are used on model cards
-    whose: str
+    place: str  # this word and those below are used on model cards
+    owner: str
     softmax: str
     token: str
 
 
-PLACES = {
-    "": AttentionTypeWording(
+PLACE_WORDINGS = {
+    "": PlaceWording(
         attention="self-attention (in encoder-decoders: of the decoder)",
         layer="each layer (in encoder-decoders: of the decoder)",
-        here="self-attention",
-        whose="self-attention",
+        place="self-attention",
+        owner="self-attention",
         softmax="the softmax in self-attention",
         token="token",
     ),
-    "encoder_": AttentionTypeWording(
+    "encoder_": PlaceWording(
         attention="the self-attention of the encoder",
         layer="each encoder layer",
-        here="the self-attention of the encoder",
-        whose="the encoder",
+        place="the self-attention of the encoder",
+        owner="the encoder",
         softmax="the softmax in the self-attention of the encoder",
         token="token",
     ),
-    "cross_": AttentionTypeWording(
+    "cross_": PlaceWording(
         attention="cross-attention",
         layer="the cross-attention of each decoder layer",
-        here="cross-attention",
-        whose="all cross-attention modules",
+        place="cross-attention",
+        owner="all cross-attention modules",
         softmax="the softmax in cross-attention",
         token="source token",
     ),
@@ -207,7 +234,7 @@ PLACES = {
 
 
 class FieldDescription(NamedTuple):
-    """The descriptions of a field, which may contain the words of an `AttentionTypeWording` in braces.
+    """The descriptions of a field, which may contain the words of a `PlaceWording` in braces.
 
     Args:
         help: the one-line description.
@@ -233,7 +260,7 @@ FIELD_TEXTS = {
     "kv_lora_rank": FieldDescription(
         "rank of the latent from which {attention} computes keys and values; the width of the input "
         "caches the input itself, without loss",
-        card="latent dimension in {here}",
+        card="latent dimension in {place}",
     ),
     "per_layer_values": FieldDescription('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
     "talking_heads": FieldDescription(
@@ -251,12 +278,12 @@ FIELD_TEXTS = {
     "attention_window": FieldDescription(
         "window size in tokens of {attention}, for patterns and hybrid kernels: half on each side, in "
         "decoders the most recent ones",
-        card="window size (tokens) in {here}",
+        card="window size (tokens) in {place}",
     ),
     "attention_dilation": FieldDescription("step between the tokens in a window or block of {attention}"),
     "num_global_tokens": FieldDescription("number of global tokens at the start of the text (only encoders)"),
     "attention_block_size": FieldDescription(
-        "block size in tokens of {attention}; for `strided`, the stride", card="block size (tokens) in {here}"
+        "block size in tokens of {attention}; for `strided`, the stride", card="block size (tokens) in {place}"
     ),
     "num_random_blocks": FieldDescription("`random_blocks`: number of random blocks per block of {attention}"),
     "attention_seed": FieldDescription("`random_blocks`: seed of the random blocks of {attention}"),
@@ -317,13 +344,13 @@ def describe_field(name: str) -> str:
     'step between the tokens in a window or block of the self-attention of the encoder'
     ```
     """
-    prefix, row = get_field_row(name)
-    text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix]._asdict())
-    text += f"; only for {PLACES[prefix].attention}" if prefix and row.inherits else ""
-    return f"{text}; the same for all layers" if prefix in row.one_for_all else text
+    prefix, field = look_up_field(name)
+    text = FIELD_TEXTS[field.name].help.format(**PLACE_WORDINGS[prefix]._asdict())
+    text += f"; only for {PLACE_WORDINGS[prefix].attention}" if prefix and field.inherits else ""
+    return f"{text}; the same for all layers" if prefix in field.model_wide_prefixes else text
 
 
 def get_card_value_description(name: str) -> str:
     """Return the description of a field's value for model cards, or "" if it has none."""
-    prefix, row = get_field_row(name)
-    return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix]._asdict())
+    prefix, field = look_up_field(name)
+    return (FIELD_TEXTS[field.name].card or "").format(**PLACE_WORDINGS[prefix]._asdict())

@@ -32,7 +32,7 @@ from ..mechanisms.talking_heads import (
 )
 from ..ops.key_ranges import MAX_SIZE
 from .field_checks import MAX_HEADS, check_integer_range
-from .field_table import FIELDS, get_field_row, variant_field
+from .field_table import VARIANT_FIELDS, look_up_field, make_dataclass_field
 
 __all__ = [
     "BlockPatternConfigMixin",
@@ -67,12 +67,12 @@ class KernelConfigMixin(_Config):
         attention_kernel_seed: the seed of the random vectors.
     """
 
-    attention_kernel: str | None = variant_field("attention_kernel")
-    attention_kernel_features: int | None = variant_field("attention_kernel_features")
-    attention_kernel_seed: int = variant_field("attention_kernel_seed")
+    attention_kernel: str | None = make_dataclass_field("attention_kernel")
+    attention_kernel_features: int | None = make_dataclass_field("attention_kernel_features")
+    attention_kernel_seed: int = make_dataclass_field("attention_kernel_seed")
 
     @classmethod
-    def kernel_fields(cls) -> tuple[str, ...]:
+    def get_kernel_fields(cls) -> tuple[str, ...]:
         """Return the fields that select a kernel or set its options."""
         return tuple(field.name for field in fields(cls) if "kernel" in field.metadata)
 
@@ -107,7 +107,9 @@ def check_kernels(config: Any) -> None:
 
 
 # The pattern fields other than the pattern's name, without prefixes, and their defaults.
-PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.facts and row.name != "attention_pattern"}
+PATTERN_SIZES = {
+    row.name: row.default for row in VARIANT_FIELDS if "pattern" in row.tags and row.name != "attention_pattern"
+}
 
 
 @dataclass(kw_only=True, repr=False)
@@ -125,11 +127,11 @@ class BlockPatternConfigMixin:
             half to far tokens. If False, all heads attend to both.
     """
 
-    attention_block_size: int | None = variant_field("attention_block_size")
-    num_random_blocks: int = variant_field("num_random_blocks")
-    attention_seed: int = variant_field("attention_seed")
-    num_summary_tokens: int = variant_field("num_summary_tokens")
-    split_attention_heads: bool = variant_field("split_attention_heads")
+    attention_block_size: int | None = make_dataclass_field("attention_block_size")
+    num_random_blocks: int = make_dataclass_field("num_random_blocks")
+    attention_seed: int = make_dataclass_field("attention_seed")
+    num_summary_tokens: int = make_dataclass_field("num_summary_tokens")
+    split_attention_heads: bool = make_dataclass_field("split_attention_heads")
 
 
 def check_patterns(config: Any) -> None:
@@ -181,7 +183,7 @@ def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
     Raises:
         ValueError: if a head count is not an integer of at least 1.
     """
-    prefix, row = get_field_row(name)
+    prefix, row = look_up_field(name)
     if row.name == DYNAMIC:
         return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
@@ -209,7 +211,7 @@ def check_talking_heads(config: Any) -> None:
                 f"`encoder_{KIND}` must be set if `per_layer_values` contains talking-heads fields for the decoder's "
                 f'layers. Use "{NONE}" for an encoder without talking heads.'
             )
-        for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
+        for layer in range(config.get_num_layers(prefix + KIND)) if config.per_layer_values else (0,):
             if TalkingHeadsSettings.from_config(config, prefix, layer).kind is not None:
                 _check_talking_heads_in_layer(config, prefix, group, layer)
     if not get_per_layer_talking_heads_fields(config, ("",)):

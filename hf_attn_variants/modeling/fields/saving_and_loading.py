@@ -26,10 +26,10 @@ from ..mechanisms.talking_heads import (
     has_talking_heads,
     supports_cache,
 )
-from ..remote_code import CONFIGURATIONS, is_package_class, write_code
-from .composition import IDLE, get_used_mechanisms
+from ..remote_code import CONFIGURATION_MODULE, is_package_class, write_code
+from .composition import UNUSED_VALUES, get_used_mechanisms
 from .field_checks import find_closest_match, remove_field_prefix
-from .field_table import get_field_row
+from .field_table import look_up_field
 from .layer_values import drop_replaced_layer_values
 from .mechanism_fields import KernelConfigMixin, has_kernel
 
@@ -58,13 +58,17 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
     Returns:
         A message with the most similar field, or None if the name is a field or is not similar to any field.
     """
-    known = config_class.variant_fields()
+    known = config_class.get_variant_fields()
     if hasattr(config_class, name) or {name, remove_field_prefix(name)} & _get_transformers_field_names():
         return None
     # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
-    meant = find_closest_match(name, known) or prefixed.get(find_closest_match(name, tuple(prefixed)) or "")
-    return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
+    closest_name = find_closest_match(name, known) or prefixed.get(find_closest_match(name, tuple(prefixed)) or "")
+    return (
+        None
+        if closest_name is None
+        else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{closest_name}`?"
+    )
 
 
 def _get_transformers_field_names() -> set[str]:
@@ -151,8 +155,8 @@ class CodeSavingConfigMixin(_Saved):
         attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         # Newly saved files are not in the repository from which the code was loaded.
         auto_map = attributes["auto_map"].items()
-        names_here = {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map}
-        self.auto_map = self.build_auto_map() | names_here
+        local_names = {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map}
+        self.auto_map = self.build_auto_map() | local_names
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
@@ -165,11 +169,11 @@ class CodeSavingConfigMixin(_Saved):
     @classmethod
     def build_auto_map(cls) -> dict[str, str]:
         """Return the `auto_map` of saved configurations, which maps Auto classes to classes in this code."""
-        auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
+        auto_map = {"AutoConfig": f"{CONFIGURATION_MODULE}.{cls.__name__}"}
         return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
 
 
-LIBRARY = "transformers.models."
+TRANSFORMERS_MODELS = "transformers.models."
 
 
 def find_model_class_under_construction() -> type | None:
@@ -192,7 +196,9 @@ def find_model_class_under_construction() -> type | None:
     # Models in this package replace the attention modules of the models that they build.
     if not built or any(hasattr(cls, "attention_sites") for cls in built):
         return None
-    makes_layers = any(base.__module__.startswith(LIBRARY) and "__init__" in vars(base) for base in built[0].__mro__)
+    makes_layers = any(
+        base.__module__.startswith(TRANSFORMERS_MODELS) and "__init__" in vars(base) for base in built[0].__mro__
+    )
     return built[0] if makes_layers else None
 
 
@@ -202,31 +208,33 @@ def check_transformers_model_class(config: Any, model_class: type) -> None:
     Raises:
         ValueError: if a variant field would change the outputs.
     """
-    if not (in_effect := get_effective_fields(config)):
+    if not (effective_fields := get_effective_fields(config)):
         return
-    shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_effect)
+    settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in effective_fields)
     known = list(dict.fromkeys(type(config).auto_classes.values()))
-    same = [name for base in model_class.__mro__ if (name := f"AttnVariant{base.__name__}") in known]
-    classes = same[0] if same else f"a class of hf_attn_variants ({', '.join(known)})"
+    suitable_classes = [name for base in model_class.__mro__ if (name := f"AttnVariant{base.__name__}") in known]
+    classes = suitable_classes[0] if suitable_classes else f"a class of hf_attn_variants ({', '.join(known)})"
     raise ValueError(
-        f"{model_class.__name__} does not support {shown}, which this {type(config).__name__} contains. Use "
+        f"{model_class.__name__} does not support {settings}, which this {type(config).__name__} contains. Use "
         f"{classes}, or load the model with an Auto class."
     )
 
 
 def get_effective_fields(config: Any) -> list[str]:
     """Return the variant fields whose values change the outputs compared with the Transformers model."""
-    variant_fields = config.variant_fields()
+    variant_fields = config.get_variant_fields()
     values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
     plain = type(config).from_dict(values | {"model_type": type(config).model_type})
     # Sizes and seeds have no effect without their mechanism.
-    decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
-    decisive |= {name for name in variant_fields if "not_in_transformers" in get_field_row(name)[1].facts}
-    differing = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
+    relevant_fields = {*config.get_kv_heads_fields(), *config.get_rank_fields(), "per_layer_values"}
+    relevant_fields |= {name for name in variant_fields if "not_in_transformers" in look_up_field(name)[1].tags}
+    changed_fields = [
+        name for name in variant_fields if name in relevant_fields and getattr(config, name) != getattr(plain, name)
+    ]
     # A latent that is as wide as its input has no parameters, and "absolute" selects the default positions of the
     # architecture.
-    idle = {name for name in config.rank_fields() if getattr(config, name) == config.hidden_size}
-    return [name for name in differing if name not in idle and getattr(config, name) not in IDLE]
+    unused_ranks = {name for name in config.get_rank_fields() if getattr(config, name) == config.hidden_size}
+    return [name for name in changed_fields if name not in unused_ranks and getattr(config, name) not in UNUSED_VALUES]
 
 
 # This logger is a child of the Transformers logger and therefore follows its verbosity level.
@@ -248,15 +256,15 @@ def find_added_talking_heads(
         ValueError: if the head counts in the configuration differ from those in the checkpoint, which must then be
             converted first.
     """
-    names = (*config_class.variant_fields(), "per_layer_config")
+    names = (*config_class.get_variant_fields(), "per_layer_config")
     new_fields = {name: kwargs[name] for name in names if name in kwargs}
     if not new_fields and not hasattr(config, DYNAMIC):
         return frozenset()
-    held = _read_checkpoint_config(config_class, source, kwargs)
-    if config_class.attribute_map.get("num_attention_heads", "num_attention_heads") not in held:
+    checkpoint_values = _read_checkpoint_config(config_class, source, kwargs)
+    if config_class.attribute_map.get("num_attention_heads", "num_attention_heads") not in checkpoint_values:
         return frozenset()  # there is no configuration to compare with
-    values = config.to_dict() if hasattr(config, DYNAMIC) else held
-    old, new = config_class.from_dict(dict(held)), config_class.from_dict(dict(values), **new_fields)
+    values = config.to_dict() if hasattr(config, DYNAMIC) else checkpoint_values
+    old, new = config_class.from_dict(dict(checkpoint_values)), config_class.from_dict(dict(values), **new_fields)
     _check_no_conversion_needed(source, old, new)
     if has_kernel(old):
         _check_kernel_unchanged(source, old, new)
@@ -270,27 +278,33 @@ def _get_changed_values(old: Any, new: Any, name: str) -> list[Any] | None:
 
     A value that differs between layers is a list. A latent that is as wide as its input is equivalent to no latent.
     """
-    width = old.hidden_size if name in old.rank_fields() else None
+    width = old.hidden_size if name in old.get_rank_fields() else None
     lists = [
-        [config.get_layer_value(name, layer) for layer in range(config.layer_count(name))] for config in (old, new)
+        [config.get_layer_value(name, layer) for layer in range(config.get_num_layers(name))] for config in (old, new)
     ]
-    if all(one == other or {one, other} == {None, width} for one, other in zip(*lists, strict=False)):
+    if all(
+        old_value == new_value or {old_value, new_value} == {None, width}
+        for old_value, new_value in zip(*lists, strict=False)
+    ):
         return None
     return [values[0] if len({*values}) == 1 else values for values in lists]
 
 
 def _check_no_conversion_needed(source: Any, old: Any, new: Any) -> None:
     """Raise `ValueError` if a checkpoint must be converted to the key/value heads and ranks of a configuration."""
-    for name in (*old.kv_heads_fields(), *old.rank_fields()):
+    for name in (*old.get_kv_heads_fields(), *old.get_rank_fields()):
         if (changed := _get_changed_values(old, new, name)) is None:
             continue
-        before, wanted = changed
-        option, field = f"--{name} {wanted}", f"{name}={wanted}"
-        if isinstance(wanted, list):
-            by_layer = {name: wanted}
-            option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
+        old_value, new_value = changed
+        option, field = f"--{name} {new_value}", f"{name}={new_value}"
+        if isinstance(new_value, list):
+            per_layer_values = {name: new_value}
+            option, field = (
+                f"--per_layer_values '{json.dumps(per_layer_values)}'",
+                f"per_layer_values={per_layer_values}",
+            )
         raise ValueError(
-            f"`{name}` must be {before} as in the checkpoint {str(source)!r}, got {wanted}. Convert the "
+            f"`{name}` must be {old_value} as in the checkpoint {str(source)!r}, got {new_value}. Convert the "
             f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
             f"OUTPUT_DIR` or `hf_attn_variants.convert({str(source)!r}, {field})`."
         )
@@ -322,7 +336,7 @@ def _find_new_talking_heads(source: Any, checkpoint_config: Any, new_config: Any
     added, has_bias = set(), hasattr(new_config, "relative_attention_num_buckets")
     for prefix in get_talking_heads_prefixes(new_config):
         field = prefix + KIND
-        for layer in range(min(checkpoint_config.layer_count(field), new_config.layer_count(field))):
+        for layer in range(min(checkpoint_config.get_num_layers(field), new_config.get_num_layers(field))):
             old, new = (
                 TalkingHeadsSettings.from_config(config, prefix, layer) for config in (checkpoint_config, new_config)
             )
@@ -336,9 +350,9 @@ def _find_new_talking_heads(source: Any, checkpoint_config: Any, new_config: Any
             for name, pair in pairs.items():
                 if pair[0] != pair[1]:
                     known = (getattr(checkpoint_config, prefix + name, None), getattr(new_config, prefix + name, None))
-                    shown = prefix + name if any(value is not None for value in known) else name
+                    field_name = prefix + name if any(value is not None for value in known) else name
                     raise ValueError(
-                        f"`{shown}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "
+                        f"`{field_name}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "
                         "Learned talking heads cannot be changed on loading. Use the configuration of the checkpoint."
                     )
     return frozenset(added)
@@ -351,8 +365,8 @@ def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, An
         config: the configuration of the loaded model, which has sinusoidal positions.
         source, kwargs: see `find_added_talking_heads`.
     """
-    held = _read_checkpoint_config(type(config), source, kwargs)
-    if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
+    checkpoint_values = _read_checkpoint_config(type(config), source, kwargs)
+    if checkpoint_values and checkpoint_values.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
             f"{source} was trained with learned positions. Sinusoidal positions replace them and change "
             "the outputs. Train the model."

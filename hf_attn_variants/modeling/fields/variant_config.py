@@ -40,7 +40,7 @@ from .field_checks import (
     explain_type_errors,
     validate_kv_heads,
 )
-from .field_table import OPTIONAL_FIELDS, check_choice, variant_field, with_table_fields
+from .field_table import OPTIONAL_FIELDS, check_choice, make_dataclass_field, with_variant_fields
 from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
 from .mechanism_fields import (
     BlockPatternConfigMixin,
@@ -90,7 +90,7 @@ check_config_internals()
 
 # A generated __repr__ would override the one in Transformers and omit its fields.
 @dataclass(kw_only=True, repr=False)
-@with_table_fields("", inherits=True)
+@with_variant_fields("", inherits=True)
 class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, KernelConfigMixin):
     """A mixin with the fields of the attention variants, which must precede the Transformers class in the bases.
 
@@ -144,21 +144,21 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
     # The allowed values of `position_embedding_type`. None selects the default positions of the architecture.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
-    num_key_value_heads: int | None = variant_field("num_key_value_heads")
-    value_head_dim: int | None = variant_field("value_head_dim")
-    kv_lora_rank: int | None = variant_field("kv_lora_rank")
-    per_layer_values: dict[str, list[LayerValue]] | None = variant_field("per_layer_values")
-    talking_heads: str | None = variant_field("talking_heads")
-    num_softmax_heads: int | None = variant_field("num_softmax_heads")
-    num_value_heads: int | None = variant_field("num_value_heads")
-    talking_heads_init: str = variant_field("talking_heads_init")
-    talking_heads_dynamic: list[str] | tuple[str, ...] = variant_field("talking_heads_dynamic")
-    attention_pattern: str | None = variant_field("attention_pattern")
-    attention_window: int | None = variant_field("attention_window")
-    attention_dilation: int = variant_field("attention_dilation")
-    num_global_tokens: int = variant_field("num_global_tokens")
-    position_embedding_type: str | None = variant_field("position_embedding_type")
-    score_function: str | None = variant_field("score_function")
+    num_key_value_heads: int | None = make_dataclass_field("num_key_value_heads")
+    value_head_dim: int | None = make_dataclass_field("value_head_dim")
+    kv_lora_rank: int | None = make_dataclass_field("kv_lora_rank")
+    per_layer_values: dict[str, list[LayerValue]] | None = make_dataclass_field("per_layer_values")
+    talking_heads: str | None = make_dataclass_field("talking_heads")
+    num_softmax_heads: int | None = make_dataclass_field("num_softmax_heads")
+    num_value_heads: int | None = make_dataclass_field("num_value_heads")
+    talking_heads_init: str = make_dataclass_field("talking_heads_init")
+    talking_heads_dynamic: list[str] | tuple[str, ...] = make_dataclass_field("talking_heads_dynamic")
+    attention_pattern: str | None = make_dataclass_field("attention_pattern")
+    attention_window: int | None = make_dataclass_field("attention_window")
+    attention_dilation: int = make_dataclass_field("attention_dilation")
+    num_global_tokens: int = make_dataclass_field("num_global_tokens")
+    position_embedding_type: str | None = make_dataclass_field("position_embedding_type")
+    score_function: str | None = make_dataclass_field("score_function")
 
     attn_variants_format: int | None = None
 
@@ -183,13 +183,13 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         self._finish_init(**kwargs)
 
     def _finish_init(self, **kwargs: Any) -> None:
-        by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make these fields unreadable
+        per_layer_config = kwargs.pop("per_layer_config", None)  # Transformers would make these fields unreadable
         if kwargs.get("num_labels") is not None:
             check_integer_range("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
         with explain_type_errors():
             super().__post_init__(**kwargs)
-        if by_layer is not None:
-            self.per_layer_values = merge_per_layer_config(self, by_layer)
+        if per_layer_config is not None:
+            self.per_layer_values = merge_per_layer_config(self, per_layer_config)
         self.auto_map = self.build_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
 
@@ -205,10 +205,10 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
             check_integer_range(name, getattr(self, name), 0, MAX_LAYERS)
         for name in self.size_fields:
             check_integer_range(name, getattr(self, name), 1)
-        for name in self.variant_fields():
+        for name in self.get_variant_fields():
             check_choice(name, getattr(self, name))
         check_integer_range("num_attention_heads", self.num_attention_heads, 1, MAX_HEADS)
-        for heads in map(self.query_heads, self.kv_heads_fields() if self.head_dim_field is None else ()):
+        for heads in map(self.get_query_heads, self.get_kv_heads_fields() if self.head_dim_field is None else ()):
             if self.hidden_size % heads:
                 raise ValueError(
                     f"`num_attention_heads` must divide `hidden_size`, got {heads} heads for a hidden size of "
@@ -216,13 +216,13 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
                 )
         if self.per_layer_values is not None:
             self.per_layer_values = validate_layer_values(self)
-        for name in self.kv_heads_fields():
-            setattr(self, name, validate_kv_heads(name, getattr(self, name), self.query_heads(name)))
-        for name in self.rank_fields():
+        for name in self.get_kv_heads_fields():
+            setattr(self, name, validate_kv_heads(name, getattr(self, name), self.get_query_heads(name)))
+        for name in self.get_rank_fields():
             check_rank(name, getattr(self, name), self.hidden_size)
         if self.value_head_dim is not None:
             check_integer_range("value_head_dim", self.value_head_dim, 1, MAX_HEADS)
-            if {self.get_attention_head_dim(name) for name in self.kv_heads_fields()} == {self.value_head_dim}:
+            if {self.get_attention_head_dim(name) for name in self.get_kv_heads_fields()} == {self.value_head_dim}:
                 self.value_head_dim = None
         check_talking_heads(self)
         if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
@@ -240,43 +240,45 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
             self.use_cache = False
 
     @classmethod
-    def variant_fields(cls) -> tuple[str, ...]:
+    def get_variant_fields(cls) -> tuple[str, ...]:
         """Return the fields that this package adds, starting with key/value heads and ranks."""
         added = [field for field in fields(cls) if "variant" in field.metadata]
         added.sort(key=lambda field: ("query_heads" not in field.metadata, "latent" not in field.metadata))
         return tuple(field.name for field in added)
 
     @classmethod
-    def kv_heads_fields(cls) -> tuple[str, ...]:
+    def get_kv_heads_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain a number of key/value heads."""
         return tuple(field.name for field in fields(cls) if "query_heads" in field.metadata)
 
     @classmethod
-    def rank_fields(cls) -> tuple[str, ...]:
+    def get_rank_fields(cls) -> tuple[str, ...]:
         """Return the fields that contain the rank of a latent."""
         return tuple(field.name for field in fields(cls) if "latent" in field.metadata)
 
     @classmethod
-    def talking_heads_fields(cls) -> tuple[str, ...]:
+    def get_talking_heads_fields(cls) -> tuple[str, ...]:
         """Return the fields of the talking-heads projections."""
         return tuple(field.name for field in fields(cls) if "talking" in field.metadata)
 
     @classmethod
-    def pattern_fields(cls) -> tuple[str, ...]:
+    def get_pattern_fields(cls) -> tuple[str, ...]:
         """Return the fields that select the keys of a query. Model weights do not depend on these fields."""
         return tuple(field.name for field in fields(cls) if "pattern" in field.metadata)
 
     @classmethod
-    def from_scratch_fields(cls) -> tuple[str, ...]:
+    def get_from_scratch_fields(cls) -> tuple[str, ...]:
         """Return the fields that are not supported by conversion, because they require training from scratch."""
         return tuple(field.name for field in fields(cls) if "from_scratch" in field.metadata)
 
     @classmethod
-    def by_layer_fields(cls) -> tuple[str, ...]:
+    def get_per_layer_fields(cls) -> tuple[str, ...]:
         """Return the fields that may differ between layers (`per_layer_values`)."""
-        return tuple(name for name in cls.variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata)
+        return tuple(
+            name for name in cls.get_variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata
+        )
 
-    def layer_count(self, name: str) -> int:
+    def get_num_layers(self, name: str) -> int:
         """Return the number of layers for which a field may have different values."""
         return self.num_hidden_layers
 
@@ -285,15 +287,15 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         values = (self.per_layer_values or {}).get(name)
         return getattr(self, name) if values is None else values[layer]
 
-    def head_count_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
+    def get_head_count_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
         """Return the fields with head counts, including softmax and value heads if the model has talking heads.
 
         Args:
             kv_heads_fields: the key/value heads fields to include (default: all). An encoder and a decoder with
                 different numbers of query heads have one field each.
         """
-        kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
-        query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
+        kv_fields = [name for name in self.get_kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
+        query_fields = dict.fromkeys(self.get_query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
         places = [
@@ -306,13 +308,13 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         """Return the talking-heads settings of a layer. The prefix "", "encoder_" or "cross_" selects the place."""
         return TalkingHeadsSettings.from_config(self, prefix, layer)
 
-    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+    def get_query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the name of the query heads field that corresponds to a key/value heads field."""
         return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
 
-    def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
+    def get_query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return the number of query heads in the attention modules that a key/value heads field applies to."""
-        return getattr(self, self.query_heads_field(kv_heads_field))
+        return getattr(self, self.get_query_heads_field(kv_heads_field))
 
     @classmethod
     def check_field_names(cls, names: Iterable[str]) -> None:
@@ -335,8 +337,8 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
     def _with_variant_model_type(cls, values: dict[str, Any]) -> dict[str, Any]:
         # This class also loads base checkpoints, and Transformers would warn about their model type.
         is_from_transformers = values.get("model_type") in cls.transformers_model_types
-        adopted = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
-        return values | adopted if is_from_transformers else values
+        new_values = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
+        return values | new_values if is_from_transformers else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -345,14 +347,20 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         if "model_type" not in config_dict:  # old checkpoints of Transformers
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
         heads_field = cls.attribute_map.get("num_attention_heads", "num_attention_heads")
-        names = {*cls.variant_fields(), "num_attention_heads", heads_field, "per_layer_config", "attn_variants_format"}
+        names = {
+            *cls.get_variant_fields(),
+            "num_attention_heads",
+            heads_field,
+            "per_layer_config",
+            "attn_variants_format",
+        }
         names |= {"is_decoder", "add_cross_attention"} & {field.name for field in fields(cls)}
         # Transformers would set these fields after the checks of the configuration.
         new_values = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in new_values:
             new_values[heads_field] = new_values.pop("num_attention_heads")
         if heads_field in new_values:  # counts that were the same as the number of heads follow the new number
-            counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_heads_fields() if "num_" in name)}
+            counts = {*cls.get_kv_heads_fields(), *(name for name in cls.get_talking_heads_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
         with explain_type_errors():  # Transformers logs the finished configuration
@@ -391,7 +399,7 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         """Return d, the query and key head size in the attention modules that a key/value heads field applies to."""
         if self.head_dim_field is not None:  # the total size of the heads may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
-        return self.hidden_size // self.query_heads(kv_heads_field)
+        return self.hidden_size // self.get_query_heads(kv_heads_field)
 
     def get_attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d_v, the size of a value head, for the attention modules that a key/value heads field applies to."""
@@ -464,7 +472,7 @@ def supports_decoder_cache(config: Any) -> bool:
 
 
 @dataclass(kw_only=True, repr=False)
-@with_table_fields("cross_", inherits=True)
+@with_variant_fields("cross_", inherits=True)
 class CrossAttentionConfigMixin(AttnVariantConfigMixin):
     """The fields of `AttnVariantConfigMixin` and additional fields for cross-attention.
 
@@ -479,7 +487,7 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
 
 
 @dataclass(kw_only=True, repr=False)
-@with_table_fields("encoder_", "cross_")
+@with_variant_fields("encoder_", "cross_")
 class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     """The fields of `CrossAttentionConfigMixin` for the decoder, and additional fields for the encoder.
 
@@ -506,12 +514,12 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     encoder_decoder_layers: ClassVar[tuple[str, str]] = ("num_hidden_layers", "num_hidden_layers")
     encoder_decoder_heads: ClassVar[tuple[str, str]] = ("num_attention_heads", "num_attention_heads")
 
-    def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
+    def get_query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the name of the query heads field that corresponds to a key/value heads field."""
         encoder, decoder = self.encoder_decoder_heads
         return encoder if kv_heads_field.startswith("encoder_") else decoder
 
-    def layer_count(self, name: str) -> int:
+    def get_num_layers(self, name: str) -> int:
         """Return the number of encoder or decoder layers for which a field may have different values."""
         encoder, decoder = self.encoder_decoder_layers
         return getattr(self, encoder if name.startswith("encoder_") else decoder)

@@ -91,7 +91,7 @@ def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: st
         config: a variant configuration.
         prefix: the prefix of the module's place.
     """
-    if AdditiveScore.requested_in(config, prefix) is None:
+    if AdditiveScore.find_requesting_field(config, prefix) is None:
         return None
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 

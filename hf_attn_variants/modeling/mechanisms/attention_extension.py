@@ -29,7 +29,7 @@ __all__ = [
     "STAGES",
     "WEIGHT_STAGE",
     "AttentionExtension",
-    "extend",
+    "apply_extensions",
     "get_extensions",
     "get_normalization",
     "install_extension",
@@ -61,13 +61,13 @@ class AttentionExtension(Mechanism, nn.Module):
         super().__init__()
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
         """Return the field that requests the extension at a place and its value, or None if no field requests it.
 
         Raises:
             ValueError: if the value is invalid.
         """
-        requested = super().requested_in(config, prefix)
+        requested = super().find_requesting_field(config, prefix)
         return None if requested is None else (requested[0], cls.validate(*requested))
 
     @classmethod
@@ -100,7 +100,7 @@ def get_extensions(module: nn.Module) -> dict[str, AttentionExtension]:
     return {name: child for name, child in module.named_children() if isinstance(child, AttentionExtension)}
 
 
-def extend(module: VariantAttention, stage: str, states: Tensor, *context: Any) -> Tensor:
+def apply_extensions(module: VariantAttention, stage: str, states: Tensor, *context: Any) -> Tensor:
     """Apply the extensions of an attention module that act at a stage to the arguments of this stage."""
     for name in module.extensions.get(stage, ()):
         states = getattr(module, name)(states, *context)
@@ -118,4 +118,4 @@ def _normalize(module: VariantAttention, logits: Tensor, mask: Tensor | None) ->
         logits = (
             logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype == torch.bool else logits + mask
         )
-    return extend(module, WEIGHT_STAGE, weights, logits.to(weights.dtype))
+    return apply_extensions(module, WEIGHT_STAGE, weights, logits.to(weights.dtype))

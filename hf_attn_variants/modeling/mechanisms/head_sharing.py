@@ -39,7 +39,7 @@ class HeadSharing(Mechanism):
     words = "multi-head"
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> tuple[str, int] | None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> tuple[str, int] | None:
         """Return the key/value heads field of a place and the smallest value of this field in any layer.
 
         The result is None if the place does not use this kind of head sharing.
@@ -47,9 +47,9 @@ class HeadSharing(Mechanism):
         field = get_kv_heads_field(prefix)
         if not hasattr(config, field):
             return None
-        counts = {config.get_layer_value(field, layer) for layer in range(config.layer_count(field))}
+        counts = {config.get_layer_value(field, layer) for layer in range(config.get_num_layers(field))}
         counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
-        sharing = get_head_sharing(counts, config.query_heads(field))
+        sharing = get_head_sharing(counts, config.get_query_heads(field))
         return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
 
 

@@ -49,8 +49,8 @@ class KnockingHeads(AttentionExtension):
     def count_flops(self) -> tuple[int, int]:
         """Return the number of floating-point operations per key token and per query token."""
         flops = {name.removesuffix("_map"): 2 * matrix.numel() for name, matrix in self.named_parameters()}
-        of_key = sum(self.heads[role] * flops.get(role, 0) for role in ("key", "value"))
-        return of_key, self.heads["query"] * flops.get("query", 0)
+        key_flops = sum(self.heads[role] * flops.get(role, 0) for role in ("key", "value"))
+        return key_flops, self.heads["query"] * flops.get("query", 0)
 
     def fold(self, role: str, projection: Tensor) -> Tensor:
         """Return the weight or bias [h d, ...] of a projection, multiplied by the matrix for its role."""

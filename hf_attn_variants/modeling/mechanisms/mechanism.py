@@ -26,7 +26,7 @@ class Mechanism:
     inherits: ClassVar[bool] = False
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
         """Return the name and the value of the field that requests the mechanism at a place, or None if no field does.
 
         Args:

@@ -32,7 +32,7 @@ _FREQUENCY_BASE = 10000.0
 
 def has_sinusoids(config: Any) -> bool:
     """Return True if a configuration from this package or from Transformers requests sinusoidal positions."""
-    return SinusoidalPositions.requested_in(config, "") is not None
+    return SinusoidalPositions.find_requesting_field(config, "") is not None
 
 
 def compute_sinusoids(positions: Tensor, width: int) -> Tensor:
@@ -42,8 +42,8 @@ def compute_sinusoids(positions: Tensor, width: int) -> Tensor:
     """
     # In float32, the angles for long texts have errors in the thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
-    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(_FREQUENCY_BASE) / width))
+    positions = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
+    angles = positions[..., None].to(dtype) * torch.exp(positions * (-math.log(_FREQUENCY_BASE) / width))
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
 
 
@@ -84,10 +84,10 @@ class RelativePositionBias(Mechanism):
     paper = ("Exploring the limits of transfer learning with a unified text-to-text transformer", "1910.10683")
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
         """Return the field and its value, or None for cross-attention or a model with sinusoidal positions."""
         is_without = prefix == "cross_" or has_sinusoids(config)
-        return None if is_without else super().requested_in(config, "")
+        return None if is_without else super().find_requesting_field(config, "")
 
 
 _Base: Any = object  # the type of the Transformers class with which a mixin is combined

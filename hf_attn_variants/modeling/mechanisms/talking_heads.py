@@ -116,7 +116,7 @@ class DynamicTalkingHeads(Mechanism):
     paper = TalkingHeadsSettings.paper
 
     @classmethod
-    def requested_in(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
+    def find_requesting_field(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
         """Return the field for input-dependent terms, without a prefix, and the terms that any layer at a place uses.
 
         The result is None if no layer at the place uses such terms.
@@ -205,19 +205,19 @@ def count_talking_heads_flops(
         heads, query_dim, key_input_dim: see `get_talking_heads_parameter_shapes`.
         num_keys: the number of keys that a query attends to.
     """
-    of_key = of_query = 0
+    key_flops = query_flops = 0
     for name, shape in get_talking_heads_parameter_shapes(heads, query_dim, key_input_dim).items():
-        of_query += 2 * num_keys * shape[-2] * shape[-1]
+        query_flops += 2 * num_keys * shape[-2] * shape[-1]
         if name not in HEAD_PROJECTIONS:  # a dynamic projection is first computed for each token
-            of_term = 2 * shape[0] * shape[1] * shape[2]
-            of_query += of_term if name[0] == "x" else 0
-            of_key += of_term if name[0] == "m" else 0
-    return of_key, of_query
+            projection_flops = 2 * shape[0] * shape[1] * shape[2]
+            query_flops += projection_flops if name[0] == "x" else 0
+            key_flops += projection_flops if name[0] == "m" else 0
+    return key_flops, query_flops
 
 
 def get_num_query_heads(config: Any, prefix: str) -> int:
     """Return h_k, the number of query heads for one kind of attention."""
-    return config.query_heads(get_kv_heads_field(prefix))
+    return config.get_query_heads(get_kv_heads_field(prefix))
 
 
 def get_per_layer_talking_heads_fields(config: Any, prefixes: Iterable[str]) -> set[str]:
@@ -227,13 +227,13 @@ def get_per_layer_talking_heads_fields(config: Any, prefixes: Iterable[str]) -> 
 
 def get_settings_prefix(config: Any, prefix: str) -> str:
     """Return the prefix of the fields that apply to a place, which is "" if none of the place's own fields is set."""
-    by_layer = config.per_layer_values or {}
+    per_layer_values = config.per_layer_values or {}
     names = [prefix + name for name in TALKING_FIELDS]
-    return prefix if any(name in by_layer or getattr(config, name, None) is not None for name in names) else ""
+    return prefix if any(name in per_layer_values or getattr(config, name, None) is not None for name in names) else ""
 
 
 def get_settings_per_layer(config: Any, prefix: str) -> list[TalkingHeadsSettings]:
     """Return the talking-heads settings of each layer at a place, or only one entry if all layers have the same."""
     listed = get_per_layer_talking_heads_fields(config, (get_settings_prefix(config, prefix),))
-    layers = range(config.layer_count(prefix + KIND)) if listed else (0,)
+    layers = range(config.get_num_layers(prefix + KIND)) if listed else (0,)
     return [TalkingHeadsSettings.from_config(config, prefix, layer) for layer in layers]

@@ -103,10 +103,14 @@ def describe_kernel_mismatch(
         raise
     except Exception as error:  # the call can still be computed by plain torch
         return _describe_failure(error)
-    wrong = [
+    wrong_outputs = [
         f"{name} by {value:.1e}" for name, value in measured.items() if not value <= tolerance
     ]  # NaN is also an error
-    return f"{kernel_name} returned different values (relative errors: {', '.join(wrong)})" if wrong else None
+    return (
+        f"{kernel_name} returned different values (relative errors: {', '.join(wrong_outputs)})"
+        if wrong_outputs
+        else None
+    )
 
 
 def _describe_failure(error: Exception) -> str:
@@ -125,12 +129,12 @@ def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
     if axis is None:  # parameter gradients are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
     others = [i for i in range(expected.dim()) if i != axis]
-    per_position = expected.square().sum(others).mean().clamp_min(1e-30)
-    return float((difference.sum(others).max() / per_position).sqrt())
+    mean_square = expected.square().sum(others).mean().clamp_min(1e-30)
+    return float((difference.sum(others).max() / mean_square).sqrt())
 
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
-QUERIES, MOST_KEYS = 16, 4096  # sizes in the trial; longer rows only require more blocks
+NUM_TRIAL_QUERIES, MAX_TRIAL_KEYS = 16, 4096  # sizes in the trial; longer rows only require more blocks
 
 _trial_results: dict["_TritonKernelKey", bool] = {}
 
@@ -171,9 +175,15 @@ def choose_backend(operands: AttentionOperands, with_backward: bool) -> str:
     kind = _TritonKernelKey(
         device=query.device,
         dtype=query.dtype,
-        heads=(operands.heads_in, operands.heads, operands.num_output_heads, key.shape[1], value.shape[1]),
+        heads=(
+            operands.num_query_heads,
+            operands.num_softmax_heads,
+            operands.num_output_heads,
+            key.shape[1],
+            value.shape[1],
+        ),
         sizes=(query.shape[3], value.shape[3]),
-        keys=min(block, MOST_KEYS) - 3,  # the last block of keys is incomplete
+        keys=min(block, MAX_TRIAL_KEYS) - 3,  # the last block of keys is incomplete
         logits_proj=_get_dtype(logits_proj),
         weights_proj=_get_dtype(weights_proj),
         bias=_get_dtype(bias),
@@ -186,7 +196,7 @@ def choose_backend(operands: AttentionOperands, with_backward: bool) -> str:
     )
     fallback_message = (
         f"The slower blocked backend computes talking-heads attention on {kind.device} in {kind.dtype} with "
-        f"{kind.heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
+        f"{kind.num_softmax_heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
     )
     return (
         "triton"
@@ -210,11 +220,11 @@ def _describe_layout(tensor: Tensor | None) -> str:
 def _run_triton_trial(kind: _TritonKernelKey) -> str | None:
     """Run a trial with both backends. Return the reason why the kernels must not be used, or None if they agree."""
 
-    def errors() -> dict[str, float]:
+    def compute_errors() -> dict[str, float]:
         actual, expected = _compute_trial_outputs(kind, "triton"), _compute_trial_outputs(kind, "blocked")
         return {name: compute_largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
 
-    return describe_kernel_mismatch("the Triton kernels", errors, get_tolerance(kind.dtype))
+    return describe_kernel_mismatch("the Triton kernels", compute_errors, get_tolerance(kind.dtype))
 
 
 def _compute_trial_outputs(kind: _TritonKernelKey, backend: str) -> dict[str, Tensor]:
@@ -242,34 +252,34 @@ def _make_random_operands(kind: _TritonKernelKey) -> tuple[Tensor, AttentionOper
     """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
-    heads_in, heads, num_output_heads, key_heads, value_heads = kind.heads
+    num_query_heads, heads, num_output_heads, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
 
-    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+    def make_random(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
-    def added(dtype: torch.dtype | None, layout: str) -> Tensor | None:
+    def make_bias_or_mask(dtype: torch.dtype | None, layout: str) -> Tensor | None:
         if dtype is None:
             return None
-        shape = (1, QUERIES, m if layout[1] != "0" else 1, heads if layout[0] != "0" else 1)
-        tensor = new(torch.float32 if dtype == torch.bool else dtype, *shape).permute(0, 3, 1, 2)
+        shape = (1, NUM_TRIAL_QUERIES, m if layout[1] != "0" else 1, heads if layout[0] != "0" else 1)
+        tensor = make_random(torch.float32 if dtype == torch.bool else dtype, *shape).permute(0, 3, 1, 2)
         tensor = tensor > -1 if dtype == torch.bool else tensor
         return tensor if layout[0] == "1" else tensor.contiguous()
 
-    mask = added(kind.mask, kind.mask_layout)
+    mask = make_bias_or_mask(kind.mask, kind.mask_layout)
     if mask is not None and mask.dtype != torch.bool:
         mask[:, :, 0] = -torch.inf  # a query without any allowed key
-    projs = ((kind.logits_proj, heads_in, heads), (kind.weights_proj, heads, num_output_heads))
+    projs = ((kind.logits_proj, num_query_heads, heads), (kind.weights_proj, heads, num_output_heads))
     logits_proj, weights_proj = (
-        None if dtype is None else new(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
+        None if dtype is None else make_random(dtype, rows, columns) * rows**-0.5 for dtype, rows, columns in projs
     )
-    d_output = new(kind.dtype, 1, QUERIES, num_output_heads, value_size)
+    d_output = make_random(kind.dtype, 1, NUM_TRIAL_QUERIES, num_output_heads, value_size)
     operands = AttentionOperands(
-        query=new(kind.dtype, 1, heads_in, QUERIES, size),
-        key=new(kind.dtype, 1, key_heads, m, size),
-        value=new(kind.dtype, 1, value_heads, m, value_size),
+        query=make_random(kind.dtype, 1, num_query_heads, NUM_TRIAL_QUERIES, size),
+        key=make_random(kind.dtype, 1, key_heads, m, size),
+        value=make_random(kind.dtype, 1, value_heads, m, value_size),
         mask=mask,
-        position_bias=added(kind.bias, kind.bias_layout),
+        position_bias=make_bias_or_mask(kind.bias, kind.bias_layout),
         logits_proj=logits_proj,
         weights_proj=weights_proj,
         # With a seed, the kernels run their dropout code, but the dropout probability is 0.

@@ -54,26 +54,26 @@ class AttentionOperands(NamedTuple):
     key_range: list[int] | None = None  # a `KeyRange`; the bias is then a table by distance
 
     @property
-    def heads_in(self) -> int:
+    def num_query_heads(self) -> int:
         """h_k, the number of query heads."""
         return self.query.shape[1]
 
     @property
-    def heads(self) -> int:
+    def num_softmax_heads(self) -> int:
         """h, the number of softmax heads."""
-        return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
+        return self.num_query_heads if self.logits_proj is None else self.logits_proj.shape[1]
 
     @property
     def num_output_heads(self) -> int:
         """h_v, the number of output heads."""
-        return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
+        return self.num_softmax_heads if self.weights_proj is None else self.weights_proj.shape[1]
 
     @property
     def is_empty(self) -> bool:
         """True if there are no queries or no keys."""
         return 0 in (*self.query.shape, self.key.shape[2])
 
-    def new_output(self) -> Tensor:
+    def allocate_output(self) -> Tensor:
         """Return an uninitialized output [b, n, h_v, d_v]."""
         batches, _, length, _ = self.query.shape
         return self.value.new_empty(batches, length, self.num_output_heads, self.value.shape[-1])
@@ -85,7 +85,7 @@ BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
 # computation. Blocks with up to 64 rows may therefore have four times as many values as fit into the cache.
 BLOCK_ROWS = (512, 256, 128, 64, 48, 32)
 # The maximum number of parts into which a sequence is split. Each part has a copy of the keys and values.
-MOST_PARTS = 8
+MAX_PARTS = 8
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _QueryBlock:
     def __post_init__(self) -> None:
         self.length, self.key_length = _get_span_length(self.rows), sum(map(_get_span_length, self.spans))  # r, m
 
-    def read(self, states: Tensor, axis: int) -> Tensor:
+    def select_keys(self, states: Tensor, axis: int) -> Tensor:
         """Select the block's keys in a tensor. `axis` is the key axis of the tensor, which is 2 or 3."""
         parts = [states[(slice(None),) * axis + (span,)] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
@@ -119,7 +119,9 @@ class _BlockedCall:
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, key_range = (
             operands
         )
-        self.heads_in, self.heads, self.num_output_heads = operands.heads_in, operands.heads, operands.num_output_heads
+        self.num_query_heads = operands.num_query_heads
+        self.num_softmax_heads = operands.num_softmax_heads
+        self.num_output_heads = operands.num_output_heads
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
         # The queries of a single sequence are split into parts, so that each thread has one part.
@@ -144,7 +146,7 @@ class _BlockedCall:
             # 1 is at least this number.
             self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
-        self.added: list[Tensor] = []
+        self.additive_terms: list[Tensor] = []
         self.allowed: Tensor | None = None
         self.rows_without_keys: Tensor | None = None
         self.windows = (
@@ -154,15 +156,15 @@ class _BlockedCall:
 
     def _store_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
-        full = (batches, -1, length, self.key.shape[2])
+        full_shape = (batches, -1, length, self.key.shape[2])
         if bias is not None:
-            self.added.append(bias.expand(full))
+            self.additive_terms.append(bias.expand(full_shape))
         if mask is None:
             return
         if mask.dtype == torch.bool:
-            self.allowed = mask.expand(full)
+            self.allowed = mask.expand(full_shape)
             return
-        self.added.append(mask.expand(full))
+        self.additive_terms.append(mask.expand(full_shape))
         without_keys = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any keys
         if without_keys.device.type != "cpu" or without_keys.any():  # `any` would wait for a GPU
             self.rows_without_keys = without_keys.expand(batches, -1, length, 1)
@@ -173,15 +175,21 @@ class _BlockedCall:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
 
-    def blocks(self) -> Iterator[_QueryBlock]:
+    def iterate_blocks(self) -> Iterator[_QueryBlock]:
         """Yield the blocks of the call. Their order is the same in both passes."""
         batches, _, length, _ = self.query.shape
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
-        elements = max(1, elements // max(self.heads_in, self.heads, self.num_output_heads))  # of [r, m]
-        fitting = max(1, elements // self.key.shape[2])
-        most = max(fitting, min(64, 4 * fitting))
-        rows = length if length <= fitting else next((rows for rows in BLOCK_ROWS if rows <= most), BLOCK_ROWS[-1])
-        size = min(batches, max(1, fitting // length) * self.threads)
+        elements = max(
+            1, elements // max(self.num_query_heads, self.num_softmax_heads, self.num_output_heads)
+        )  # of [r, m]
+        max_rows_in_cache = max(1, elements // self.key.shape[2])
+        max_rows = max(max_rows_in_cache, min(64, 4 * max_rows_in_cache))
+        rows = (
+            length
+            if length <= max_rows_in_cache
+            else next((rows for rows in BLOCK_ROWS if rows <= max_rows), BLOCK_ROWS[-1])
+        )
+        size = min(batches, max(1, max_rows_in_cache // length) * self.threads)
         if self.windows is not None:
             size = min(batches, max(1, elements // self.windows.max_elements_per_block) * self.threads)
         number = 0
@@ -195,22 +203,22 @@ class _BlockedCall:
         """Yield the query rows and the key slices of each block."""
         length, key_length = self.query.shape[2], self.key.shape[2]
         if self.windows is not None:
-            yield from self.windows.blocks(rows)
+            yield from self.windows.iterate_blocks(rows)
             return
         for row in range(0, length, rows):
             end = min(row + rows, length)
             yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
-    def queries(self, block: _QueryBlock) -> Tensor:
+    def get_queries(self, block: _QueryBlock) -> Tensor:
         """Return the queries [B * k, g * r, d], with the heads in a group stacked as rows."""
         query = stack_groups(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
-    def keys(self, block: _QueryBlock) -> Tensor:
+    def get_keys(self, block: _QueryBlock) -> Tensor:
         """Return the keys [B * k, m, d]."""
         return self.gather_states("keys", self.key, block)
 
-    def values(self, block: _QueryBlock) -> Tensor:
+    def get_values(self, block: _QueryBlock) -> Tensor:
         """Return the values [B * k, m, d_v]."""
         return self.gather_states("values", self.value, block)
 
@@ -225,7 +233,7 @@ class _BlockedCall:
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
-    def buffer(self, name: str, heads: int, block: _QueryBlock) -> Tensor:
+    def get_buffer(self, name: str, heads: int, block: _QueryBlock) -> Tensor:
         """Return an uninitialized buffer [B, heads, r * m]."""
         return self.allocate(name, block.size, heads, block.length * block.key_length)
 
@@ -239,22 +247,24 @@ class _BlockedCall:
             self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
         return self.buffers[name][:size].view(shape)
 
-    def scores(self, queries: Tensor, block: _QueryBlock) -> Tensor:
+    def compute_scores(self, queries: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dot products [B, h_k, r * m] in the buffer "scores"."""
-        return _matmul_transposed(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
+        return _matmul_transposed(
+            queries, self.get_keys(block), self.get_buffer("scores", self.num_query_heads, block)
+        )
 
     def softmax(self, scores: Tensor, block: _QueryBlock) -> Tensor:
         """Return the softmax weights [B, h, r, m] for scores [B, h_k, r * m], computed in at least float32."""
         if self.mix_in is None and self.mix_out is None:
             logits = scores  # the scores are not needed again
         else:
-            logits = self.buffer("softmax", self.heads, block)
+            logits = self.get_buffer("softmax", self.num_softmax_heads, block)
             logits = logits.copy_(scores) if self.mix_in is None else _mix_heads_into(self.mix_in.t(), scores, logits)
-        logits = logits.view(block.size, self.heads, -1, block.key_length)
-        allowed, added = self.masks(block)
-        for term in added:
-            wider = torch.promote_types(term.dtype, logits.dtype) != logits.dtype
-            logits = logits + term if wider else logits.add_(term)
+        logits = logits.view(block.size, self.num_softmax_heads, -1, block.key_length)
+        allowed, additive_terms = self.get_masks(block)
+        for term in additive_terms:
+            is_wider = torch.promote_types(term.dtype, logits.dtype) != logits.dtype
+            logits = logits + term if is_wider else logits.add_(term)
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
         without_keys = None if self.rows_without_keys is None else self.rows_without_keys[block.batch, :, block.rows]
@@ -268,32 +278,32 @@ class _BlockedCall:
                 weights *= has_keys
         return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
-    def masks(self, block: _QueryBlock) -> tuple[Tensor | None, list[Tensor]]:
+    def get_masks(self, block: _QueryBlock) -> tuple[Tensor | None, list[Tensor]]:
         """Return a mask broadcastable to [B, h, r, m], and the terms to add to the logits.
 
         The mask is None if no keys need to be masked.
         """
-        added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
-        allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
+        additive_terms = [block.select_keys(term[block.batch, :, block.rows], 3) for term in self.additive_terms]
+        allowed = None if self.allowed is None else block.select_keys(self.allowed[block.batch, :, block.rows], 3)
         if self.is_causal and block.key_length > block.rows.start + 1:
             shape, device = (block.length, block.key_length), self.query.device
             causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
             allowed = causal if allowed is None else allowed & causal
         if self.windows is not None:
-            near, outside = self.windows.get_mask_and_bias(block.rows, block.spans)
+            in_window, window_bias = self.windows.get_mask_and_bias(block.rows, block.spans)
             # Each query attends at least to itself. Most blocks contain no padding, and adding a bias is faster than
             # applying a mask.
             if allowed is None or (allowed.device.type == "cpu" and bool(allowed.all())):
-                return None, [*added, outside]
-            return allowed & near, [*added, outside]
-        return allowed, added
+                return None, [*additive_terms, window_bias]
+            return allowed & in_window, [*additive_terms, window_bias]
+        return allowed, additive_terms
 
     def mix_weights(self, softmax: Tensor, buffer_name: str, block: _QueryBlock) -> Tensor:
         """Apply P_w to softmax weights [B, h, r, m], and return the value weights [B, h_v, r * m] before dropout."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
-        return _mix_heads_into(self.mix_out.t(), weights, self.buffer(buffer_name, self.num_output_heads, block))
+        return _mix_heads_into(self.mix_out.t(), weights, self.get_buffer(buffer_name, self.num_output_heads, block))
 
     def draw_dropout_mask(self, weights: Tensor, block: _QueryBlock) -> Tensor:
         """Return the dropout mask of a block. It depends only on the seed and the block number."""
@@ -326,19 +336,19 @@ def blocked_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
     The backward pass needs this number to create the same blocks, because dropout depends on the block number.
     """
     query, device = operands.query, operands.query.device
-    output = operands.new_output()
+    output = operands.allocate_output()
     if operands.is_empty:
         return output.zero_(), query.new_ones(1, dtype=torch.float32)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     call = _BlockedCall(operands, threads)
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
-    for block in call.blocks():
-        scores = call.scores(call.queries(block), block)
+    for block in call.iterate_blocks():
+        scores = call.compute_scores(call.get_queries(block), block)
         weights = call.mix_weights(call.softmax(scores, block), "scores", block)  # overwrites the scores
         if call.dropout > 0:
             weights = weights * call.draw_dropout_mask(weights, block)
         weights = weights.view(block.size * call.value_heads, -1, block.key_length)
-        rows = weights @ call.values(block)  # [B * k, g * r, d_v]
+        rows = weights @ call.get_values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
         parts[block.batch, block.rows] = _unstack_groups(rows, block.size, call.num_output_heads).transpose(1, 2)
@@ -372,9 +382,9 @@ def blocked_backward(
         d_output = d_output / call.keep_probability
     d_output = d_output.unflatten(1, (call.parts, -1)).flatten(0, 1)
     query_parts, bias_parts = (call.split(t) if call.parts > 1 and t.dim() == 4 else t for t in (d_query, d_bias))
-    for block in call.blocks():
-        queries = call.queries(block)
-        scores = call.scores(queries, block)  # [B, h_k, r * m]
+    for block in call.iterate_blocks():
+        queries = call.get_queries(block)
+        scores = call.compute_scores(queries, block)  # [B, h_k, r * m]
         softmax = call.softmax(scores, block)  # [B, h, r, m]
         weights = call.mix_weights(softmax, "weights", block)  # [B, h_v, r * m]
         dropout_mask = call.draw_dropout_mask(weights, block) if call.dropout > 0 else None
@@ -383,14 +393,16 @@ def blocked_backward(
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
         # The gradient overwrites the weights, which are not needed again (unless they are the softmax itself).
         d_weights = _matmul_transposed(
-            d_rows, call.values(block), call.buffer("weights", call.num_output_heads, block)
+            d_rows, call.get_values(block), call.get_buffer("weights", call.num_output_heads, block)
         )
         if dropout_mask is not None:
             d_weights *= dropout_mask
         d_softmax = d_weights
         if call.mix_out is not None:
             d_weights_proj += (softmax.to(query.dtype).flatten(2) @ d_weights.transpose(1, 2)).sum(0)
-            d_softmax = _mix_heads_into(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
+            d_softmax = _mix_heads_into(
+                call.mix_out, d_weights, call.get_buffer("d_softmax", call.num_softmax_heads, block)
+            )
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
         if needs_bias_gradient:
@@ -400,10 +412,10 @@ def blocked_backward(
             d_logits_proj += (scores @ d_scores.transpose(1, 2)).sum(0)
             d_scores = _mix_heads_into(call.mix_in, d_scores, scores)  # [B, h_k, r * m]; overwrites the scores
         _add_product(d_key[block.batch], block, d_scores, queries)
-        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
+        d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.get_keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
-        query_parts[block.batch, :, block.rows] = _unstack_groups(d_queries, block.size, call.heads_in)
+        query_parts[block.batch, :, block.rows] = _unstack_groups(d_queries, block.size, call.num_query_heads)
     call.finish_gradients(d_bias, d_logits_proj)
     is_split = call.parts > 1
     del call  # frees its buffers and copies
@@ -417,8 +429,8 @@ def _choose_num_parts(operands: AttentionOperands, threads: int) -> int:
     # which have few keys.
     if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
-    most = min(threads, MOST_PARTS, length // BLOCK_ROWS[-1])
-    return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
+    max_parts = min(threads, MAX_PARTS, length // BLOCK_ROWS[-1])
+    return next((parts for parts in range(max_parts, 1, -1) if length % parts == 0), 1)
 
 
 def stack_groups(states: Tensor, kv_heads: int) -> Tensor:
@@ -444,15 +456,15 @@ def _mix_heads_into(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, block: _QueryBlock, weights: Tensor, states: Tensor) -> None:
     """Add the product of transposed weights [B, h, r * m] and states [B * k, g * r, x] to the total [B, k, m, x]."""
-    weights, at = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
+    weights, offset = weights.view(*states.shape[:2], block.key_length).transpose(1, 2), 0
     for span in block.spans:
         part, count = total[:, :, span].flatten(0, 1), _get_span_length(span)  # a view
-        of_span = weights[:, at : at + count]
+        span_weights = weights[:, offset : offset + count]
         if part.dtype == states.dtype and part.is_contiguous():  # otherwise, torch would copy each matrix
-            part.baddbmm_(of_span, states)
+            part.baddbmm_(span_weights, states)
         else:
-            part += of_span @ states
-        at += count
+            part += span_weights @ states
+        offset += count
 
 
 def _get_span_length(span: slice) -> int:
@@ -466,6 +478,6 @@ def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slic
     """
     axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
     part = d_logits.sum(axes, keepdim=True) if axes else d_logits
-    places = (batch, slice(None), rows, slice(d_logits.shape[-1]))
-    at = [slice(None) if size == 1 else place for size, place in zip(d_bias.shape, places, strict=True)]
-    d_bias[tuple(at)] += part
+    slices = (batch, slice(None), rows, slice(d_logits.shape[-1]))
+    index = [slice(None) if size == 1 else axis_slice for size, axis_slice in zip(d_bias.shape, slices, strict=True)]
+    d_bias[tuple(index)] += part

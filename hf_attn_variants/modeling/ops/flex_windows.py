@@ -28,16 +28,16 @@ __all__ = ["FlexCallKind", "find_attended_blocks", "run_flex_trial", "windowed_a
 
 DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEAST_HEAD_DIM = 16
+MIN_HEAD_DIM = 16
 BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
 # The batch sizes, lengths and numbers of global tokens of the small calls in a trial. For the second call, torch
 # compiles a kernel for arbitrary sizes. This call also has queries whose windows contain only padding.
-SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
+TRIAL_CALLS = ((2, 300, 2), (3, 421, 0))
 # The number of keys on each side of a query in the small calls. With this window, some blocks are read completely,
 # some partly and some not at all.
-SMALL_WINDOW = 140
+TRIAL_WINDOW = 140
 # The number of compiled kernels that torch stores, one per kind of call. The default in torch is eight.
-MOST_KERNELS = 64
+MAX_COMPILED_KERNELS = 64
 
 
 class FlexCallKind(NamedTuple):
@@ -121,7 +121,7 @@ def _get_call_kind(
         return None
     if key.shape[1] != value.shape[1] or not _supports_partial_blocks():
         return None
-    if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
+    if min(query.shape[3], value.shape[3]) < MIN_HEAD_DIM:
         return None
     trains = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (query, key, value, bias)]
     return FlexCallKind(
@@ -160,7 +160,7 @@ def _attend_with_flex_attention(
     The bias is a table that is indexed by distance, [1, h, 1, 2 l - 1].
     """
     length, key_length = query.shape[2], key.shape[2]
-    readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
+    key_mask = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
     # This is a copy, because torch loses the gradient of a view that is used in a `score_mod`.
     table = None if table is None else table[0, :, 0].clone()
     # The inputs already have the autocast dtype (see `cast_to_common_dtype`). Under autocast, torch would compile
@@ -171,7 +171,7 @@ def _attend_with_flex_attention(
             key,
             value,
             score_mod=_create_score_mod(
-                readable, table, _get_scalar_tensor("offset", key_length - length, query.device)
+                key_mask, table, _get_scalar_tensor("offset", key_length - length, query.device)
             ),
             block_mask=_create_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
@@ -194,7 +194,7 @@ def _get_compiled_flex_attention() -> Callable[..., Tensor]:
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def attend(*states: Any, **options: Any) -> Tensor:
-        with torch._dynamo.config.patch(cache_size_limit=MOST_KERNELS):
+        with torch._dynamo.config.patch(cache_size_limit=MAX_COMPILED_KERNELS):
             return compiled(*states, **options)
 
     return attend
@@ -250,17 +250,25 @@ def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device
 
     def is_read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = j - i - offset
-        near = (distance >= -before) & (distance <= after)
-        near = near & (distance % step == 0) if is_dilated else near
-        return near | (j < global_tokens) | (i + offset < global_tokens)
+        in_window = (distance >= -before) & (distance <= after)
+        in_window = in_window & (distance % step == 0) if is_dilated else in_window
+        return in_window | (j < global_tokens) | (i + offset < global_tokens)
 
     with torch.inference_mode(False):  # as in `_get_scalar_tensor`
-        some, whole = (blocks.to(device)[None, None] for blocks in find_attended_blocks(key_range, length, key_length))
-        count, order = _get_block_counts_and_indices(some & ~whole)
-        of_whole = _get_block_counts_and_indices(whole)
+        read_blocks, full_blocks = (
+            blocks.to(device)[None, None] for blocks in find_attended_blocks(key_range, length, key_length)
+        )
+        count, order = _get_block_counts_and_indices(read_blocks & ~full_blocks)
+        full_block_indices = _get_block_counts_and_indices(full_blocks)
         lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
-            count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
+            count,
+            order,
+            full_block_indices[0],
+            full_block_indices[1],
+            BLOCK_SIZE=BLOCK,
+            mask_mod=is_read,
+            seq_lengths=lengths,
         )
 
 
@@ -292,11 +300,11 @@ def find_attended_blocks(
     first, last = first_row + key_length - length, (first_row + block).clamp(max=length) - 1 + key_length - length
     low = torch.arange(0, key_length, block)
     high = (low + block).clamp(max=key_length) - 1
-    some = (high - first >= -key_range.before) & (low - last <= key_range.after)
-    whole = (low - last >= -key_range.before) & (high - first <= key_range.after) & (key_range.step == 1)
-    some |= (low < key_range.global_tokens) | (first < key_range.global_tokens)
-    whole |= (high < key_range.global_tokens) | (last < key_range.global_tokens)
-    return some, whole
+    is_read = (high - first >= -key_range.before) & (low - last <= key_range.after)
+    is_fully_read = (low - last >= -key_range.before) & (high - first <= key_range.after) & (key_range.step == 1)
+    is_read |= (low < key_range.global_tokens) | (first < key_range.global_tokens)
+    is_fully_read |= (high < key_range.global_tokens) | (last < key_range.global_tokens)
+    return is_read, is_fully_read
 
 
 def run_flex_trial(kind: FlexCallKind) -> str | None:
@@ -306,20 +314,22 @@ def run_flex_trial(kind: FlexCallKind) -> str | None:
         The reason why FlexAttention must not be used, or None if the results agree.
     """
 
-    def errors() -> dict[str, float]:
-        worst: dict[str, float] = {}
-        for batch, length, global_tokens in SMALL_CALLS:
+    def compute_errors() -> dict[str, float]:
+        largest_errors: dict[str, float] = {}
+        for batch, length, global_tokens in TRIAL_CALLS:
             states = _make_random_window_inputs(kind, batch, length)
             # Gradient-checkpointing hooks around this call must not see the tensors in the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                 actual, expected = (
-                    _compute_flex_trial_outputs(kind, states, global_tokens, by_flex) for by_flex in (True, False)
+                    _compute_flex_trial_outputs(kind, states, global_tokens, uses_flex) for uses_flex in (True, False)
                 )
             for name, tensor in expected.items():
-                worst[name] = max(worst.get(name, 0.0), compute_largest_error(actual[name], tensor, name))
-        return worst
+                largest_errors[name] = max(
+                    largest_errors.get(name, 0.0), compute_largest_error(actual[name], tensor, name)
+                )
+        return largest_errors
 
-    return describe_kernel_mismatch("FlexAttention", errors, get_tolerance(kind.dtype))
+    return describe_kernel_mismatch("FlexAttention", compute_errors, get_tolerance(kind.dtype))
 
 
 def _make_random_window_inputs(kind: FlexCallKind, batch: int, length: int) -> dict[str, Tensor]:
@@ -327,31 +337,31 @@ def _make_random_window_inputs(kind: FlexCallKind, batch: int, length: int) -> d
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 
-    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+    def make_random(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
     (heads, kv_heads), (size, value_size) = kind.heads, kind.sizes
     states = {  # with the same strides as in models
-        "query": new(kind.dtype, batch, length, heads, size).transpose(1, 2),
-        "key": new(kind.dtype, batch, length, kv_heads, size).transpose(1, 2),
-        "value": new(kind.dtype, batch, length, kv_heads, value_size).transpose(1, 2),
-        "d_output": new(kind.dtype, batch, length, heads, value_size),
+        "query": make_random(kind.dtype, batch, length, heads, size).transpose(1, 2),
+        "key": make_random(kind.dtype, batch, length, kv_heads, size).transpose(1, 2),
+        "value": make_random(kind.dtype, batch, length, kv_heads, value_size).transpose(1, 2),
+        "d_output": make_random(kind.dtype, batch, length, heads, value_size),
     }
     if kind.has_padding:
         ends = length - torch.arange(batch, device=kind.device) * (length // 3)
         states["mask"] = (torch.arange(length, device=kind.device) < ends[:, None])[:, None, None]
     if kind.bias is not None:
-        states["position_bias"] = new(kind.bias, 1, heads, 1, 2 * length - 1)
+        states["position_bias"] = make_random(kind.bias, 1, heads, 1, 2 * length - 1)
     return states
 
 
 def _compute_flex_trial_outputs(
-    kind: FlexCallKind, states: dict[str, Tensor], global_tokens: int, by_flex: bool
+    kind: FlexCallKind, states: dict[str, Tensor], global_tokens: int, uses_flex: bool
 ) -> dict[str, Tensor]:
     """Return the output and the gradients of a small call. The blocked backend uses float32 on the CPU."""
-    key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
+    key_range = KeyRange(TRIAL_WINDOW, TRIAL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
-    if not by_flex:
+    if not uses_flex:
         states = {name: t.cpu() if t.dtype == torch.bool else t.cpu().float() for name, t in states.items()}
     trained = [name for name in ("query", "key", "value", "position_bias") if name in states]
     trained = trained[: 3 + kind.trains_bias] if kind.with_backward else []
@@ -359,7 +369,7 @@ def _compute_flex_trial_outputs(
         states[name].requires_grad_()
     d_output = states.pop("d_output")
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
-        if by_flex:
+        if uses_flex:
             query, key, value = (states[name] for name in ("query", "key", "value"))
             output = _attend_with_flex_attention(
                 query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling

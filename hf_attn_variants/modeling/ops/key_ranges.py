@@ -83,7 +83,7 @@ class KeyRange(NamedTuple):
         """True if a query does not attend to later keys."""
         return self.after == 0
 
-    def num_attended_keys(self, key_length: int) -> int:
+    def count_attended_keys(self, key_length: int) -> int:
         """Return how many of `key_length` keys a query in the middle of the text attends to.
 
         The result does not apply to global tokens, which attend to all keys.
@@ -93,8 +93,8 @@ class KeyRange(NamedTuple):
     def get_allowed_mask(self, query_positions: Any, key_positions: Any) -> Any:
         """Return a boolean mask [n, m] of the keys at positions [m] that queries at positions [n] attend to."""
         distance = key_positions - query_positions[:, None]
-        near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
-        return near | (key_positions < self.global_tokens) | (query_positions < self.global_tokens)[:, None]
+        is_allowed = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
+        return is_allowed | (key_positions < self.global_tokens) | (query_positions < self.global_tokens)[:, None]
 
     def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Return True if the queries at the last `length` of `key_length` positions attend to all keys.
@@ -118,7 +118,7 @@ class TransientGlobalKeyRange:
     is_causal: ClassVar[bool] = False  # only encoders support this key range
     before: ClassVar[int] = MAX_SIZE  # encoders do not have a cache
 
-    def num_attended_keys(self, key_length: int) -> int:
+    def count_attended_keys(self, key_length: int) -> int:
         """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""
         return min(key_length, 2 * self.radius + 1) + key_length // self.block
 
@@ -128,18 +128,19 @@ logger = logging.get_logger("transformers.attn_variants")
 
 # Possible numbers of queries per block. With fewer queries, a larger proportion of the computed logits is inside the
 # windows. With more queries, matrix products are faster (benchmarks/long/sliding_window.py --rows).
-WINDOW_ROWS = (512, 256, 128, 64, 32)
-MOST_ROWS = {"cpu": 64, "default": 512}
+QUERIES_PER_BLOCK = (512, 256, 128, 64, 32)
+MAX_QUERIES_PER_BLOCK = {"cpu": 64, "default": 512}
 # If a mask covers more keys than this, a warning is logged, because the size of a mask grows quadratically.
-MOST_IN_A_MASK = 2048
+MAX_MASKED_KEYS = 2048
 
 
-def num_queries_per_block(key_range: KeyRange, device: str) -> int:
+def choose_queries_per_block(key_range: KeyRange, device: str) -> int:
     """Return the number of queries per block: about half the window width, within the limits of the device."""
-    most = min(
-        MOST_ROWS.get(device, MOST_ROWS["default"]), (key_range.before + key_range.after) // key_range.step // 2
+    max_queries = min(
+        MAX_QUERIES_PER_BLOCK.get(device, MAX_QUERIES_PER_BLOCK["default"]),
+        (key_range.before + key_range.after) // key_range.step // 2,
     )
-    return next((rows for rows in WINDOW_ROWS if rows <= most), WINDOW_ROWS[-1])
+    return next((rows for rows in QUERIES_PER_BLOCK if rows <= max_queries), QUERIES_PER_BLOCK[-1])
 
 
 def look_up_relative_bias(bias_table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class WindowBlockLayout:
     def __init__(self, key_range: KeyRange, query: Tensor, key: Tensor, table: Tensor | None) -> None:
         self.key_range, self.table, self.device = key_range, table, query.device
         self.length, self.key_length = query.shape[2], key.shape[2]
-        self.rows = num_queries_per_block(key_range, query.device.type)
+        self.rows = choose_queries_per_block(key_range, query.device.type)
         self.last_terms: tuple[Any, ...] = (None,)  # the last kind of block, its mask, its bias and its distances
         self.d_table: Tensor | None = None
         self.gradient: Tensor | None = None  # the part of the gradient that is not yet in `d_table`
@@ -170,9 +171,9 @@ class WindowBlockLayout:
     @property
     def max_elements_per_block(self) -> int:
         """The largest number of logits per head in a block, except in the blocks of global tokens."""
-        return self.rows * _num_keys_per_block(self.key_range, self.rows)
+        return self.rows * _count_keys_per_block(self.key_range, self.rows)
 
-    def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
+    def iterate_blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         """Yield the queries in each block and the slices of keys that they read. The slices share no keys.
 
         Args:
@@ -200,16 +201,16 @@ class WindowBlockLayout:
         # The mask and bias depend only on distances, except in blocks that read global tokens, where they depend on
         # positions.
         first = rows.start + self.key_length - self.length
-        by_position = rows.start < self.key_range.global_tokens or (self.table is not None and len(spans) > 1)
+        depends_on_position = rows.start < self.key_range.global_tokens or (self.table is not None and len(spans) > 1)
         kind = (rows.stop - rows.start, *(span.stop - span.start for span in spans), spans[-1].start - first)
-        kind = (*kind, first if by_position else None)
+        kind = (*kind, first if depends_on_position else None)
         if self.last_terms[0] != kind:
             self.finish_bias_gradient(self.d_table)  # add the gradient of the previous kind of block first
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
-            near = self.key_range.get_allowed_mask(queries, keys)
+            is_allowed = self.key_range.get_allowed_mask(queries, keys)
             bias = self.zero if self.table is None else look_up_relative_bias(self.table, queries, keys)
-            self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
+            self.last_terms = (kind, is_allowed, torch.where(is_allowed, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
 
     def add_bias_gradient(self, d_table: Tensor, d_logits: Tensor) -> None:
@@ -218,8 +219,8 @@ class WindowBlockLayout:
         The gradients of equivalent blocks are summed before they are scattered to the table, because scattering takes
         longer than summing. `finish_bias_gradient` scatters the last sum.
         """
-        self.d_table, by_head = d_table, d_logits.sum(0)
-        self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)
+        self.d_table, head_gradients = d_table, d_logits.sum(0)
+        self.gradient = head_gradients if self.gradient is None else self.gradient.add_(head_gradients)
 
     def finish_bias_gradient(self, d_table: Tensor | None) -> None:
         """Add the accumulated gradient, if any, to the gradient of the bias table, [1, h, 1, 2 l - 1]."""
@@ -241,12 +242,12 @@ def should_compute_in_blocks(key_range: KeyRange, query: Tensor, key: Tensor, ma
         return False
     if not isinstance(key_range, KeyRange):
         return False
-    return (mask is None or is_boolean_key_mask(mask)) and key_length >= 2 * _num_keys_per_block(
-        key_range, num_queries_per_block(key_range, query.device.type)
+    return (mask is None or is_boolean_key_mask(mask)) and key_length >= 2 * _count_keys_per_block(
+        key_range, choose_queries_per_block(key_range, query.device.type)
     )
 
 
-def _num_keys_per_block(key_range: KeyRange, rows: int) -> int:
+def _count_keys_per_block(key_range: KeyRange, rows: int) -> int:
     return rows + (key_range.before + key_range.after) // key_range.step + key_range.global_tokens
 
 
@@ -284,7 +285,7 @@ def key_range_to_mask_and_bias(
         queries = torch.arange(length, device=query.device) + key_length - length
         mask = None if mask is None else mask[..., -key_length:]
     bias = None if bias_table is None else look_up_relative_bias(bias_table, queries, keys)
-    if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
+    if not is_exporting() and key_length > MAX_MASKED_KEYS and not isinstance(key_range, KeyRange):
         logger.warning_once(
             f"attention_pattern={key_range.kind.name!r} creates a mask with {length} x {key_length} "
             'elements. Use `attn_implementation="sdpa"` without `output_attentions` to avoid it.'

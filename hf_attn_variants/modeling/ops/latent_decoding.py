@@ -52,25 +52,25 @@ except ImportError:  # the package and its Hub repositories must also load witho
 
 
 # Arguments that change between calls. The kernels are not specialized for their values.
-ANY_LATENT_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
+ANY_LATENT_NUMBER = ["rows", "length", "keys_per_part", "parts", "mask_stride_b", "mask_stride_r"]
 
 if triton is not None:
 
     @triton.jit
-    def _read_rows(at, stride, rows, end, columns, WIDTH: tl.constexpr):
+    def _load_rows(pointers, stride, rows, end, columns, WIDTH: tl.constexpr):
         """Load a block [rows, w] of a matrix with row stride `stride`. Positions outside the matrix are zero."""
         inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
-        return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+        return tl.load(pointers + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
     @triton.jit
-    def _mask_logits(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
+    def _mask_logits(logits, inside, pointers, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr):
         """Return the logits [c, r] times log2(e), with minus infinity for keys that are not allowed."""
         if MASK > 0:
-            if MASK_OF_ROWS:
-                at += offs_r[None, :] * stride_r
-                mask = tl.load(at, mask=inside & (offs_r < rows)[None, :], other=0)
+            if MASK_PER_ROW:
+                pointers += offs_r[None, :] * stride_r
+                mask = tl.load(pointers, mask=inside & (offs_r < rows)[None, :], other=0)
             else:
-                mask = tl.load(at, mask=inside, other=0)
+                mask = tl.load(pointers, mask=inside, other=0)
         if MASK == 1:
             inside = inside & (mask != 0)
         if MASK == 2:
@@ -83,11 +83,11 @@ if triton is not None:
     @triton.jit(do_not_specialize=ANY_LATENT_NUMBER)
     def partial_kernel(
         query_ptr, latent_ptr, mask_ptr, output_ptr, sums_ptr,
-        scale, rows, length, keys_of_part, parts,
+        scale, rows, length, keys_per_part, parts,
         query_stride_b, query_stride_r, latent_stride_b, latent_stride_m,
         mask_stride_b, mask_stride_r, mask_stride_m,
         WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-        MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr, IN_PARTS: tl.constexpr,
+        MASK: tl.constexpr, MASK_PER_ROW: tl.constexpr, IN_PARTS: tl.constexpr,
     ):  # fmt: skip
         """Attend to a part of the keys. The program axes are batch, part and block of rows.
 
@@ -98,80 +98,82 @@ if triton is not None:
         batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
         first, second = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
-        query_at, latent_at = query_ptr + batch * query_stride_b, latent_ptr + batch * latent_stride_b
-        query = tl.trans(_read_rows(query_at, query_stride_r, offs_r, rows, first, WIDTH))  # [w, r]
+        query_ptrs, latent_ptrs = query_ptr + batch * query_stride_b, latent_ptr + batch * latent_stride_b
+        query = tl.trans(_load_rows(query_ptrs, query_stride_r, offs_r, rows, first, WIDTH))  # [w, r]
         dtype = query.dtype
         output = tl.zeros([FIRST, ROWS], tl.float32)
         if WIDTH > FIRST:
-            query_2 = tl.trans(_read_rows(query_at, query_stride_r, offs_r, rows, second, WIDTH))
+            query_2 = tl.trans(_load_rows(query_ptrs, query_stride_r, offs_r, rows, second, WIDTH))
             output_2 = tl.zeros([SECOND, ROWS], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
+        max_logit = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        begin = part * keys_of_part
-        end = tl.minimum(begin + keys_of_part, length)
+        begin = part * keys_per_part
+        end = tl.minimum(begin + keys_per_part, length)
         for start in range(begin, end, BLOCK):
             keys = start + tl.arange(0, BLOCK)
-            block = _read_rows(latent_at, latent_stride_m, keys, end, first, WIDTH)  # [c, w]
+            block = _load_rows(latent_ptrs, latent_stride_m, keys, end, first, WIDTH)  # [c, w]
             logits = tl.dot(block, query)  # [c, r]
             if WIDTH > FIRST:
-                block_2 = _read_rows(latent_at, latent_stride_m, keys, end, second, WIDTH)
+                block_2 = _load_rows(latent_ptrs, latent_stride_m, keys, end, second, WIDTH)
                 logits = tl.dot(block_2, query_2, logits)
             logits = logits * scale
-            mask_at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
+            mask_ptrs = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
             logits = _mask_logits(
-                logits, (keys < end)[:, None], mask_at, offs_r, rows, mask_stride_r, MASK, MASK_OF_ROWS
+                logits, (keys < end)[:, None], mask_ptrs, offs_r, rows, mask_stride_r, MASK, MASK_PER_ROW
             )
-            new_top = tl.maximum(top, tl.max(logits, 0))
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows without any allowed keys so far
-            factor = tl.exp2(top - safe)
-            weights = tl.exp2(logits - safe[None, :])
+            new_max_logit = tl.maximum(max_logit, tl.max(logits, 0))
+            finite_max_logit = tl.where(
+                new_max_logit == float("-inf"), 0.0, new_max_logit
+            )  # for rows without any allowed keys so far
+            factor = tl.exp2(max_logit - finite_max_logit)
+            weights = tl.exp2(logits - finite_max_logit[None, :])
             total = total * factor + tl.sum(weights, 0)
             weights = weights.to(dtype)
             output = tl.dot(tl.trans(block), weights, output * factor[None, :])  # [w, r]
             if WIDTH > FIRST:
                 output_2 = tl.dot(tl.trans(block_2), weights, output_2 * factor[None, :])
-            top = new_top
+            max_logit = new_max_logit
         share = 1.0 / tl.where(total == 0.0, 1.0, total)[None, :]
-        at = (batch * parts + part) * rows + offs_r
-        output_at = output_ptr + at[None, :] * WIDTH
+        offset = (batch * parts + part) * rows + offs_r
+        output_ptrs = output_ptr + offset[None, :] * WIDTH
         written = (offs_r < rows)[None, :]
-        tl.store(output_at + first[:, None], output * share, mask=written & (first < WIDTH)[:, None])
+        tl.store(output_ptrs + first[:, None], output * share, mask=written & (first < WIDTH)[:, None])
         if WIDTH > FIRST:
-            tl.store(output_at + second[:, None], output_2 * share, mask=written & (second < WIDTH)[:, None])
+            tl.store(output_ptrs + second[:, None], output_2 * share, mask=written & (second < WIDTH)[:, None])
         if IN_PARTS:
-            tl.store(sums_ptr + 2 * at, top, mask=offs_r < rows)
-            tl.store(sums_ptr + 2 * at + 1, total, mask=offs_r < rows)
+            tl.store(sums_ptr + 2 * offset, max_logit, mask=offs_r < rows)
+            tl.store(sums_ptr + 2 * offset + 1, total, mask=offs_r < rows)
 
     @triton.jit(do_not_specialize=["rows", "parts"])
     def combine_kernel(
         part_ptr, sums_ptr, output_ptr, rows, parts,
-        WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MOST_PARTS: tl.constexpr,
+        WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MAX_PARTS: tl.constexpr,
     ):  # fmt: skip
         """Combine the parts of a row. The program axes are batch and row."""
         batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        offs_p, columns = tl.arange(0, MOST_PARTS), tl.arange(0, COLUMNS)
-        sums_at = sums_ptr + 2 * ((batch * parts + offs_p) * rows + row)
-        tops = tl.load(sums_at, mask=offs_p < parts, other=float("-inf"))
-        sums = tl.load(sums_at + 1, mask=offs_p < parts, other=0.0)
-        top = tl.max(tops, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)  # for rows without any allowed keys
-        total = tl.sum(tl.exp2(tops - top) * sums, 0)
+        offs_p, columns = tl.arange(0, MAX_PARTS), tl.arange(0, COLUMNS)
+        sums_ptrs = sums_ptr + 2 * ((batch * parts + offs_p) * rows + row)
+        max_logits = tl.load(sums_ptrs, mask=offs_p < parts, other=float("-inf"))
+        sums = tl.load(sums_ptrs + 1, mask=offs_p < parts, other=0.0)
+        max_logit = tl.max(max_logits, 0)
+        max_logit = tl.where(max_logit == float("-inf"), 0.0, max_logit)  # for rows without any allowed keys
+        total = tl.sum(tl.exp2(max_logits - max_logit) * sums, 0)
         total = tl.where(total == 0.0, 1.0, total)
         output = tl.zeros([COLUMNS], tl.float32)
         for part in range(parts):
-            at = (batch * parts + part) * rows + row
-            weight = tl.exp2(tl.load(sums_ptr + 2 * at) - top) * tl.load(sums_ptr + 2 * at + 1) / total
-            output += weight * tl.load(part_ptr + at * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+            offset = (batch * parts + part) * rows + row
+            weight = tl.exp2(tl.load(sums_ptr + 2 * offset) - max_logit) * tl.load(sums_ptr + 2 * offset + 1) / total
+            output += weight * tl.load(part_ptr + offset * WIDTH + columns, mask=columns < WIDTH, other=0.0)
         tl.store(output_ptr + (batch * rows + row) * WIDTH + columns, output, mask=columns < WIDTH)
 
 
 LATENT_DTYPES = (torch.bfloat16, torch.float16)
-MOST_LATENT_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
+MAX_LATENT_ROWS, MIN_LATENT_WIDTH, MAX_LATENT_WIDTH = 16, 16, 1024
 # The launch settings were only measured on Hopper GPUs. Other GPUs have less shared memory or different matrix units.
 MEASURED_CAPABILITY = 9
 # Outside compiled graphs, Python takes about 0.1 ms longer to launch two Triton kernels than to launch one torch
 # kernel. The Triton kernels are faster if the latent has at least this number of bytes.
-LEAST_BYTES = 2**29
+MIN_LATENT_BYTES = 2**29
 # The tolerated relative error of a row in the trial. It is much larger than rounding errors and much smaller than the
 # error that a single missing key would cause.
 LATENT_TOLERANCE = 2e-2
@@ -196,7 +198,7 @@ class _LatentKernelKey(NamedTuple):
     width: int
     rows: int
     mask: torch.dtype | None
-    has_mask_of_rows: bool
+    has_mask_per_row: bool
     in_parts: bool
 
 
@@ -230,10 +232,10 @@ def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None
         return False
     if is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
         return False
-    if query.shape[2] > MOST_LATENT_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
+    if query.shape[2] > MAX_LATENT_ROWS or not MIN_LATENT_WIDTH <= latent.shape[-1] <= MAX_LATENT_WIDTH:
         return False
     # A compiled step usually runs in a CUDA graph, in which launches take no additional time.
-    return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= LEAST_BYTES
+    return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= MIN_LATENT_BYTES
 
 
 @torch.compiler.assume_constant_result
@@ -269,7 +271,7 @@ def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) 
         width=query.shape[-1],
         rows=query.shape[2],
         mask=None if mask is None else mask.dtype,
-        has_mask_of_rows=mask is not None and _get_row_stride(mask) != 0,
+        has_mask_per_row=mask is not None and _get_row_stride(mask) != 0,
         in_parts=_partition_keys(query, latent, launch)[0] > 1,
     )
     fallback_message = (
@@ -316,7 +318,7 @@ def run_latent_kernels(
     (batches, _, rows, width), length = query.shape, latent.shape[2]
     first = 1 << (width.bit_length() - 1)
     second = max(16, triton.next_power_of_2(width - first))
-    parts, keys_of_part = _partition_keys(query, latent, launch)
+    parts, keys_per_part = _partition_keys(query, latent, launch)
     query, latent = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, latent))
     output = torch.empty((batches, 1, rows, width), dtype=query.dtype, device=query.device)
     partial_output, sums = output, output
@@ -329,13 +331,13 @@ def run_latent_kernels(
         mask_strides = (steps[0], _get_row_stride(mask), steps[3])
     partial_kernel[(batches, parts, -(-rows // launch.rows))](
         query, latent, query if mask is None else mask, partial_output, sums,
-        scaling * LOG2_E, rows, length, keys_of_part, parts,
+        scaling * LOG2_E, rows, length, keys_per_part, parts,
         query.stride(0), query.stride(2), latent.stride(0), latent.stride(2), *mask_strides,
         WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=get_mask_type(mask),
-        MASK_OF_ROWS=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
+        MASK_PER_ROW=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if parts > 1:
-        sizes = {"COLUMNS": triton.next_power_of_2(width), "MOST_PARTS": triton.next_power_of_2(parts)}
+        sizes = {"COLUMNS": triton.next_power_of_2(width), "MAX_PARTS": triton.next_power_of_2(parts)}
         combine_kernel[(batches, rows)](partial_output, sums, output, rows, parts, WIDTH=width, **sizes)
     return output
 
@@ -350,12 +352,12 @@ def _run_latent_trial(kind: _LatentKernelKey, launch: LaunchSettings) -> str | N
     length = 5 * launch.block - 3
     launch = launch._replace(programs=4 if kind.in_parts else 1)
 
-    def errors() -> dict[str, float]:
+    def compute_errors() -> dict[str, float]:
         query, latent, mask = _make_random_latent_inputs(kind, length, launch.block)
         scaling, added = kind.width**-0.5, torch.zeros(())
         if mask is not None:
-            there = mask.cpu()
-            added = torch.where(there, 0.0, -torch.inf) if mask.dtype == torch.bool else there.float()
+            mask_on_cpu = mask.cpu()
+            added = torch.where(mask_on_cpu, 0.0, -torch.inf) if mask.dtype == torch.bool else mask_on_cpu.float()
         actual = run_latent_kernels(query, latent, mask, scaling, launch)
         exact_query, exact_latent = query.cpu().float(), latent.cpu().float()
         expected = torch.softmax(exact_query @ exact_latent.mT * scaling + added, -1) @ exact_latent
@@ -363,7 +365,7 @@ def _run_latent_trial(kind: _LatentKernelKey, launch: LaunchSettings) -> str | N
         actual, expected = (tensor[..., 1:].transpose(1, 2) for tensor in (actual, expected))
         return {"output": compute_largest_error(actual, expected, "output")}
 
-    return describe_kernel_mismatch("the Triton kernels", errors, LATENT_TOLERANCE)
+    return describe_kernel_mismatch("the Triton kernels", compute_errors, LATENT_TOLERANCE)
 
 
 def _make_random_latent_inputs(
@@ -373,15 +375,15 @@ def _make_random_latent_inputs(
     # A separate generator leaves the caller's random state unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 
-    def new(*shape: int) -> Tensor:
+    def make_random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device)
 
-    query, latent, mask = new(2, 1, kind.rows, kind.width), new(2, 1, length, kind.width), None
+    query, latent, mask = make_random(2, 1, kind.rows, kind.width), make_random(2, 1, length, kind.width), None
     # The logits are about -4, so that a key that is wrongly read as zeros would have a larger weight than all real
     # keys.
     query[..., 0], latent[..., 0] = 2 * kind.width**0.25, -2 * kind.width**0.25
     if kind.mask is not None:
-        mask = new(2, 1, kind.rows if kind.has_mask_of_rows else 1, length)
+        mask = make_random(2, 1, kind.rows if kind.has_mask_per_row else 1, length)
         mask = mask > -1 if kind.mask == torch.bool else mask.to(kind.mask)
         mask[..., :block] = False if kind.mask == torch.bool else -torch.inf
     return query.to(kind.dtype), latent.to(kind.dtype), mask

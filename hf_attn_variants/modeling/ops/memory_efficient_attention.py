@@ -148,13 +148,13 @@ def _resolve_backend(backend: str, operands: AttentionOperands, with_backward: b
 
 def _get_backward_state_shape(operands: AttentionOperands, backend: str) -> tuple[int, ...]:
     batches, _, length, _ = operands.query.shape
-    return (1,) if backend == "blocked" else (2, batches, operands.heads, length)
+    return (1,) if backend == "blocked" else (2, batches, operands.num_softmax_heads, length)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     operands, backend = AttentionOperands(*arguments[:-2]), arguments[-2]
     for_backward = operands.query.new_empty(_get_backward_state_shape(operands, backend), dtype=torch.float32)
-    return operands.new_output(), for_backward
+    return operands.allocate_output(), for_backward
 
 
 def _backward(d_output: Tensor, for_backward: Tensor, needs_bias_gradient: bool, *arguments: Any) -> list[Tensor]:
@@ -183,8 +183,8 @@ def _compute_gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
     *tensors, for_backward = ctx.saved_tensors
     needs_bias_gradient = ctx.needs_input_grad[4]
     d_query, d_key, d_value, *sums = _backward_op(d_output, for_backward, needs_bias_gradient, *tensors, *ctx.others)
-    of = (tensors[4] if needs_bias_gradient else None, tensors[5], tensors[6])
-    d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, of, strict=True))
+    bias_and_projections = (tensors[4] if needs_bias_gradient else None, tensors[5], tensors[6])
+    d_bias, *d_projs = (None if t is None else d.to(t.dtype) for d, t in zip(sums, bias_and_projections, strict=True))
     return d_query, d_key, d_value, None, d_bias, *d_projs, *(None,) * 7
 
 

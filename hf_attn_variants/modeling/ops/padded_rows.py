@@ -53,27 +53,28 @@ class RowRoller:
     """
 
     def __init__(self, first: Tensor, length: int) -> None:
-        places = torch.arange(length, device=first.device)
-        self.there, self.back = (places + first[:, None]) % length, (places - first[:, None]) % length  # [b, n]
+        positions = torch.arange(length, device=first.device)
+        self.roll_index = (positions + first[:, None]) % length  # [b, n]
+        self.unroll_index = (positions - first[:, None]) % length  # [b, n]
 
     def roll(self, tensor: Tensor, axis: int) -> Tensor:
         """Roll the rows of a tensor [b, ..., n, ...] along an axis."""
-        return _gather_along_axis(tensor, axis, self.there)
+        return _gather_along_axis(tensor, axis, self.roll_index)
 
     def unroll(self, tensor: Tensor, axis: int) -> Tensor:
         """Roll the rows of a tensor [b, ..., n, ...] back to their original positions."""
-        return _gather_along_axis(tensor, axis, self.back)
+        return _gather_along_axis(tensor, axis, self.unroll_index)
 
     def unroll_weights(self, weights: Tensor) -> Tensor:
         """Roll attention weights [b, h, n, m] back to the original positions of queries and keys.
 
         The last n keys are tokens. Summaries, which precede them, and compressed keys are not moved.
         """
-        weights, length = self.unroll(weights, 2), self.back.shape[1]
-        before = weights.shape[3] - length  # number of summaries
-        if before < 0:  # compressed keys are not tokens and start at the beginning of the text
+        weights, length = self.unroll(weights, 2), self.unroll_index.shape[1]
+        num_summaries = weights.shape[3] - length  # number of summaries
+        if num_summaries < 0:  # compressed keys are not tokens and start at the beginning of the text
             return weights
-        return torch.cat([weights[..., :before], self.unroll(weights[..., before:], 3)], 3)
+        return torch.cat([weights[..., :num_summaries], self.unroll(weights[..., num_summaries:], 3)], 3)
 
 
 def _gather_along_axis(tensor: Tensor, axis: int, index: Tensor) -> Tensor:

@@ -159,11 +159,11 @@ def fused_attention(
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
     beams = count_beams(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
-    on_cpu, exporting = query.device.type == "cpu", is_exporting()
+    on_cpu, is_export = query.device.type == "cpu", is_exporting()
     # If the keys and values are the same latent, the fused kernel reads each block only once, with one thread per
     # batch row. An exported graph must support every batch size and therefore cannot depend on it.
-    by_matmul = length == 1 and on_cpu and not exporting and sentences >= MATMUL_BATCH_SIZE
-    if by_matmul and not (key is value and sentences >= _num_threads()):
+    uses_matmul = length == 1 and on_cpu and not is_export and sentences >= MATMUL_BATCH_SIZE
+    if uses_matmul and not (key is value and sentences >= _get_num_threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
@@ -189,7 +189,7 @@ def fused_attention(
     if fold is not None and key is value and kv_heads == 1 and should_use_latent_kernels(query, key, mask, dropout):
         return fold.unfold(attend_to_one_latent(query, key, mask, scaling=scaling))
     size = value.shape[-1]
-    widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
+    widens = size != query.shape[-1] and on_cpu and length > 1 and not is_export
     if widens:
         # On a CPU, torch materializes all weights if the head sizes of keys and values differ. Padding the heads with
         # zeros does not change the products.
@@ -210,12 +210,14 @@ def _supports_flash_kernels(query: Tensor, value: Tensor) -> bool:
     # The other fused CUDA kernels do not support grouped heads. Without the flash kernels, torch would use the slow
     # math kernel.
     size = query.shape[-1]
-    halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
-    return not query.is_cuda or (halves and _has_flash_kernels(query.device))
+    is_half_precision = (
+        query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
+    )
+    return not query.is_cuda or (is_half_precision and _has_flash_kernels(query.device))
 
 
 @torch.compiler.assume_constant_result
-def _num_threads() -> int:
+def _get_num_threads() -> int:
     return torch.get_num_threads()
 
 

@@ -63,37 +63,37 @@ ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride
 if triton is not None:
 
     @triton.jit
-    def _read(at, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+    def _load_heads(pointers, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
         """Load a block [heads, c] up to position `end`, from a tensor whose heads are `stride` elements apart."""
         heads = tl.arange(0, PAD)
         inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
-        return tl.load(at + heads[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
+        return tl.load(pointers + heads[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
 
     @triton.jit
-    def _write(at, values, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
-        """Store a block [heads, c] at the position from which `_read` loads it."""
+    def _store_heads(pointers, values, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
+        """Store a block [heads, c] at the position from which `_load_heads` loads it."""
         heads = tl.arange(0, PAD)
         inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
-        tl.store(at + heads[:, None] * stride + offs_c[None, :], values, mask=inside)
+        tl.store(pointers + heads[:, None] * stride + offs_c[None, :], values, mask=inside)
 
     @triton.jit
-    def _read_added(
-        at, offs_c, inside, stride_h, stride_m, HEADS: tl.constexpr, PAD: tl.constexpr, PER_HEAD: tl.constexpr
+    def _load_bias_or_mask(
+        pointers, offs_c, inside, stride_h, stride_m, HEADS: tl.constexpr, PAD: tl.constexpr, PER_HEAD: tl.constexpr
     ):
         """Load a block of a bias or mask as [c, h], or as [c, 1] if all heads share it."""
         if PER_HEAD:
             heads = tl.arange(0, PAD)
-            both = (heads < HEADS)[:, None] & inside[None, :]
+            is_inside = (heads < HEADS)[:, None] & inside[None, :]
             values = tl.load(
-                at + heads.to(tl.int64)[:, None] * stride_h + offs_c[None, :] * stride_m, mask=both, other=0
+                pointers + heads.to(tl.int64)[:, None] * stride_h + offs_c[None, :] * stride_m, mask=is_inside, other=0
             )
             return tl.trans(values)
         else:
-            return tl.load(at + offs_c * stride_m, mask=inside, other=0)[:, None]
+            return tl.load(pointers + offs_c * stride_m, mask=inside, other=0)[:, None]
 
     @triton.jit
-    def _logits(
-        scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+    def _compute_logits(
+        scores_ptrs, proj, bias_ptrs, mask_ptrs, row, scale, end, buffer_length, offs_c,
         score_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
         HEADS_IN: tl.constexpr, HEADS: tl.constexpr, PAD_IN: tl.constexpr, PAD: tl.constexpr,
         MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
@@ -104,7 +104,7 @@ if triton is not None:
         # The whole padded row is loaded, because this allows wide loads. The padding is uninitialized and must be
         # replaced by zeros for sums over positions (ZEROED). This is not necessary for the logits, because positions
         # outside the row are excluded below.
-        scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
+        scores = tl.trans(_load_heads(scores_ptrs, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
         if ZEROED:
             scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
         if MIX:
@@ -112,10 +112,12 @@ if triton is not None:
         else:
             logits = scores.to(tl.float32) * scale
         if BIAS:
-            bias = _read_added(bias_at, offs_c, inside, bias_stride_h, bias_stride_m, HEADS, PAD, True)
+            bias = _load_bias_or_mask(bias_ptrs, offs_c, inside, bias_stride_h, bias_stride_m, HEADS, PAD, True)
             logits += bias.to(tl.float32)
         if MASK:
-            mask = _read_added(mask_at, offs_c, inside, mask_stride_h, mask_stride_m, HEADS, PAD, MASK_PER_HEAD)
+            mask = _load_bias_or_mask(
+                mask_ptrs, offs_c, inside, mask_stride_h, mask_stride_m, HEADS, PAD, MASK_PER_HEAD
+            )
         if MASK == 1:
             logits = tl.where(mask != 0, logits, float("-inf"))
         if MASK == 2:
@@ -123,7 +125,7 @@ if triton is not None:
         return scores, tl.where(inside[:, None], logits, float("-inf"))
 
     @triton.jit
-    def _dropout_factors(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
+    def _compute_dropout_factors(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
         """Return the dropout factors [c, h_v], 0 or 1 / (1 - dropout), which are the same in both passes."""
         position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
         head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
@@ -133,7 +135,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def forward_kernel(
-        scores_ptr, weights_ptr, top_ptr, inverse_ptr, logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
+        scores_ptr, weights_ptr, max_logit_ptr, inverse_ptr, logits_proj_ptr, weights_proj_ptr,
+        mask_ptr, bias_ptr, seed_ptr,
         scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
         bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
         mask_stride_b, mask_stride_h, mask_stride_n, mask_stride_m,
@@ -149,77 +152,82 @@ if triton is not None:
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
         head_stride = rows * buffer_length
-        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
-        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
-        bias_at, mask_at = bias_ptr, mask_ptr
+        scores_ptrs = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_ptrs = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
+        bias_ptrs, mask_ptrs = bias_ptr, mask_ptr
         if BIAS:
-            bias_at += batch * bias_stride_b + row * bias_stride_n
+            bias_ptrs += batch * bias_stride_b + row * bias_stride_n
         if MASK:
-            mask_at += batch * mask_stride_b + row * mask_stride_n
+            mask_ptrs += batch * mask_stride_b + row * mask_stride_n
         proj = tl.zeros([PAD_IN, PAD], dtype)
         if MIX_LOGITS:
-            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
+            proj = _load_heads(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
         proj_out = tl.zeros([PAD, PAD_OUT], dtype)
         if MIX_WEIGHTS:
-            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
+            proj_out = _load_heads(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
         end = key_length
         if CAUSAL:
             end = tl.minimum(key_length, row + 1).to(tl.int32)
         if ONE_BLOCK:
-            _, logits = _logits(
-                scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, tl.arange(0, BLOCK),
+            _, logits = _compute_logits(
+                scores_ptrs, proj, bias_ptrs, mask_ptrs, row, scale, end, buffer_length, tl.arange(0, BLOCK),
                 head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                 HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
             )  # fmt: skip
-            top = tl.max(logits, 0)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            logits = tl.exp(logits - top[None, :])
+            max_logit = tl.max(logits, 0)
+            max_logit = tl.where(max_logit == float("-inf"), 0.0, max_logit)
+            logits = tl.exp(logits - max_logit[None, :])
             total = tl.sum(logits, 0)
         else:
-            top = tl.full([PAD], float("-inf"), tl.float32)
+            max_logit = tl.full([PAD], float("-inf"), tl.float32)
             total = tl.zeros([PAD], tl.float32)
             for start in range(0, end, BLOCK):
-                _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, start + tl.arange(0, BLOCK),
+                _, logits = _compute_logits(
+                    scores_ptrs, proj, bias_ptrs, mask_ptrs, row, scale, end, buffer_length,
+                    start + tl.arange(0, BLOCK),
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
-                higher = tl.maximum(top, tl.max(logits, 0))
-                finite = tl.where(higher == float("-inf"), 0.0, higher)
-                total = total * tl.exp(top - finite) + tl.sum(tl.exp(logits - finite[None, :]), 0)
-                top = higher
-            top = tl.where(top == float("-inf"), 0.0, top)
+                new_max_logit = tl.maximum(max_logit, tl.max(logits, 0))
+                finite_max_logit = tl.where(new_max_logit == float("-inf"), 0.0, new_max_logit)
+                total = total * tl.exp(max_logit - finite_max_logit) + tl.sum(
+                    tl.exp(logits - finite_max_logit[None, :]), 0
+                )
+                max_logit = new_max_logit
+            max_logit = tl.where(max_logit == float("-inf"), 0.0, max_logit)
         # Two numbers are stored, because a single log-sum-exp would lose the sum if all logits are finfo.min.
         inverse = tl.where(total > 0, 1.0 / total, 0.0)
-        at = (batch * HEADS + offs_h) * length + row
-        tl.store(top_ptr + at, top, mask=offs_h < HEADS)
-        tl.store(inverse_ptr + at, inverse, mask=offs_h < HEADS)
+        offset = (batch * HEADS + offs_h) * length + row
+        tl.store(max_logit_ptr + offset, max_logit, mask=offs_h < HEADS)
+        tl.store(inverse_ptr + offset, inverse, mask=offs_h < HEADS)
         for start in range(0, end, BLOCK):
             offs_c = start + tl.arange(0, BLOCK)
             if not ONE_BLOCK:
-                _, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+                _, logits = _compute_logits(
+                    scores_ptrs, proj, bias_ptrs, mask_ptrs, row, scale, end, buffer_length, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, ZEROED, PRECISION,
                 )  # fmt: skip
-                logits = tl.exp(logits - top[None, :])
+                logits = tl.exp(logits - max_logit[None, :])
             weights = logits * inverse[None, :]  # [c, h]
             if MIX_WEIGHTS:
                 weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
             if DROPOUT:
-                weights *= _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
-            _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                weights *= _compute_dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+            _store_heads(
+                weights_ptrs, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT
+            )
         if CAUSAL:
             # The product with V also reads weights beyond the causal limit, so these must be zero.
             for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
-                offs_c, none = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
-                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                offs_c, zeros = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
+                _store_heads(weights_ptrs, zeros, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
 
     @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANY_ALIGNMENT)
     def backward_kernel(
-        scores_ptr, weights_ptr, d_bias_ptr, d_logits_proj_ptr, d_weights_proj_ptr, top_ptr, inverse_ptr,
+        scores_ptr, weights_ptr, d_bias_ptr, d_logits_proj_ptr, d_weights_proj_ptr, max_logit_ptr, inverse_ptr,
         logits_proj_ptr, weights_proj_ptr, mask_ptr, bias_ptr, seed_ptr,
         scale, dropout, batch0, row0, rows, length, key_length, buffer_length,
         bias_stride_b, bias_stride_h, bias_stride_n, bias_stride_m,
@@ -239,28 +247,28 @@ if triton is not None:
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
         dtype = scores_ptr.dtype.element_ty
         head_stride = rows * buffer_length
-        scores_at = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
-        weights_at = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
-        d_bias_at = d_bias_ptr
+        scores_ptrs = scores_ptr + local_batch * HEADS_IN * head_stride + local_row * buffer_length
+        weights_ptrs = weights_ptr + local_batch * HEADS_OUT * head_stride + local_row * buffer_length
+        d_bias_ptrs = d_bias_ptr
         if D_BIAS:
-            d_bias_at += local_batch * HEADS * head_stride + local_row * buffer_length
-        bias_at, mask_at = bias_ptr, mask_ptr
+            d_bias_ptrs += local_batch * HEADS * head_stride + local_row * buffer_length
+        bias_ptrs, mask_ptrs = bias_ptr, mask_ptr
         if BIAS:
-            bias_at += batch * bias_stride_b + row * bias_stride_n
+            bias_ptrs += batch * bias_stride_b + row * bias_stride_n
         if MASK:
-            mask_at += batch * mask_stride_b + row * mask_stride_n
+            mask_ptrs += batch * mask_stride_b + row * mask_stride_n
         proj = tl.zeros([PAD_IN, PAD], dtype)
         d_proj = tl.zeros([PAD_IN, PAD], tl.float32)
         if MIX_LOGITS:
-            proj = _read(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
+            proj = _load_heads(logits_proj_ptr, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN).to(dtype)
         proj_out = tl.zeros([PAD, PAD_OUT], dtype)
         d_proj_out = tl.zeros([PAD, PAD_OUT], tl.float32)
         if MIX_WEIGHTS:
-            proj_out = _read(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
+            proj_out = _load_heads(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
         at = (batch * HEADS + offs_h) * length + row
-        top = tl.load(top_ptr + at, mask=offs_h < HEADS, other=0.0)
+        max_logit = tl.load(max_logit_ptr + at, mask=offs_h < HEADS, other=0.0)
         inverse = tl.load(inverse_ptr + at, mask=offs_h < HEADS, other=0.0)
         end = key_length
         if CAUSAL:
@@ -270,16 +278,18 @@ if triton is not None:
             # The first step sums weight times gradient, which the second step needs for the gradient of the softmax.
             for start in range(0, end, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
-                scores, logits = _logits(
-                    scores_at, proj, bias_at, mask_at, row, scale, end, buffer_length, offs_c,
+                scores, logits = _compute_logits(
+                    scores_ptrs, proj, bias_ptrs, mask_ptrs, row, scale, end, buffer_length, offs_c,
                     head_stride, bias_stride_h, bias_stride_m, mask_stride_h, mask_stride_m,
                     HEADS_IN, HEADS, PAD_IN, PAD, MIX_LOGITS, BIAS, MASK, MASK_PER_HEAD, True, PRECISION,
                 )  # fmt: skip
-                softmax = tl.exp(logits - top[None, :]) * inverse[None, :]  # [c, h]
-                gradient = _read(weights_at, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                softmax = tl.exp(logits - max_logit[None, :]) * inverse[None, :]  # [c, h]
+                gradient = _load_heads(weights_ptrs, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
                 gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
-                    keep_factors = _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                    keep_factors = _compute_dropout_factors(
+                        seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT
+                    )
                     gradient = (gradient * keep_factors).to(dtype)
                 if MIX_WEIGHTS:
                     d_softmax = tl.dot(gradient, tl.trans(proj_out), input_precision=PRECISION)  # [c, h]
@@ -290,7 +300,7 @@ if triton is not None:
                 else:
                     d_logits = softmax * (d_softmax - delta[None, :])
                     if D_BIAS:
-                        _write(d_bias_at, tl.trans(d_logits), head_stride, offs_c, buffer_length, HEADS, PAD)
+                        _store_heads(d_bias_ptrs, tl.trans(d_logits), head_stride, offs_c, buffer_length, HEADS, PAD)
                     weights = softmax
                     if MIX_WEIGHTS:
                         mixable = softmax.to(dtype)
@@ -305,24 +315,24 @@ if triton is not None:
                         d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
                     weights, d_scores = tl.trans(weights.to(dtype)), tl.trans(d_scores.to(dtype))
                     tl.debug_barrier()  # every warp must have read this block before any warp overwrites it
-                    _write(weights_at, weights, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
-                    _write(scores_at, d_scores, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
+                    _store_heads(weights_ptrs, weights, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                    _store_heads(scores_ptrs, d_scores, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
         if CAUSAL:
             for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
-                none, none_in = tl.zeros([PAD_OUT, BLOCK], dtype), tl.zeros([PAD_IN, BLOCK], dtype)
-                _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
-                _write(scores_at, none_in, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
+                zeros, zeros_in = tl.zeros([PAD_OUT, BLOCK], dtype), tl.zeros([PAD_IN, BLOCK], dtype)
+                _store_heads(weights_ptrs, zeros, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
+                _store_heads(scores_ptrs, zeros_in, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
                 if D_BIAS:
                     none_bias = tl.zeros([PAD, BLOCK], tl.float32)
-                    _write(d_bias_at, none_bias, head_stride, offs_c, buffer_length, HEADS, PAD)
+                    _store_heads(d_bias_ptrs, none_bias, head_stride, offs_c, buffer_length, HEADS, PAD)
         program = local_batch * rows + local_row
         if MIX_LOGITS:
             at = d_logits_proj_ptr + program * HEADS_IN * HEADS
-            _write(at, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
+            _store_heads(at, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
         if MIX_WEIGHTS:
             at = d_weights_proj_ptr + program * HEADS * HEADS_OUT
-            _write(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
+            _store_heads(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
 
 
 # The size of each workspace. There is one workspace for the scores, one for the weights and, if the bias needs a
@@ -333,9 +343,9 @@ WORKSPACE_BYTES = 256 * 2**20
 # the fastest on an H200 (benchmarks/gpu/kernel_settings.py). Three stages hide the latency of the loads. In the
 # backward pass, a single warp does not have to wait for others. LONG_ROW applies to rows without dropout and bias that
 # are longer than SHORT_ROW, which is 1,024 keys with 16 heads.
-SHORT_ROW = 16384
-LONG_ROW = (256, 4, 3)
-BACKWARD = (64, 1, 3)
+SHORT_ROW_ELEMENTS = 16384
+LONG_ROW_SETTINGS = (256, 4, 3)
+BACKWARD_SETTINGS = (64, 1, 3)
 MAX_HEADS = 64
 NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
@@ -351,7 +361,7 @@ def supports_operands(operands: AttentionOperands) -> bool:
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     projections = [p for p in (operands.logits_proj, operands.weights_proj) if p is not None]
-    heads = [operands.heads_in, *(size for projection in projections for size in projection.shape)]
+    heads = [operands.num_query_heads, *(size for projection in projections for size in projection.shape)]
     # Dropout numbers the positions in [n, m] with 32-bit integers, and the second axis of a grid has at most 65535
     # programs.
     return (
@@ -393,15 +403,15 @@ def _yield_chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple
 
     A chunk contains whole sequences if they fit into the workspace, and otherwise a part of one sequence.
     """
-    fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
-    if fitting >= rows:
-        step = max(1, min(batches, fitting // rows))
+    rows_in_workspace = max(1, WORKSPACE_BYTES // bytes_per_row)
+    if rows_in_workspace >= rows:
+        step = max(1, min(batches, rows_in_workspace // rows))
         step = -(-batches // -(-batches // step))
         for batch in range(0, batches, step):
             yield slice(batch, min(batch + step, batches)), slice(0, rows)
         return
-    parts = -(-rows // fitting)
-    step = min(fitting, -(-rows // (16 * parts)) * 16) if fitting >= 32 else fitting
+    parts = -(-rows // rows_in_workspace)
+    step = min(rows_in_workspace, -(-rows // (16 * parts)) * 16) if rows_in_workspace >= 32 else rows_in_workspace
     for batch in range(batches):
         for row in range(0, rows, step):
             yield slice(batch, batch + 1), slice(row, min(row + step, rows))
@@ -422,21 +432,25 @@ class _TritonCall:
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
         self.batches, _, self.length, _ = query.shape
         self.key_length = key.shape[2]
-        self.heads_in, self.heads, self.num_output_heads = operands.heads_in, operands.heads, operands.num_output_heads
+        self.num_query_heads = operands.num_query_heads
+        self.num_softmax_heads = operands.num_softmax_heads
+        self.num_output_heads = operands.num_output_heads
         self.logits_proj = None if logits_proj is None else logits_proj.contiguous()
         self.weights_proj = None if weights_proj is None else weights_proj.contiguous()
         self.is_causal, self.dropout, self.seed = is_causal, dropout, seed
         self.scaling = scaling / self.query_scaling
-        full = (self.batches, self.heads, self.length, self.key_length)
-        self.bias = None if bias is None else bias.expand(full)
+        full_shape = (self.batches, self.num_softmax_heads, self.length, self.key_length)
+        self.bias = None if bias is None else bias.expand(full_shape)
         kind = get_mask_type(mask)
-        self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
+        self.mask = (
+            None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full_shape)
+        )
         self.constants: dict[str, Any] = {
-            "HEADS_IN": self.heads_in,
-            "HEADS": self.heads,
+            "HEADS_IN": self.num_query_heads,
+            "HEADS": self.num_softmax_heads,
             "HEADS_OUT": self.num_output_heads,
-            "PAD_IN": _pad_num_heads(self.heads_in),
-            "PAD": _pad_num_heads(self.heads),
+            "PAD_IN": _pad_num_heads(self.num_query_heads),
+            "PAD": _pad_num_heads(self.num_softmax_heads),
             "PAD_OUT": _pad_num_heads(self.num_output_heads),
             "MIX_LOGITS": logits_proj is not None,
             "MIX_WEIGHTS": weights_proj is not None,
@@ -448,20 +462,22 @@ class _TritonCall:
             "PRECISION": "tf32" if allows_tf32() else "ieee",
         }
 
-    def widest(self) -> int:
+    def get_max_padded_heads(self) -> int:
         return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
 
-    def chunks(self) -> Iterator[tuple[slice, slice, int]]:
+    def iterate_chunks(self) -> Iterator[tuple[slice, slice, int]]:
         """Yield a batch slice, a query slice and the number of keys that these queries attend to."""
         bytes_per_row = (
-            max(self.heads_in, self.heads, self.num_output_heads) * self.key_length * self.query.element_size()
+            max(self.num_query_heads, self.num_softmax_heads, self.num_output_heads)
+            * self.key_length
+            * self.query.element_size()
         )
         for batch, row in _yield_chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
 
-    def workspace(self, heads: int, dtype: torch.dtype) -> Tensor:
+    def allocate_workspace(self, heads: int, dtype: torch.dtype) -> Tensor:
         size = 0
-        for batch, row, key_length in self.chunks():
+        for batch, row, key_length in self.iterate_chunks():
             size = max(size, (batch.stop - batch.start) * (row.stop - row.start) * _get_padded_row_size(key_length))
         return torch.empty(size * heads, dtype=dtype, device=self.query.device)
 
@@ -487,7 +503,7 @@ def _view_workspaces(
 ) -> list[Tensor]:
     """Return views of the workspaces for the scores, the weights and, if needed, the gradient of the logits."""
     batches, rows, size = batch.stop - batch.start, row.stop - row.start, _get_padded_row_size(key_length)
-    counts = (call.heads_in, call.num_output_heads, call.heads)
+    counts = (call.num_query_heads, call.num_output_heads, call.num_softmax_heads)
     return [
         workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
         for workspace, heads in zip(workspaces, counts, strict=False)
@@ -517,46 +533,53 @@ def _choose_forward_settings(call: _TritonCall) -> dict:
     # A row that fits into the registers is read once. A longer row is read twice, in blocks. Multiple stages prefetch
     # data, but only if there are few loads, because consumer GPUs have only 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
-    many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
+    has_many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
     block = max(16, triton.next_power_of_2(call.key_length))
-    if not (exact or many_loads or call.seed is not None) and block * call.widest() > SHORT_ROW:
+    if (
+        not (exact or has_many_loads or call.seed is not None)
+        and block * call.get_max_padded_heads() > SHORT_ROW_ELEMENTS
+    ):
         # If no zeros are needed outside the row, loaded scores go directly into the product.
-        block, warps, stages = LONG_ROW
-        block = max(16, block * 16 // call.widest())
+        block, warps, stages = LONG_ROW_SETTINGS
+        block = max(16, block * 16 // call.get_max_padded_heads())
         return {"BLOCK": block, "ONE_BLOCK": False, "ZEROED": False, "num_warps": warps, "num_stages": stages}
-    budget = 32768 // (2 if call.seed is not None or many_loads else 1) // (4 if exact else 1)
-    one_block = block * call.widest() <= budget
-    block = block if one_block else max(16, budget // 2 // call.widest())
-    warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
+    budget = 32768 // (2 if call.seed is not None or has_many_loads else 1) // (4 if exact else 1)
+    one_block = block * call.get_max_padded_heads() <= budget
+    block = block if one_block else max(16, budget // 2 // call.get_max_padded_heads())
+    warps = min(16, max(4, block * call.get_max_padded_heads() // (2048 if one_block else 1024)))
     if _exceeds_registers(call):
         block, warps = min(block, 32), 8
         one_block = block >= call.key_length
-    stages = 1 if exact or many_loads else 2
+    stages = 1 if exact or has_many_loads else 2
     return {"BLOCK": block, "ONE_BLOCK": one_block, "ZEROED": True, "num_warps": warps, "num_stages": stages}
 
 
 def _choose_backward_settings(call: _TritonCall) -> dict:
     # A single warp does not have enough registers for more than 16 heads.
-    half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
-    block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
-    block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.widest()))
+    half_precision_settings = BACKWARD_SETTINGS if call.get_max_padded_heads() <= 16 else (128, 4, 2)
+    block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half_precision_settings
+    block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.get_max_padded_heads()))
     return {"BLOCK": block, "num_warps": 8 if _exceeds_registers(call) else warps, "num_stages": stages}
 
 
 def _exceeds_registers(call: _TritonCall) -> bool:
     # Exact float32 products of 64 heads need more registers than a thread has. With four warps, they would use up to 7
     # KB of stack (benchmarks/speed/triton_resources.py). With smaller blocks and eight warps, they fit.
-    return call.query.dtype == torch.float32 and call.widest() > 32
+    return call.query.dtype == torch.float32 and call.get_max_padded_heads() > 32
 
 
 def triton_forward(operands: AttentionOperands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the softmax statistics of each row [2, b, h, n]."""
     call = _TritonCall(operands)
-    output = operands.new_output()
-    statistics = torch.empty(2, call.batches, call.heads, call.length, dtype=torch.float32, device=output.device)
-    workspaces = [call.workspace(heads, output.dtype) for heads in (call.heads_in, call.num_output_heads)]
+    output = operands.allocate_output()
+    statistics = torch.empty(
+        2, call.batches, call.num_softmax_heads, call.length, dtype=torch.float32, device=output.device
+    )
+    workspaces = [
+        call.allocate_workspace(heads, output.dtype) for heads in (call.num_query_heads, call.num_output_heads)
+    ]
     settings = _choose_forward_settings(call)
-    for batch, row, key_length in call.chunks():
+    for batch, row, key_length in call.iterate_chunks():
         scores, weights = _view_workspaces(call, workspaces, batch, row, key_length)
         _matmul_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
@@ -581,12 +604,12 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
-    workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.num_output_heads)]
+    workspaces = [call.allocate_workspace(heads, dtype) for heads in (call.num_query_heads, call.num_output_heads)]
     if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
-        workspaces.append(call.workspace(call.heads, torch.float32))
+        workspaces.append(call.allocate_workspace(call.num_softmax_heads, torch.float32))
     settings = {**_choose_backward_settings(call), "D_BIAS": needs_bias_gradient}
-    for batch, row, key_length in call.chunks():
+    for batch, row, key_length in call.iterate_chunks():
         scores, weights, *others = _view_workspaces(call, workspaces, batch, row, key_length)
         d_logits = others[0] if others else None
         parts = [

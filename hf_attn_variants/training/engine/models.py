@@ -610,7 +610,7 @@ def make_new_config(
     model_type: Any = settings.model_type  # always set for a model from scratch
     variant_class = variant_config_class(model_type)
     variant, overrides = collect_variant_fields(settings), parse_config_overrides(settings.config_overrides or "")
-    known = variant_class.variant_fields()
+    known = variant_class.get_variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} is not supported for {model_type}, which does not have this attention.")
     is_variant = (variant or {*known} & overrides.keys()) and not is_native(model_type)
@@ -639,7 +639,7 @@ def make_new_config(
 def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
     """Check that each override is a field of the configuration, because Transformers would accept any name."""
     for name in overrides:
-        if name not in default.to_dict() and name not in variant_class.variant_fields():
+        if name not in default.to_dict() and name not in variant_class.get_variant_fields():
             unknown = f"`{name}` is not a field of {type(default).__name__}."
             raise ValueError(f"--config_overrides: {describe_misspelled_field(variant_class, name) or unknown}")
 

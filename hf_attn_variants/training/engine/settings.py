@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...files import parse_json
-from ...modeling.fields.field_table import FIELDS, Field, describe_field
+from ...modeling.fields.field_table import VARIANT_FIELDS, VariantField, describe_field
 
 SPLITS = ("train", "validation", "test")
 # The valid values of a number, as the phrase that follows "must be" in messages and as a function that checks a value.
@@ -171,7 +171,7 @@ def _convert_type(value: Any, annotation: Any) -> Any:
     return value
 
 
-def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
+def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dataclasses.VariantField]]]:
     """Yield the title and the fields of each group of settings, starting with the group of the class itself.
 
     A field belongs to the most general class that declares it, which is the last such class in the method resolution
@@ -180,7 +180,7 @@ def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dat
     fields = {item.name: item for item in dataclasses.fields(settings_class)}
     classes = [base for base in settings_class.__mro__ if issubclass(base, Settings)]
     owners = {name: base for base in classes for name in inspect.get_annotations(base)}
-    groups: dict[str, list[dataclasses.Field]] = {}
+    groups: dict[str, list[dataclasses.VariantField]] = {}
     for base in classes:
         for name in inspect.get_annotations(base):
             if owners[name] is base and name in fields:
@@ -212,7 +212,7 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
     """Return a class decorator that adds an option for each combination of a variant field and a supported prefix."""
 
     def add_fields(settings: type[SettingsClass]) -> type[SettingsClass]:
-        fields = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
+        fields = [(prefix, row) for row in VARIANT_FIELDS for prefix in prefixes if prefix in row.prefixes]
         types = {prefix + row.name: SETTING_TYPES.get(row.kind, row.kind | None) for prefix, row in fields}
         settings.__annotations__ = {**settings.__annotations__, **types}
         for prefix, row in fields:
@@ -222,7 +222,7 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
     return add_fields
 
 
-def _make_variant_option(prefix: str, variant_field: Field) -> Any:
+def _make_variant_option(prefix: str, variant_field: VariantField) -> Any:
     """Create the option for a variant field. It defaults to None, so that the default of the configuration is used."""
     text = describe_field(prefix + variant_field.name)
     if "_" not in text.split(":")[0]:  # a text that starts with the name of a pattern is not capitalized
@@ -239,7 +239,7 @@ def _make_variant_option(prefix: str, variant_field: Field) -> Any:
 
 def collect_variant_fields(settings: Any) -> dict[str, Any]:
     """Collect the variant fields that are set in the settings, as a dictionary from names to values."""
-    values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
+    values = {name: getattr(settings, name, None) for row in VARIANT_FIELDS for name in row.names}
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
 
 

@@ -40,11 +40,11 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> Tens
         are_orthogonal: True to make each group of `size` vectors mutually orthogonal (arXiv 2009.14794, section 2.4).
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(count, size, generator=generator)
+    vectors = torch.randn(count, size, generator=generator)
     if not are_orthogonal:
-        return drawn
-    turned = draw_orthogonal_vectors(count, size, generator)
-    return turned * drawn.norm(dim=1, keepdim=True)  # orthogonal vectors with the same norms
+        return vectors
+    directions = draw_orthogonal_vectors(count, size, generator)
+    return directions * vectors.norm(dim=1, keepdim=True)  # orthogonal vectors with the same norms
 
 
 def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> Tensor:
@@ -57,7 +57,7 @@ class KernelTensorSpec(NamedTuple):
     """A kernel tensor that an attention module stores in addition to its projections."""
 
     shape: tuple[int, ...]
-    begin: Callable[[], Tensor]  # returns the initial values in float32
+    initialize: Callable[[], Tensor]  # returns the initial values in float32
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class AttentionKernel(Mechanism, ABC):
     Class attributes:
         features_per_dimension: the default number of features per head dimension, or None if the kernel has no such
             setting.
-        learned, drawn: the names of the parameters and of the random buffers.
+        learned_parameters, random_buffers: the names of the parameters and of the random buffers.
         tensors_per_key_head: the names of the tensors that have one part per key head.
         depends_on_positions: True if the outputs depend on token positions, so that left padding must be moved to the
             end.
@@ -86,8 +86,8 @@ class AttentionKernel(Mechanism, ABC):
 
     field = "attention_kernel"
     features_per_dimension: ClassVar[int | None] = None
-    learned: ClassVar[tuple[str, ...]] = ()
-    drawn: ClassVar[tuple[str, ...]] = ()
+    learned_parameters: ClassVar[tuple[str, ...]] = ()
+    random_buffers: ClassVar[tuple[str, ...]] = ()
     tensors_per_key_head: ClassVar[tuple[str, ...]] = ()
     depends_on_positions: ClassVar[bool] = False
     needs_window: ClassVar[bool] = False
@@ -124,14 +124,14 @@ class AttentionKernel(Mechanism, ABC):
             features: the number of features in the configuration, or None for the kernel's default.
             head_dim: d, the size of a query or key head.
         """
-        return bool(cls.drawn)
+        return bool(cls.random_buffers)
 
     @property
     def exports_explicit_weights(self) -> bool:
         """True if exported graphs compute explicit weights, because a graph with chunks would have a fixed length."""
         return self.is_causal
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
+    def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the kernel's tensors for an attention module with these heads: {name: tensor}."""
         return {}
 
@@ -164,7 +164,9 @@ class AttentionKernel(Mechanism, ABC):
         """
 
     @abstractmethod
-    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
+    def compute_weights(
+        self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
+    ) -> Tensor:
         """Return the equivalent attention weights [b, h, n, m]. See `attend` for the arguments."""
 
     @abstractmethod
@@ -176,7 +178,7 @@ class AttentionKernel(Mechanism, ABC):
             num_keys: the number of keys that a query attends to.
         """
 
-    def num_state_values(self, heads: AttentionHeads) -> int:
+    def count_state_values(self, heads: AttentionHeads) -> int:
         """Return the number of values that a decoder's cache stores for this module (0 if the kernel has no state)."""
         return 0
 
@@ -190,9 +192,9 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
     if kernel is None:
         return
     like = next(module.parameters())
-    for name, tensor in kernel.tensors(module.heads).items():
+    for name, tensor in kernel.get_tensor_specs(module.heads).items():
         empty = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
-        if name in kernel.drawn:
+        if name in kernel.random_buffers:
             module.register_buffer(name, empty)
         else:
             module.register_parameter(name, nn.Parameter(empty))
@@ -202,13 +204,17 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
 def get_kernel_tensors(module: Any) -> dict[str, Tensor]:
     """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
-    return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}
+    return (
+        {}
+        if kernel is None
+        else {name: getattr(module, name) for name in (*kernel.learned_parameters, *kernel.random_buffers)}
+    )
 
 
 def init_kernel(module: nn.Module) -> None:
     """Initialize the tensors that `install_kernel` added, except those loaded from a checkpoint."""
     attention: Any = module
     if getattr(module, "kernel", None) is not None:
-        for name, tensor in attention.kernel.tensors(attention.heads).items():
-            here = getattr(attention, name)
-            init.copy_(here, tensor.begin().to(here))
+        for name, tensor in attention.kernel.get_tensor_specs(attention.heads).items():
+            parameter = getattr(attention, name)
+            init.copy_(parameter, tensor.initialize().to(parameter))

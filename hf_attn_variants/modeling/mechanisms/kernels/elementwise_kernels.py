@@ -21,7 +21,7 @@ class EluKernel(TokenwiseKernel):
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return nn.functional.elu(states) + 1
 
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, which is d."""
         return head_dim
 
@@ -44,7 +44,7 @@ class ReluKernel(TokenwiseKernel):
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return states.relu()
 
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, which is d."""
         return head_dim
 

@@ -24,31 +24,31 @@ class FavorKernel(FeatureKernel):
     name = "favor"
     paper = ("Rethinking attention with Performers", "2009.14794")
     features_per_dimension = 4
-    drawn = ("kernel_vectors",)
+    random_buffers = ("kernel_vectors",)
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
+    def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the vectors w [F, d]."""
         shape = (self.features, heads.head_dim)
         return {
             "kernel_vectors": KernelTensorSpec(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))
         }
 
-    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
+    def compute_query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q), with each row divided by its largest value."""
         logits = _compute_feature_logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
-    def key_features(
+    def compute_key_features(
         self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k), divided by its largest value over all keys, and the logarithm of this divisor."""
         logits = _compute_feature_logits(module, key, scaling)
         logits = logits if key_mask is None else logits.masked_fill(~key_mask, -torch.inf)
-        top = logits.detach().amax((-2, -1), keepdim=True)
-        top = top.clamp_min(torch.finfo(top.dtype).min)  # without keys, -inf - -inf would be NaN
-        return (logits - top).exp(), top
+        max_logit = logits.detach().amax((-2, -1), keepdim=True)
+        max_logit = max_logit.clamp_min(torch.finfo(max_logit.dtype).min)  # without keys, -inf - -inf would be NaN
+        return (logits - max_logit).exp(), max_logit
 
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, which is the number of random vectors."""
         return self.features
 

@@ -29,7 +29,7 @@ from .attention_kernel import AttentionKernel
 __all__ = ["FeatureKernel", "TokenwiseKernel"]
 
 # The number of tokens per chunk. The C x C weights within a chunk are about as large as a typical state.
-CHUNK = 128
+CHUNK_LENGTH = 128
 
 
 def compute_causal_linear_attention(
@@ -47,18 +47,18 @@ def compute_causal_linear_attention(
     Returns:
         The outputs [b, k, g n, x] and the total sums [b, k, F, x].
     """
-    length, chunk = features.shape[2], min(CHUNK, features.shape[2])
+    length, chunk = features.shape[2], min(CHUNK_LENGTH, features.shape[2])
     missing = -length % chunk
     queries = nn.functional.pad(queries.unflatten(2, (group_size, length)), (0, 0, 0, missing))
     features, values = (nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in (features, values))
     queries = queries.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # [b, k, chunks, g C, F]
     features, values = (tensor.unflatten(2, (-1, chunk)) for tensor in (features, values))  # [b, k, chunks, C, ...]
-    within = features.mT @ values  # [b, k, chunks, F, x]
-    after = within.cumsum(2) if sums is None else within.cumsum(2) + sums[:, :, None]
+    sums_within = features.mT @ values  # [b, k, chunks, F, x]
+    sums_after = sums_within.cumsum(2) if sums is None else sums_within.cumsum(2) + sums[:, :, None]
     weights = (queries @ features.mT).unflatten(3, (group_size, chunk)).tril().flatten(3, 4)
-    output = weights @ values + queries @ (after - within)
+    output = weights @ values + queries @ (sums_after - sums_within)
     output = output.unflatten(3, (group_size, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
-    return output.flatten(2, 3), after[:, :, -1]
+    return output.flatten(2, 3), sums_after[:, :, -1]
 
 
 class KernelState(NamedTuple):
@@ -73,14 +73,14 @@ class FeatureKernel(AttentionKernel):
     """The base class of kernels whose weights are products of query features and key features."""
 
     @abstractmethod
-    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
+    def compute_query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q) [b, h, n, F] for queries [b, h, n, d]. See `attend` for the arguments.
 
         The result may omit a factor that is the same for a whole row, because the normalization cancels it.
         """
 
     @abstractmethod
-    def key_features(
+    def compute_key_features(
         self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) [b, k, m, F] for keys [b, k, m, d], and the logarithm of the divisor of phi(k).
@@ -90,10 +90,10 @@ class FeatureKernel(AttentionKernel):
         """
 
     @abstractmethod
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, the number of features for a head of size d."""
 
-    def divisor(self, sums: Tensor) -> Tensor:
+    def compute_divisors(self, sums: Tensor) -> Tensor:
         """Return the values by which outputs are divided, given the sums of their weights."""
         return sums.masked_fill(sums == 0, 1)  # the outputs are zero for queries without keys
 
@@ -113,7 +113,7 @@ class FeatureKernel(AttentionKernel):
         """
         exact = torch.promote_types(value.dtype, torch.float32)
         with disable_autocast(query):
-            features, log_scale = self.key_features(module, key.to(exact), key_mask, scaling)
+            features, log_scale = self.compute_key_features(module, key.to(exact), key_mask, scaling)
             values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
             if not self.is_causal:
                 state = KernelState(features.mT @ values, log_scale)
@@ -121,7 +121,7 @@ class FeatureKernel(AttentionKernel):
             sums, fold = None, QueryFolder(query, key, 1)
             if state is not None:
                 features, sums, log_scale = _rescale_to_common_divisor(features, log_scale, state)
-            queries = fold.fold_queries(self.query_features(module, query.to(exact), scaling))
+            queries = fold.fold_queries(self.compute_query_features(module, query.to(exact), scaling))
             output, sums = compute_causal_linear_attention(queries, features, values, sums, fold.groups)
             return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
@@ -132,15 +132,17 @@ class FeatureKernel(AttentionKernel):
         """
         fold = QueryFolder(query, state.sums, count_beams(query, state.sums))
         with disable_autocast(query):
-            queries = fold.fold_queries(self.query_features(module, query.to(state.sums.dtype), scaling))
+            queries = fold.fold_queries(self.compute_query_features(module, query.to(state.sums.dtype), scaling))
             return fold.unfold(self.normalize_outputs(queries @ state.sums).to(query.dtype))
 
     def normalize_outputs(self, output: Tensor) -> Tensor:
         """Divide weighted sums of values by the sums of weights, which are in the last column."""
-        return output[..., :-1] / self.divisor(output[..., -1:])
+        return output[..., :-1] / self.compute_divisors(output[..., -1:])
 
-    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
-        """Return the weights [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
+    def compute_weights(
+        self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Return the weights [b, h, n, m]. See `AttentionKernel.compute_weights` for the arguments."""
         exact = torch.promote_types(query.dtype, torch.float32)
         if count_beams(query, key) > 1:
             key = repeat_for_beams(key, query.shape[0])
@@ -148,14 +150,14 @@ class FeatureKernel(AttentionKernel):
                 key_mask if key_mask is None or key_mask.shape[0] == 1 else repeat_for_beams(key_mask, query.shape[0])
             )
         with disable_autocast(query):
-            queries = self.query_features(module, query.to(exact), scaling)
-            features, _ = self.key_features(module, key.to(exact), key_mask, scaling)
+            queries = self.compute_query_features(module, query.to(exact), scaling)
+            features, _ = self.compute_key_features(module, key.to(exact), key_mask, scaling)
             groups = queries.shape[1] // features.shape[1]
             weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
             weights = self.replace_window_weights(module, weights, query.to(exact), key.to(exact), key_mask, scaling)
             if self.is_causal:
                 weights = weights.tril(weights.shape[3] - weights.shape[2])
-            return weights / self.divisor(weights.sum(-1, keepdim=True))
+            return weights / self.compute_divisors(weights.sum(-1, keepdim=True))
 
     def replace_window_weights(
         self, module: Any, weights: Tensor, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
@@ -169,7 +171,7 @@ class FeatureKernel(AttentionKernel):
         Both counts include computing the features. The count for a key also includes updating the sums, and the count
         for a query also includes multiplying by the sums.
         """
-        count = 2 * self.num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_feature_map_flops(
+        count = 2 * self.get_num_features(heads.head_dim) * (heads.value_dim + 1) + self.count_feature_map_flops(
             heads.head_dim
         )
         return count, count
@@ -178,9 +180,9 @@ class FeatureKernel(AttentionKernel):
         """Return the number of floating-point operations of the feature map for one token and one head."""
         return 2 * self.features * head_dim
 
-    def num_state_values(self, heads: AttentionHeads) -> int:
+    def count_state_values(self, heads: AttentionHeads) -> int:
         """Return the number of values in a state, which contains sums of values and weights per key/value head."""
-        return heads.key * self.num_features(heads.head_dim) * (heads.value_dim + 1)
+        return heads.key * self.get_num_features(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,11 @@ class TokenwiseKernel(FeatureKernel):
     def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x) [b, heads, n, F] for states x [b, heads, n, d] with the role "query" or "key"."""
 
-    def query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
+    def compute_query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
         """Return phi(q). See `FeatureKernel.query_features` for the arguments."""
         return self.compute_features(module, query, "query")
 
-    def key_features(
+    def compute_key_features(
         self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return phi(k) without a divisor. See `FeatureKernel.key_features` for the arguments."""
@@ -212,5 +214,9 @@ def _rescale_to_common_divisor(
     """
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None
-    both = torch.maximum(log_scale, state.log_scale)
-    return features * (log_scale - both).exp(), state.sums * (state.log_scale - both).exp(), both
+    common_log_scale = torch.maximum(log_scale, state.log_scale)
+    return (
+        features * (log_scale - common_log_scale).exp(),
+        state.sums * (state.log_scale - common_log_scale).exp(),
+        common_log_scale,
+    )

@@ -14,7 +14,7 @@ from .feature_kernel import TokenwiseKernel
 __all__ = ["HedgehogKernel"]
 
 # The initial feature maps are the identity times this factor, which is close to the result of fitting a softmax.
-FIRST_MAP = 2.0
+INITIAL_MAP_SCALE = 2.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class HedgehogKernel(TokenwiseKernel):
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
     features_per_dimension = 1
-    learned: ClassVar[tuple[str, ...]] = ("query_kernel_proj", "key_kernel_proj")
+    learned_parameters: ClassVar[tuple[str, ...]] = ("query_kernel_proj", "key_kernel_proj")
     tensors_per_key_head = ("key_kernel_proj",)
 
     @classmethod
@@ -35,7 +35,7 @@ class HedgehogKernel(TokenwiseKernel):
         """Return True if the feature maps are wider than a head, because the additional columns are random."""
         return (features or 0) > head_dim
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
+    def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return M for the query heads [h, d, r] and for the key heads [k, d, r]."""
         counts = {"query_kernel_proj": heads.query, "key_kernel_proj": heads.key}
         shapes = {name: (count, heads.head_dim, self.features) for name, count in counts.items()}
@@ -47,13 +47,13 @@ class HedgehogKernel(TokenwiseKernel):
         """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""
         _, size, width = shape
         rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
-        return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
+        return (INITIAL_MAP_SCALE * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
     def compute_features(self, module: Any, states: Tensor, role: str) -> Tensor:
         """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)
 
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, which is 2 r."""
         return 2 * self.features

@@ -22,13 +22,13 @@ def get_kernel_class(name: str) -> "type[AttentionKernel]":
     from .elementwise_kernels import EluKernel, ReluKernel
     from .favor_kernel import FavorKernel
     from .hedgehog_kernel import HedgehogKernel
-    from .hybrid_kernel import Hybrid
-    from .linformer_kernel import Linformer
+    from .hybrid_kernel import HybridKernel
+    from .linformer_kernel import LinformerKernel
     from .rfa_kernel import RfaKernel
 
     return {
         kernel.name: kernel
-        for kernel in (EluKernel, ReluKernel, HedgehogKernel, FavorKernel, RfaKernel, Hybrid, Linformer)
+        for kernel in (EluKernel, ReluKernel, HedgehogKernel, FavorKernel, RfaKernel, HybridKernel, LinformerKernel)
     }[name]
 
 
@@ -40,9 +40,9 @@ def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[
 
 def get_learned_parameter_names() -> tuple[str, ...]:
     """Return the names of all kernel parameters."""
-    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).learned))
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).learned_parameters))
 
 
 def get_random_buffer_names() -> tuple[str, ...]:
     """Return the names of all random buffers of kernels. Checkpoints without a kernel do not contain them."""
-    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).drawn))
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).random_buffers))

@@ -20,11 +20,11 @@ from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensorSpec
 
-__all__ = ["Linformer", "create_segment_means"]
+__all__ = ["LinformerKernel", "create_segment_means"]
 
 
 @dataclass(frozen=True)
-class Linformer(AttentionKernel):
+class LinformerKernel(AttentionKernel):
     """The Linformer kernel, a softmax over r rows of projected keys and values.
 
     Args:
@@ -36,13 +36,13 @@ class Linformer(AttentionKernel):
     name = "linformer"
     paper = ("Linformer: self-attention with linear complexity", "2006.04768")
     features_per_dimension = 4
-    learned = ("length_proj",)
+    learned_parameters = ("length_proj",)
     depends_on_positions = True
 
     @classmethod
     def from_config(
         cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
-    ) -> "Linformer":
+    ) -> "LinformerKernel":
         """Create the kernel of the attention module at a path. See `AttentionKernel.from_config` for the arguments.
 
         The number of rows is limited to the number of positions.
@@ -79,7 +79,7 @@ class Linformer(AttentionKernel):
                 f"positions, got {rows}."
             )
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
+    def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return E [r, n_max]."""
         shape = (self.features, self.length)
         return {"length_proj": KernelTensorSpec(shape, partial(create_segment_means, *shape))}
@@ -97,8 +97,10 @@ class Linformer(AttentionKernel):
         """Attend to the projected rows. See `AttentionKernel.attend` for the arguments. There is no state."""
         return attend_to_projected(module.length_proj, query, key, value, key_mask, scaling), None
 
-    def weights(self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float) -> Tensor:
-        """Return the weights of the values [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
+    def compute_weights(
+        self, module: Any, query: Tensor, key: Tensor, key_mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Return the weights of the values [b, h, n, m]. See `AttentionKernel.compute_weights` for the arguments."""
         return compute_projected_weights(module.length_proj, query, key, key_mask, scaling)
 
     def count_flops(self, heads: AttentionHeads, num_keys: int) -> tuple[int, int]:
@@ -134,11 +136,11 @@ def attend_to_projected(
     Raises:
         ValueError: if there are more tokens than columns of E.
     """
-    along, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
+    projection, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
     if key_mask is not None:
         key, value = (states * key_mask for states in (key, value))
     attend = nn.functional.scaled_dot_product_attention
-    return fold.unfold(attend(fold.fold_queries(query), along @ key, along @ value, scale=scaling))
+    return fold.unfold(attend(fold.fold_queries(query), projection @ key, projection @ value, scale=scaling))
 
 
 def compute_projected_weights(
@@ -148,11 +150,11 @@ def compute_projected_weights(
 
     Takes the same arguments and raises the same errors as `attend_to_projected`.
     """
-    along, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
+    projection, fold = _select_columns(length_proj, key), QueryFolder(query, key, 1)
     key = key if key_mask is None else key * key_mask
-    logits = fold.fold_queries(query) @ (along @ key).mT * scaling
+    logits = fold.fold_queries(query) @ (projection @ key).mT * scaling
     exact = torch.promote_types(key.dtype, torch.float32)
-    weights = fold.unfold(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
+    weights = fold.unfold(logits.softmax(-1, dtype=exact) @ projection.to(exact)).transpose(1, 2)
     return weights if key_mask is None else weights * key_mask.mT
 
 

@@ -14,7 +14,7 @@ from .feature_kernel import TokenwiseKernel
 __all__ = ["RfaKernel"]
 
 # The minimum of the sum of a query's weights, as in the authors' code. The estimated sum can be near zero or negative.
-LEAST_SUM = 1e-2
+MIN_FEATURE_SUM = 1e-2
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class RfaKernel(TokenwiseKernel):
     name = "rfa"
     paper = ("Random feature attention", "2103.02143")
     features_per_dimension = 2
-    learned = ("kernel_scale",)
-    drawn = ("kernel_vectors",)
+    learned_parameters = ("kernel_scale",)
+    random_buffers = ("kernel_vectors",)
     tensors_per_key_head = ("kernel_scale",)
 
-    def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
+    def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
         """Return the scale s [k, d] of each key head, which is shared by its query heads, and the vectors w [D, d]."""
         scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
         return {
@@ -48,10 +48,10 @@ class RfaKernel(TokenwiseKernel):
         angles = nn.functional.normalize(states, dim=-1) * scale @ module.kernel_vectors.to(states.dtype).T
         return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
 
-    def num_features(self, head_dim: int) -> int:
+    def get_num_features(self, head_dim: int) -> int:
         """Return F, which is 2 D."""
         return 2 * self.features
 
-    def divisor(self, sums: Tensor) -> Tensor:
+    def compute_divisors(self, sums: Tensor) -> Tensor:
         """Return the sums, clamped to a positive minimum."""
-        return sums.clamp_min(LEAST_SUM)
+        return sums.clamp_min(MIN_FEATURE_SUM)

@@ -79,14 +79,14 @@ class BlockPattern(NamedTuple):
             return self
         return self._replace(first=first, blocks=-(-tokens // self.block) if self.uses_random_numbers else None)
 
-    def num_attended_keys(self, key_length: int) -> int:
+    def count_attended_keys(self, key_length: int) -> int:
         """Return approximately how many of `key_length` keys a query attends to.
 
         The result does not apply to global tokens, which attend to all keys.
         """
         near, far = self.kind.count_near_and_far_keys(self, key_length)
-        read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
-        return min(key_length, read + self.global_tokens)
+        num_keys = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
+        return min(key_length, num_keys + self.global_tokens)
 
     def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Return True if the last `length` positions attend to all keys, or to all earlier keys if causal."""
@@ -100,7 +100,7 @@ class BlockPattern(NamedTuple):
         """
         if self.first is not None:
             query_positions, key_positions = (
-                places - self.first[:, None, None] for places in (query_positions, key_positions)
+                positions - self.first[:, None, None] for positions in (query_positions, key_positions)
             )  # [b, 1, n], [b, 1, m]
         query_positions, key_positions = query_positions[..., None], key_positions[..., None, :]
         distance = query_positions - key_positions
@@ -277,9 +277,9 @@ class StridedPattern(ScatteredPattern):
 
 
 # Draws are 32-bit integers that depend only on positions, so that they are the same on all devices.
-BITS = 0xFFFFFFFF
+UINT32_MASK = 0xFFFFFFFF
 MAX_BLOCKS = 2**20
-NEVER = 2**62
+LARGEST_DRAW = 2**62
 
 
 class RandomBlockPattern(ScatteredPattern):
@@ -308,20 +308,22 @@ class RandomBlockPattern(ScatteredPattern):
         random, seed = pattern.sizes
         block = query_positions // pattern.block
         blocks = torch.arange(-(-key_positions.shape[-1] // pattern.block), device=key_positions.device)
-        apart = block - blocks  # [n, blocks]
-        others = apart > 1 if pattern.is_causal else apart.abs() > 1
+        block_distance = block - blocks  # [n, blocks]
+        is_far_block = block_distance > 1 if pattern.is_causal else block_distance.abs() > 1
         if pattern.blocks is not None:
-            others = others & (blocks < pattern.blocks[:, None, None, None])
+            is_far_block = is_far_block & (blocks < pattern.blocks[:, None, None, None])
         # Each pair of blocks has a random number that depends only on this pair, and a block attends to the blocks
         # with the smallest numbers. In causal attention, a block therefore attends to the same blocks regardless of
         # the text length.
-        draws = _hash_number((_hash_number((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
-        draws = torch.where(others, draws, NEVER)
-        last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)
-        drawn = others & (draws <= last)
-        of_keys = key_positions // pattern.block
-        index = of_keys.clamp(0, blocks.shape[0] - 1).expand_as(distance)
-        return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
+        random_numbers = (
+            _hash_number((_hash_number((seed + block) & UINT32_MASK) + blocks) & UINT32_MASK) * MAX_BLOCKS + blocks
+        )
+        random_numbers = torch.where(is_far_block, random_numbers, LARGEST_DRAW)
+        threshold = random_numbers.sort(-1).values[..., :random].amax(-1, keepdim=True)
+        is_selected = is_far_block & (random_numbers <= threshold)
+        key_blocks = key_positions // pattern.block
+        index = key_blocks.clamp(0, blocks.shape[0] - 1).expand_as(distance)
+        return (block - key_blocks).abs() <= 1, is_selected.gather(-1, index)
 
     @staticmethod
     def count_near_and_far_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
@@ -332,12 +334,12 @@ class RandomBlockPattern(ScatteredPattern):
 def _hash_number(number: Any) -> Any:
     """Return a pseudo-random hash of an integer below 2^32, or of a tensor of such integers."""
     for _ in range(2):
-        number = (((number >> 16) ^ number) * 0x45D9F3B) & BITS
+        number = (((number >> 16) ^ number) * 0x45D9F3B) & UINT32_MASK
     return (number >> 16) ^ number
 
 
 # The number of queries per block, and the minimum length for blocks. For shorter texts, a single mask is faster.
-GATHERED_ROWS, FEWEST_KEYS = 128, 1024
+GATHERED_QUERIES, MIN_GATHERED_KEYS = 128, 1024
 
 
 def should_gather_keys(pattern: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -351,8 +353,13 @@ def should_gather_keys(pattern: Any, query: Tensor, key: Tensor, mask: Tensor | 
     # If an encoder has keys before its queries, such as PEFT prefixes, mask creation raises an error.
     if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == key_length):
         return False
-    by_key = mask is None or is_boolean_key_mask(mask)
-    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers_all_keys(length, key_length)
+    masks_only_keys = mask is None or is_boolean_key_mask(mask)
+    return (
+        masks_only_keys
+        and length > 1
+        and key_length >= MIN_GATHERED_KEYS
+        and not pattern.covers_all_keys(length, key_length)
+    )
 
 
 def attend_to_gathered_keys(
@@ -377,25 +384,33 @@ def attend_to_gathered_keys(
     keys = torch.arange(key_length, device=query.device)
     mask = None if mask is None else mask[..., :1, -key_length:]
     rows = (
-        max(1, GATHERED_ROWS // pattern.block) * pattern.block if pattern.block <= 4 * GATHERED_ROWS else GATHERED_ROWS
+        max(1, GATHERED_QUERIES // pattern.block) * pattern.block
+        if pattern.block <= 4 * GATHERED_QUERIES
+        else GATHERED_QUERIES
     )
 
-    def block(query: Tensor, key: Tensor, value: Tensor, table: Any, begin: int) -> Tensor:
+    def attend_from_block(query: Tensor, key: Tensor, value: Tensor, table: Any, begin: int) -> Tensor:
         queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
         allowed = pattern.get_allowed_mask(queries, keys)
-        read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
-        allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
-        allowed = allowed if mask is None else allowed & mask[..., read]
-        bias = None if table is None else look_up_relative_bias(table, queries, read)
-        output = attend(query, key[:, :, read], value[:, :, read], allowed, position_bias=bias)
+        selected_keys = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
+        allowed = allowed[..., selected_keys][(None,) * (4 - allowed.dim())]
+        allowed = allowed if mask is None else allowed & mask[..., selected_keys]
+        bias = None if table is None else look_up_relative_bias(table, queries, selected_keys)
+        output = attend(query, key[:, :, selected_keys], value[:, :, selected_keys], allowed, position_bias=bias)
         return output[0] if isinstance(output, tuple) else output
 
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*query_key_value, table))
+    needs_gradients = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*query_key_value, table)
+    )
     outputs = []
     # The first block ends at a boundary of the pattern, because queries after a cache may start inside a block.
     begin, end = 0, rows - (key_length - length) % rows
     while begin < length:
         arguments = (query[:, :, begin:end], key, value, table, begin)
-        outputs.append(checkpoint(block, *arguments, use_reentrant=False) if learns else block(*arguments))
+        outputs.append(
+            checkpoint(attend_from_block, *arguments, use_reentrant=False)
+            if needs_gradients
+            else attend_from_block(*arguments)
+        )
         begin, end = end, end + rows
     return torch.cat(outputs, 1)

@@ -76,7 +76,7 @@ class MemoryCompression(nn.Module):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
-    def num_attended_keys(self, key_length: int) -> int:
+    def count_attended_keys(self, key_length: int) -> int:
         """Return the number of compressed keys for `key_length` tokens."""
         return -(-key_length // self.stride)
 

@@ -23,7 +23,7 @@ from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import is_exporting, should_return_weights
 from ...transformers_internals import check_known_arguments, check_method, guarded_imports
-from ..attention_extension import HEAD_STAGE, extend, get_normalization
+from ..attention_extension import HEAD_STAGE, apply_extensions, get_normalization
 from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
@@ -102,10 +102,10 @@ def assign_tokens_to_blocks(is_token: Tensor, block: int) -> Tensor:
 
     A token has no block if it is padding (`is_token` [b, n] is False) or if the text is shorter than a block.
     """
-    places = torch.arange(is_token.shape[1], device=is_token.device)
-    ends = is_token & (places % block == block - 1)
-    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last complete block
-    return torch.where(is_token, torch.minimum(places // block, last), -1)
+    positions = torch.arange(is_token.shape[1], device=is_token.device)
+    ends = is_token & (positions % block == block - 1)
+    last = torch.where(ends, positions // block, -1).amax(1, keepdim=True)  # the last complete block
+    return torch.where(is_token, torch.minimum(positions // block, last), -1)
 
 
 def compute_summary_bias(module: Any, length: int, device: torch.device) -> Tensor:
@@ -198,13 +198,17 @@ def _compute_summaries(module: Any, states: Tensor, is_token: Tensor) -> _Summar
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
     blocks = assign_tokens_to_blocks(is_token, block)
-    places = torch.where(blocks < 0, count, blocks)  # a last block for tokens without a summary
-    sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
-    read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
+    block_indices = torch.where(blocks < 0, count, blocks)  # a last block for tokens without a summary
+    sums = states.new_zeros(batch, count + 1, width).scatter_add(
+        1, block_indices[..., None].expand(states.shape), states
+    )
+    read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, block_indices, True)
     normed = module.global_input_layer_norm(sums[:, :count])
     key = module.k(normed).unflatten(-1, (-1, module.heads.head_dim)).transpose(1, 2)
     value = module.v(normed).unflatten(-1, (-1, module.heads.value_dim)).transpose(1, 2)
-    key, value = (extend(module, HEAD_STAGE, states, role) for states, role in ((key, "key"), (value, "value")))
+    key, value = (
+        apply_extensions(module, HEAD_STAGE, states, role) for states, role in ((key, "key"), (value, "value"))
+    )
     return _SummaryKeyValues(key, value, read[:, None, None, :count], blocks)
 
 
@@ -219,16 +223,16 @@ def _attend_in_block(
 ) -> Any:
     query, key, value = operands
     length, device = query.shape[2], query.device
-    near = slice(max(0, rows.start - radius), min(length, rows.stop + radius))
+    near_rows = slice(max(0, rows.start - radius), min(length, rows.stop + radius))
     queries, keys = (
         torch.arange(rows.start, rows.stop, device=device),
-        torch.arange(near.start, near.stop, device=device),
+        torch.arange(near_rows.start, near_rows.stop, device=device),
     )
     key, value = (
-        torch.cat([of_blocks, states[:, :, near]], 2)
-        for of_blocks, states in ((summaries.key, key), (summaries.value, value))
+        torch.cat([summary_bias, states[:, :, near_rows]], 2)
+        for summary_bias, states in ((summaries.key, key), (summaries.value, value))
     )
-    allowed = ((keys - queries[:, None]).abs() <= radius) & is_token[:, None, None, near]  # [b, 1, r, near]
+    allowed = ((keys - queries[:, None]).abs() <= radius) & is_token[:, None, None, near_rows]  # [b, 1, r, near]
     mask = torch.cat([summaries.read.expand(-1, 1, allowed.shape[2], -1), allowed], -1)
     bias, count = None, summaries.key.shape[2]
     if tables is not None:
@@ -236,6 +240,6 @@ def _attend_in_block(
         if count:
             distance = torch.arange(count, device=device) - summaries.blocks[:, rows, None]  # [b, r, G]
             index = distance.clamp(max=count - 1) + count - 1  # padding is in block -1
-            of_blocks = tables[0, :, 0, 2 * length - 1 :][:, index].transpose(0, 1)  # [b, h, r, G]
-            bias = torch.cat([of_blocks, bias], -1)
+            summary_bias = tables[0, :, 0, 2 * length - 1 :][:, index].transpose(0, 1)  # [b, h, r, G]
+            bias = torch.cat([summary_bias, bias], -1)
     return attend(query[:, :, rows], key, value, mask, bias)

@@ -20,7 +20,7 @@ from ...ops.variant_attention import VariantAttention
 from .attention_pattern import AttentionPattern
 
 __all__ = [
-    "MASK",
+    "GLOBAL_MASK_ARGUMENT",
     "SlidingWindowPattern",
     "attend_with_global_tokens_first",
     "check_global_mask",
@@ -46,7 +46,7 @@ class SlidingWindowPattern(AttentionPattern):
         return KeyRange.from_window(window, dilation, global_tokens, is_causal)
 
 
-MASK = "global_attention_mask"
+GLOBAL_MASK_ARGUMENT = "global_attention_mask"
 
 
 def check_global_mask(module: VariantAttention, states: Tensor, kwargs: dict[str, Any]) -> None:
@@ -60,24 +60,26 @@ def check_global_mask(module: VariantAttention, states: Tensor, kwargs: dict[str
     Raises:
         ValueError: if the shape of the mask is not [b, n], or if the attention module has a relative position bias.
     """
-    mask = kwargs.get(MASK)
+    mask = kwargs.get(GLOBAL_MASK_ARGUMENT)
     if mask is None:
         return
     if module.key_range is None or module.key_range.is_causal:  # such modules have no global tokens
         return
     if hasattr(module, "has_relative_attention_bias"):
         raise ValueError(
-            f"`{MASK}` is not supported for models with a relative position bias. Use `encoder_num_global_tokens`."
+            f"`{GLOBAL_MASK_ARGUMENT}` is not supported for models with a relative position bias. Use "
+            "`encoder_num_global_tokens`."
         )
     if mask.shape != states.shape[:2]:
         raise ValueError(
-            f"`{MASK}` must have one value per token, {list(states.shape[:2])}, got the shape {list(mask.shape)}."
+            f"`{GLOBAL_MASK_ARGUMENT}` must have one value per token, {list(states.shape[:2])}, got the shape "
+            f"{list(mask.shape)}."
         )
 
 
 def get_global_token_mask(key_range: KeyRange | None, kwargs: dict[str, Any]) -> Tensor | None:
     """Return a boolean mask [b, n] of the global tokens, or None if there is no `global_attention_mask`."""
-    mask = kwargs.get(MASK)
+    mask = kwargs.get(GLOBAL_MASK_ARGUMENT)
     if mask is None or key_range is None or key_range.is_causal:
         return None
     return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < key_range.global_tokens)
@@ -99,19 +101,21 @@ def attend_with_global_tokens_first(
         mask: a boolean mask of the keys, [b, 1, 1 or n, n], or None.
         is_global: a boolean mask [b, n] of the global tokens.
     """
-    most = int(is_global.sum(1).max())
-    order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the order of the text
+    max_global_tokens = int(is_global.sum(1).max())
+    order = is_global.int().argsort(dim=1, descending=True, stable=True)[
+        :, :max_global_tokens
+    ]  # [b, G], in the order of the text
 
-    def in_front(tensor: Tensor) -> Tensor:
+    def move_to_front(tensor: Tensor) -> Tensor:
         index = order[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
         return torch.cat([tensor.gather(2, index), tensor], 2)
 
-    read = torch.ones_like(is_global) if mask is None else mask[:, 0, 0].expand(is_global.shape)
-    read = torch.cat([(is_global & read).gather(1, order), read & ~is_global], 1)
-    key_range = key_range._replace(global_tokens=most)
-    output = attend(*map(in_front, query_key_value), read[:, None, None], key_range=key_range)
-    front, output = output[:, :most], output[:, most:]
-    if most == 0:
+    key_mask = torch.ones_like(is_global) if mask is None else mask[:, 0, 0].expand(is_global.shape)
+    key_mask = torch.cat([(is_global & key_mask).gather(1, order), key_mask & ~is_global], 1)
+    key_range = key_range._replace(global_tokens=max_global_tokens)
+    output = attend(*map(move_to_front, query_key_value), key_mask[:, None, None], key_range=key_range)
+    global_output, output = output[:, :max_global_tokens], output[:, max_global_tokens:]
+    if max_global_tokens == 0:
         return output
     place = (is_global.cumsum(1) - 1).clamp(min=0)[:, :, None, None].expand(output.shape)
-    return torch.where(is_global[:, :, None, None], front.gather(1, place), output)
+    return torch.where(is_global[:, :, None, None], global_output.gather(1, place), output)
