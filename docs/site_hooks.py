@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hf_attn_variants.command_line import package_version
+from hf_attn_variants.command_line import get_package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
@@ -23,7 +23,7 @@ LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s:]+)(?P<
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Leave out pages of the navigation that are not written yet; name the version at the foot of each page."""
     config.nav = _there(config.nav)
-    config.copyright = f"hf_attn_variants {package_version()}"
+    config.copyright = f"hf_attn_variants {get_package_version()}"
     return config
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import MODEL_NAMES, CommandParser, find_readme, package_version
+from .command_line import MODEL_NAMES, CommandParser, find_readme, get_package_version
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
@@ -81,9 +81,9 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         program: the program name to show in the help text. If None, the name of the process is used.
     """
 
-    def work() -> None:
+    def run_command() -> None:
         module = load_command(command) if isinstance(command, str) else command
-        # The parsers of the commands read the program name from `sys.argv[0]` (`command_line.program_name`).
+        # The parsers of the commands read the program name from `sys.argv[0]` (`command_line.get_program_name`).
         original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
             args = module.parse_args(argv)
@@ -103,7 +103,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         unwind_on_interrupt()
         module.main(args)
 
-    return run_script(work)
+    return run_script(run_command)
 
 
 def _log_retries_once() -> None:
@@ -145,7 +145,7 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog=f"{groups}\n\nRun `attn-variants COMMAND --help` to see the options of a command."
         + (f"\n\ndocumentation:\n  {pages}" if (pages := find_readme()) is not None else ""),
     )
-    parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
+    parser.add_argument("--version", action="version", version=f"hf_attn_variants {get_package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
     return parser

@@ -62,15 +62,15 @@ class CommandParser(argparse.ArgumentParser):
         suggestions: list[str | None] = []
         if message.startswith("unrecognized arguments:"):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            suggestions = [closest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
+            suggestions = [find_closest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
         elif match := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
-            suggestions = [closest_name(match[1], match[3].replace("'", "").split(", "))]
+            suggestions = [find_closest_name(match[1], match[3].replace("'", "").split(", "))]
             message = message.replace(match[2], "") if any(suggestions) else message
         likely = list(dict.fromkeys(filter(None, suggestions)))
         return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
 
 
-def closest_name(name: str, names: Iterable[str]) -> str | None:
+def find_closest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most similar to a misspelled name, or None if no name is similar.
 
     The comparison ignores case and treats hyphens as underscores.
@@ -199,7 +199,7 @@ def parse_with_checkpoint(
     return args
 
 
-def package_version() -> str:
+def get_package_version() -> str:
     """Return the package version, which is read from a source file because importing the package takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
     match: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
@@ -218,7 +218,7 @@ def find_readme() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def program_name(script: str) -> str:
+def get_program_name(script: str) -> str:
     """Return the program name for `--help`: the current subcommand, or `python` and the path of the script."""
     if sys.argv[0].startswith("attn-variants "):
         return sys.argv[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-INTERRUPTED = "Stopped by Ctrl-C"
+INTERRUPTED_MESSAGE = "Stopped by Ctrl-C"
 
 
 def exit_on_interrupt() -> None:
@@ -33,13 +33,15 @@ def is_first_process() -> bool:
 
 def _exit_immediately(signum: int, frame: Any) -> None:
     if is_first_process():
-        os.write(2, f"{INTERRUPTED}.\n".encode())
+        os.write(2, f"{INTERRUPTED_MESSAGE}.\n".encode())
     os._exit(128 + signum)
 
 
-STDOUT_ERROR = "error: Cannot write to the standard output ({}). All files written before the output are complete."
+STDOUT_ERROR_MESSAGE = (
+    "error: Cannot write to the standard output ({}). All files written before the output are complete."
+)
 # The messages that Python, torch and the operating system use for out-of-memory errors.
-OUT_OF_MEMORY = re.compile(r"[Cc]an('t|not) allocate memory|out of memory|bad allocation|std::bad_alloc")
+OUT_OF_MEMORY_PATTERN = re.compile(r"[Cc]an('t|not) allocate memory|out of memory|bad allocation|std::bad_alloc")
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -76,7 +78,7 @@ def run_script(main: Callable[[], Any]) -> int:
     except KeyboardInterrupt as interrupt:
         # A terminal sends Ctrl-C to all launched processes. Only one of them prints the message.
         return _print_and_get_exit_status(
-            128 + signal.SIGINT, (str(interrupt) or f"{INTERRUPTED}.") if is_first_process() else ""
+            128 + signal.SIGINT, (str(interrupt) or f"{INTERRUPTED_MESSAGE}.") if is_first_process() else ""
         )
     except Exception as error:
         no_memory = is_out_of_memory(error)
@@ -101,7 +103,7 @@ def _print_and_get_exit_status(status: int, message: str = "") -> int:
         # Python flushes again when it exits, and would print its own message.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status, message = status or 2, STDOUT_ERROR.format(error)
+        status, message = status or 2, STDOUT_ERROR_MESSAGE.format(error)
     if message:
         with suppress(OSError):
             print(message, file=sys.stderr)
@@ -124,7 +126,7 @@ def _get_original_message(error: Exception) -> str:
 
 
 @contextmanager
-def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[None]:
+def convert_to_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[None]:
     """Convert exceptions that Transformers or torch raises for an invalid value into a ValueError.
 
     ValueErrors, OSErrors and out-of-memory errors are raised unchanged.
@@ -150,4 +152,4 @@ def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error from Python, torch or the operating system was caused by a lack of memory."""
     is_candidate = isinstance(error, RuntimeError | OSError)
-    return isinstance(error, MemoryError) or (is_candidate and OUT_OF_MEMORY.search(str(error)) is not None)
+    return isinstance(error, MemoryError) or (is_candidate and OUT_OF_MEMORY_PATTERN.search(str(error)) is not None)

@@ -86,8 +86,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 class _LimitedFile(io.RawIOBase):
     """Raw stream of the uncompressed bytes of a file, with limits on the line length and the compression factor."""
 
-    def __init__(self, path: Path, longest_line: int = MAX_LINE_BYTES):
-        self.path, self.longest_line = path, longest_line
+    def __init__(self, path: Path, max_line_bytes: int = MAX_LINE_BYTES):
+        self.path, self.max_line_bytes = path, max_line_bytes
         self.stored = open(path, "rb")
         self.file = gzip.open(self.stored) if path.suffix == COMPRESSED_SUFFIX else self.stored
         self.line_bytes = 0  # since the last line feed
@@ -110,9 +110,9 @@ class _LimitedFile(io.RawIOBase):
         buffer[: len(data)] = data
         end = data.rfind(b"\n")
         self.line_bytes = self.line_bytes + len(data) if end < 0 else len(data) - end - 1
-        if self.line_bytes > self.longest_line:
+        if self.line_bytes > self.max_line_bytes:
             raise ValueError(
-                f"{self.path} is not a text file: a line contains more than {self.longest_line:,} bytes. "
+                f"{self.path} is not a text file: a line contains more than {self.max_line_bytes:,} bytes. "
                 "Check that it is the right file."
             )
         if self.file is not self.stored:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .command_line import closest_name
+from .command_line import find_closest_name
 from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_endings, parse_json
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ def read_columns(
             check_unused_column(values, unused, record.place)
             texts = tuple(get_column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
-                if text is None and name not in column_names(values):
+                if text is None and name not in list_column_names(values):
                     raise make_missing_column_error(record.header_location, values, name, flag)
                 if not isinstance(text, str):
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
@@ -346,10 +346,10 @@ def make_missing_column_error(location: str, record: dict[str, Any], column: str
         column: the name of the missing column.
         flag: the flag or flags that set this name.
     """
-    names = column_names(record)
+    names = list_column_names(record)
     listed = " ".join(", ".join(names).split()) or "none"
     stripped = {name.strip(): name for name in names}
-    nearest = closest_name(column.strip(), stripped)
+    nearest = find_closest_name(column.strip(), stripped)
     advice = f" Choose another column with {flag}." if flag else ""
     if nearest is not None:
         advice = f" Did you mean {stripped[nearest]!r}?"
@@ -392,7 +392,7 @@ def has_column(record: dict[str, Any], name: str) -> bool:
     return name in record or get_column_value(record, name) is not None
 
 
-def column_names(record: dict[str, Any]) -> list[str]:
+def list_column_names(record: dict[str, Any]) -> list[str]:
     """Return the column names of a row, in the format that `get_column_value` accepts."""
     nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]

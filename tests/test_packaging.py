@@ -19,7 +19,7 @@ from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from markdown_links import shown_links
 
 import hf_attn_variants
-from hf_attn_variants.command_line import package_version
+from hf_attn_variants.command_line import get_package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tracked files that only a clone has a use for.
@@ -111,7 +111,7 @@ def test_wheel_contains_only_the_package(built, repository_files):
 def test_version_is_the_same_in_all_files():
     """Check all files that state the version; it is defined in `modeling/variant_names.py`."""
     version = hf_attn_variants.__version__
-    assert package_version() == version
+    assert get_package_version() == version
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     newest = re.search(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert (citation["version"], citation["date-released"].isoformat()) == newest.groups() == (version, newest[2])

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from benchmarks.machine import machine
-from hf_attn_variants.conversion.report import edit_distance
+from hf_attn_variants.conversion.report import compute_edit_distance
 from hf_attn_variants.files import REPORT_NAME, atomic_write
 from hf_attn_variants.registration import register
 
@@ -93,7 +93,7 @@ def compared(kind: str, source: list[Any], converted: list[Any], labels: list[in
             sum(a == b for a, b in zip(rows, labels, strict=True)) / len(source) for rows in (source, converted)
         )
         return {"true": 1 - same, "before": before, "after": after}
-    edits = sum(edit_distance(a, b) for a, b in zip(source, converted, strict=True))
+    edits = sum(compute_edit_distance(a, b) for a, b in zip(source, converted, strict=True))
     return {"true": edits / max(1, sum(map(len, source))), "before": 1.0, "after": same}
 
 

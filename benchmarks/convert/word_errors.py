@@ -25,7 +25,7 @@ from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTo
 
 from benchmarks.machine import machine
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
-from hf_attn_variants.conversion.report import edit_distance
+from hf_attn_variants.conversion.report import compute_edit_distance
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.registration import register
 
@@ -64,7 +64,9 @@ def words(text: str) -> list[str]:
 
 def error_rate(references: Sequence[str], found: Sequence[str]) -> dict[str, Any]:
     """Return the word error rate over all recordings, its 95 % bootstrap interval, and how many there are."""
-    pairs = [(edit_distance(words(a), words(b)), len(words(a))) for a, b in zip(references, found, strict=True)]
+    pairs = [
+        (compute_edit_distance(words(a), words(b)), len(words(a))) for a, b in zip(references, found, strict=True)
+    ]
     draw, rates = random.Random(0), []
     for _ in range(RESAMPLES):
         chosen = draw.choices(pairs, k=len(pairs))

@@ -50,7 +50,7 @@ SHAPES = {
 }
 MARIANS = ("opus-mt",)
 # The names of cross-attentions in T5 and in Marian.
-CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn")
+CROSS_ATTENTION_NAMES = ("EncDecAttention", "encoder_attn")
 UPSTREAM = "upstream MHA"
 
 
@@ -263,7 +263,7 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     layers = caches.cross_attention_cache.layers
     (memories, _, length, width), config = layers[0].keys.shape, model.config
     like = {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
-    modules = [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTIONS)]
+    modules = [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTION_NAMES)]
     heads = config.num_attention_heads
     head_dim = getattr(config, "d_kv", config.d_model // heads)
     query = torch.randn(memories * args.num_beams, heads, 1, head_dim, **like)

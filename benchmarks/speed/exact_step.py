@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from benchmarks.kept_memory import run
 from benchmarks.machine import arithmetic_rate, read_bandwidth
-from benchmarks.speed.decode import CROSS_ATTENTIONS, SHAPES, key_value_maps
+from benchmarks.speed.decode import CROSS_ATTENTION_NAMES, SHAPES, key_value_maps
 from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
@@ -51,7 +51,7 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
 
 def cross_attentions(model: Any) -> list[torch.nn.Module]:
     """Return the cross-attentions of a model, from the first layer to the last."""
-    return [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTIONS)]
+    return [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTION_NAMES)]
 
 
 def step_of(

@@ -34,7 +34,7 @@ from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.export.onnx import export_onnx
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan
+from hf_attn_variants.quantization.int8_weight import get_current_plan
 
 # (batch size, number of beams)
 SIZES = [(1, 1), (1, 4), (16, 1), (16, 4)]
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "threads": args.threads,
         "new_tokens": args.max_new_tokens,
         "memory": memory_now(),
-        "int8_path": str(current_plan()),
+        "int8_path": str(get_current_plan()),
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "sizes": rows,
     }

@@ -38,7 +38,7 @@ from hf_attn_variants import quantize
 from hf_attn_variants.export.onnx import OPENVINO_NAME, export_onnx
 from hf_attn_variants.export.onnx_int8 import load_graph
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.quantization.int8_weight import current_plan
+from hf_attn_variants.quantization.int8_weight import get_current_plan
 
 SIZES = ["1x32", "8x128", "32x128", "8x512"]
 # BERT-base is the default of Transformers.
@@ -176,8 +176,8 @@ def main(args: argparse.Namespace) -> None:
         "machine": machine("cpu"),
         "threads": args.threads,
         "memory": memory_now(),
-        "int8_path": str(current_plan()),
-        "input_bits": current_plan().bits,
+        "int8_path": str(get_current_plan()),
+        "input_bits": get_current_plan().bits,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "sizes": rows,
         "spearman": scores,

@@ -28,7 +28,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from hf_attn_variants.command_line import package_version
+from hf_attn_variants.command_line import get_package_version
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.variant_names import NEWEST_TESTED
 
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     folders = {}
     for version in dict.fromkeys((versions[0], versions[-1])):
-        name = f"{package_version()}, transformers {version}"
+        name = f"{get_package_version()}, transformers {version}"
         folders[name] = args.work_dir / f"saved-{version}"
         shutil.rmtree(folders[name], ignore_errors=True)
         saved = run_under(version, "save", folders[name], args.work_dir)
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.keep:
         keep(folders[name], args.keep)
     folders |= kept_repositories(args.work_dir)
-    results: dict[str, Any] = {"python": platform.python_version(), "package": package_version(), "rows": []}
+    results: dict[str, Any] = {"python": platform.python_version(), "package": get_package_version(), "rows": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for version in versions:
         for name, folder in folders.items():

@@ -10,7 +10,7 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.files import is_blank, parse_json
-from hf_attn_variants.text_files import column_names, get_column_value, has_column, make_missing_column_error
+from hf_attn_variants.text_files import get_column_value, has_column, list_column_names, make_missing_column_error
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset, parse_label_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import DatasetSplit, TableRow, get_column_text, map_class_ids_to_names
@@ -59,7 +59,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
     """
     sources = tables.read_splits(settings)
     first = next(iter(sources.values())).first
-    names, columns = column_names(first.values), _find_columns(first, settings)
+    names, columns = list_column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
         raise ValueError(f"{first.header_location}: --answer_column must be set, got the columns {', '.join(names)}.")
     read = {name: _read_rows(name, source, columns) for name, source in sources.items()}
@@ -73,7 +73,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
 
 def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
     """Return the column for each setting, either from the settings or by its common names."""
-    names_in_table = column_names(first.values)
+    names_in_table = list_column_names(first.values)
     columns = {flag: getattr(settings, flag) for flag in COMMON_NAMES}
     taken = {*columns.values(), *(columns["choices_columns"] or ())}
     for flag, names in COMMON_NAMES.items():

@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    from ..errors import as_value_error
+    from ..errors import convert_to_value_error
     from ..inspection.costs import read_checkpoint_config
     from ..inspection.tables import print_text
 
@@ -127,7 +127,9 @@ def main(args: argparse.Namespace) -> Any:
     transformers.logging.set_verbosity_error()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with as_value_error(f"{args.model_name_or_path} cannot be built and run because its configuration is not valid"):
+    with convert_to_value_error(
+        f"{args.model_name_or_path} cannot be built and run because its configuration is not valid"
+    ):
         table = _measure_serving(args, config) if args.serving else _measure_speed(args, config)
     if args.serving:
         _report_serving(args, table)

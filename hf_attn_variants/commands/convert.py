@@ -11,8 +11,8 @@ from ..command_line import (
     Flag,
     add_checkpoint_argument,
     add_flags,
+    get_program_name,
     parse_with_checkpoint,
-    program_name,
 )
 from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
@@ -138,7 +138,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser that `parse_args` uses."""
     parser = CommandParser(
-        prog=program_name("convert_checkpoint.py"),
+        prog=get_program_name("convert_checkpoint.py"),
         usage=USAGE,
         description="Convert a checkpoint with multi-head attention to grouped-query, multi-query, latent, sparse, "
         "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or "

@@ -10,8 +10,8 @@ from ..command_line import (
     Flag,
     add_checkpoint_argument,
     add_flags,
+    get_program_name,
     parse_with_checkpoint,
-    program_name,
 )
 from ..files import check_output_dir
 from .convert import DTYPE_NAMES
@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         OSError: if the output folder cannot be created. This is checked before slow imports.
     """
     parser = CommandParser(
-        prog=program_name("export_checkpoint.py"),
+        prog=get_program_name("export_checkpoint.py"),
         description="Export a variant for use without this package. `--to transformers` writes a plain checkpoint "
         "with the same outputs and all key/value heads. `--to onnx` writes ONNX graphs, whose weights and cache keep "
         "the reduced number of heads and the latents. `--to ctranslate2` writes a CTranslate2 model with fewer heads "

@@ -15,7 +15,7 @@ from ..command_line import (
     Flag,
     add_checkpoint_argument,
     add_flags,
-    package_version,
+    get_package_version,
     parse_with_checkpoint,
 )
 from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_from_args
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> Any:
     """
     from dataclasses import replace
 
-    from ..errors import INTERRUPTED
+    from ..errors import INTERRUPTED_MESSAGE
     from ..inspection.frontier import FrontierFile, load_source_model, measure_frontier, select_variants
     from ..model_properties import set_languages
     from ..progress import disable_progress_bars
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> Any:
         advice = ""
         if saved.path.exists():
             advice = f" {saved.path} contains the finished measurements. Repeat the command to continue."
-        raise KeyboardInterrupt(f"{INTERRUPTED}.{advice}") from None
+        raise KeyboardInterrupt(f"{INTERRUPTED_MESSAGE}.{advice}") from None
     chosen = None if args.loss is None else frontier.find_smallest_variant(args.loss)
     results = frontier.to_dict() | {
         "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
@@ -197,7 +197,9 @@ def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
     names += [name for name in CALIBRATION_OPTIONS if not name.endswith(("_file", "_dir"))]
     texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
-    return {name: getattr(args, name) for name in names} | texts | {"options": options, "version": package_version()}
+    return (
+        {name: getattr(args, name) for name in names} | texts | {"options": options, "version": get_package_version()}
+    )
 
 
 def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:

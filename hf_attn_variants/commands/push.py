@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 
 EXAMPLE = """\
 example (--dry_run only lists the files and prints the model card):
@@ -23,7 +23,7 @@ CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipelin
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments."""
     parser = CommandParser(
-        prog=program_name("push_to_hub.py"),
+        prog=get_program_name("push_to_hub.py"),
         description="Push a checkpoint folder to the Hub: the model, tokenizer, code files, generation configuration "
         "and a model card, which is generated from conversion and training reports.",
         epilog=EXAMPLE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 from ..training.classification import ClassificationSettings
 from ..training.engine.settings import NewModelSettings, TrainingSettings, get_field_types, group_fields
 from ..training.glue import GlueSettings
@@ -45,7 +45,7 @@ class TrainingCommand:
     def make_parser(self) -> ArgumentParser:
         """Return the parser of the command, with one flag per field and one argument group per settings class."""
         epilog = f"{self.epilog}\n\n{RESUMING}"
-        parser = CommandParser(prog=program_name(self.script), description=self.description, epilog=epilog)
+        parser = CommandParser(prog=get_program_name(self.script), description=self.description, epilog=epilog)
         types = get_type_hints(self.settings)
         for title, fields in group_fields(self.settings):
             group = parser.add_argument_group(title)

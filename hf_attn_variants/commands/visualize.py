@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
+from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 from ..files import check_output_dir
 
 HTML_FILE = "attention_maps.html"
@@ -29,7 +29,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         OSError: if the output folder cannot be created.
     """
     parser = CommandParser(
-        prog=program_name("visualize_attention.py"),
+        prog=get_program_name("visualize_attention.py"),
         description=f"Plot the attention of each head for a text on a web page, {HTML_FILE}. The page shows the "
         "attention weights before and after the talking-heads projections, and the projections themselves.",
         epilog=EXAMPLE,

@@ -17,7 +17,7 @@ from ..modeling.mechanisms.attention_extension import AttentionExtension, get_ex
 from ..modeling.mechanisms.kernels.attention_kernel import get_kernel_tensors
 from ..modeling.mechanisms.latents import get_projection_rank
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms
-from .attention_tensors import LATENT, AttentionTensors, HeadCounts
+from .attention_tensors import LATENT_FIELD, AttentionTensors, HeadCounts
 from .checkpoint.tensor_files import TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class AttentionModule:
     def shared_latent_name(self) -> str | None:
         """The tensor name of the new latent if the module shares it with other modules, otherwise None."""
         shared = self.heads.latent_change == "compress" and self.site.shares_latent
-        return self.new_tensors[LATENT] if shared else None
+        return self.new_tensors[LATENT_FIELD] if shared else None
 
     def read_tensors(self, read_tensor: Callable[[str], torch.Tensor], converted: bool = False) -> AttentionTensors:
         """Return the original or converted projections. `read_tensor` returns the tensor with a given name."""
@@ -154,11 +154,11 @@ def _build_attention_module(
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
-            tensor_names[LATENT] = f"{prefix}{site.get_latent_projection_path(path)}.weight"
+            tensor_names[LATENT_FIELD] = f"{prefix}{site.get_latent_projection_path(path)}.weight"
     if heads.rank[0] is not None:
-        _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
+        _check_tensor(tensors[LATENT_FIELD], entries, [heads.rank[0], width])
     if heads.rank[1] is not None:
-        shapes[new_tensors[LATENT]] = (heads.rank[1], width)
+        shapes[new_tensors[LATENT_FIELD]] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
     source_kernel = create_kernel(site, source_config, path, getattr(core_module, "is_causal", False))
@@ -225,10 +225,15 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
     Raises:
         ValueError: if the original counts or ranks cannot be converted to the new ones.
     """
-    before, after = site.get_heads(source, path), site.get_heads(target, path)
-    old, new = (get_projection_rank(heads.rank, target.hidden_size) for heads in (before, after))
+    source_heads, target_heads = site.get_heads(source, path), site.get_heads(target, path)
+    old, new = (get_projection_rank(heads.rank, target.hidden_size) for heads in (source_heads, target_heads))
     heads = HeadCounts(
-        after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
+        target_heads.query,
+        (source_heads.key, target_heads.key),
+        (source_heads.value, target_heads.value),
+        target_heads.output,
+        target_heads.head_dim,
+        (old, new),
     )
     for name, check in ((site.kv_heads_field, "kv_head_change"), (site.rank_field, "latent_change")):
         try:
@@ -250,15 +255,15 @@ def _check_no_leftover_tensors(
 ) -> None:
     """Check that every attention tensor in the checkpoint is used, so that no tensor is silently lost."""
     # Leftover tensors would be copied to the new checkpoint, but the converted model has no layers for them.
-    claimed = {name for module in modules for name in module.tensors.values()}
+    used_names = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_layer_patterns(site))
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
-    unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]
-    if unclaimed:
-        shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
+    unused_names = [name for name in entries if name not in used_names and pattern.fullmatch(name)]
+    if unused_names:
+        name_list = ", ".join(repr(name) for name in unused_names[:3]) + (", ..." if len(unused_names) > 3 else "")
         raise ValueError(
-            f"The checkpoint contains {len(unclaimed)} attention tensors that {type(target).__name__} does not use "
-            f"with this config.json: {shown}. Check the number of layers and `architectures` in config.json."
+            f"The checkpoint contains {len(unused_names)} attention tensors that {type(target).__name__} does not use "
+            f"with this config.json: {name_list}. Check the number of layers and `architectures` in config.json."
         )
 
 

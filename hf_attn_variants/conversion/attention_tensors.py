@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PROJECTION_ROLES = ("query", "key", "value", "output")
 # The field of `AttentionTensors` that several attention modules can share.
-LATENT = "latent_weight"
+LATENT_FIELD = "latent_weight"
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class HeadCounts:
     @property
     def kv_head_change(self) -> str:
         """The change to the key/value heads: "same", "pool" or "expand"."""
-        relations = {kv_head_change(*self.key), kv_head_change(*self.value)} - {"same"}
+        relations = {get_kv_head_change(*self.key), get_kv_head_change(*self.value)} - {"same"}
         return relations.pop() if relations else "same"
 
     @property
     def latent_change(self) -> str:
         """The change to the latent: "same", "compress" or "expand"."""
-        return latent_change(*self.rank)
+        return get_latent_change(*self.rank)
 
     @property
     def change(self) -> str:
@@ -85,7 +85,7 @@ class HeadCounts:
         return self.kv_head_change == "pool" or self.latent_change == "compress"
 
 
-def kv_head_change(source: int, target: int) -> str:
+def get_kv_head_change(source: int, target: int) -> str:
     """Return how `source` key/value heads become `target` heads: "same", "pool" (fewer) or "expand" (more heads).
 
     Raises:
@@ -103,7 +103,7 @@ def kv_head_change(source: int, target: int) -> str:
     )
 
 
-def latent_change(source: int | None, target: int | None) -> str:
+def get_latent_change(source: int | None, target: int | None) -> str:
     """Return how a latent of rank `source` becomes one of rank `target`: "same", "compress" or "expand".
 
     A rank of None means that there is no latent.
@@ -199,15 +199,15 @@ class AttentionTensors:
         kernel_tensors = {name: tensors[name] for name in names if name in tensors}
         return cls(**projections, kernel=kernel, kernel_tensors=kernel_tensors)
 
-    def weight_and_bias(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_weight_and_bias(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight and bias for one of `PROJECTION_ROLES`, or for "latent", which has no bias."""
         return getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias", None)
 
     def project(self, role: str, states: torch.Tensor) -> torch.Tensor:
         """Apply the projection of one of `PROJECTION_ROLES` to `states`: [..., in] -> [..., out]."""
-        return nn.functional.linear(states, *self.weight_and_bias(role))
+        return nn.functional.linear(states, *self.get_weight_and_bias(role))
 
-    def latent(self, states: torch.Tensor) -> torch.Tensor:
+    def compute_latent(self, states: torch.Tensor) -> torch.Tensor:
         """Return the latent [..., r] computed from `states` [..., D], or `states` if there is no latent."""
         return states if self.latent_weight is None else nn.functional.linear(states, self.latent_weight)
 
@@ -245,18 +245,18 @@ class AttentionTensors:
 
     def join_weight_and_bias(self, role: str) -> torch.Tensor:
         """Return a role's weight and bias as one matrix (W, b) [out, in + 1], or only W [out, in] without a bias."""
-        weight, bias = self.weight_and_bias(role)
+        weight, bias = self.get_weight_and_bias(role)
         return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
 
     def split_weight_and_bias(self, role: str, joined: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split a matrix from `join_weight_and_bias`, and return {field: tensor} for `dataclasses.replace`."""
-        if self.weight_and_bias(role)[1] is None:
+        if self.get_weight_and_bias(role)[1] is None:
             return {f"{role}_weight": joined}
         return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
 
     def apply_to_role(self, role: str, transform: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Apply `transform` to a role's weight and bias and return {field: tensor}."""
-        parts = zip((f"{role}_weight", f"{role}_bias"), self.weight_and_bias(role), strict=True)
+        parts = zip((f"{role}_weight", f"{role}_bias"), self.get_weight_and_bias(role), strict=True)
         return {name: transform(tensor) for name, tensor in parts if tensor is not None}
 
 
@@ -391,10 +391,10 @@ def compute_error_forms_from_weights(tensors: AttentionTensors, heads: HeadCount
         ("value", tensors.output_weight.T.double(), heads.output),
     )
     forms = []
-    for role, other, count in pairs:
+    for role, other_count, count in pairs:
         weight = getattr(tensors, f"{role}_weight").double()
         weight = split_heads(repeat_heads(weight, weight.shape[0] // heads.head_dim, count), count)  # [h, d, D]
-        other_heads = split_heads(other, count)
+        other_heads = split_heads(other_count, count)
         products = torch.einsum("hde,hfe->hdf", other_heads, other_heads)  # [h, d, d]
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
         metric = torch.eye(len(gram)).to(gram)
@@ -436,12 +436,12 @@ class AttentionInputs:
     rotary: RotaryPositions | None = None
     softcap: float | None = None
 
-    def rows(self, indices: torch.Tensor) -> AttentionInputs:
+    def select_rows(self, indices: torch.Tensor) -> AttentionInputs:
         """Return the inputs for the given examples in the batch."""
         key_value_states = self.key_value_states[indices]
         states = key_value_states if self.key_value_states is self.states else self.states[indices]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[indices]
-        rotary = None if self.rotary is None else self.rotary.rows(indices)
+        rotary = None if self.rotary is None else self.rotary.select_rows(indices)
         shared: dict[str, Any] = {"mask": mask, "valid": self.valid[indices], "rotary": rotary}
         return replace(self, states=states, key_value_states=key_value_states, **shared)
 
@@ -470,8 +470,8 @@ class LayerContext:
         calibration: The calibration settings.
         inputs: The recorded inputs to the original attention module on the calibration text.
         targets: The module's outputs for these inputs, each of shape [b, n, D].
-        uses: Number of times that a forward pass calls the module. It is greater than 1 in ALBERT, whose layers share
-            the same module.
+        num_uses: Number of times that a forward pass calls the module. It is greater than 1 in ALBERT, whose layers
+            share the same module.
         held_out_error: Function that takes projections and returns their relative output error on held-out text, or
             None if the error is not finite.
     """
@@ -483,7 +483,7 @@ class LayerContext:
     calibration: Calibration = None  # type: ignore[assignment]  # always set for a `CalibratedMethod`
     inputs: Sequence[AttentionInputs] = ()
     targets: Sequence[torch.Tensor] = ()
-    uses: int = 1
+    num_uses: int = 1
     held_out_error: Callable[[AttentionTensors], float | None] = lambda tensors: None
 
 

@@ -25,7 +25,7 @@ MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
 # Maximum number of tokens in a passage, if the model has enough positions.
 PASSAGE_LENGTH = 256
 # Maximum number of tokens in a text if the model itself has no limit.
-LONGEST = 512
+MAX_DEFAULT_LENGTH = 512
 # Maximum number of tokens used for fitting if no length is set, so that long files do not take hours.
 FIT_TOKENS = 2**18
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
@@ -33,7 +33,7 @@ BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 MIN_TEXTS = 2
 # A tenth of the examples is held out, but at least LEAST_HELD_OUT examples, unless that is more than a quarter.
 # With 200 examples, a share of 5 % has a confidence interval of about ±3 percentage points.
-HELD_OUT, LEAST_HELD_OUT = 0.1, 200
+HELD_OUT_SHARE, MIN_HELD_OUT_EXAMPLES = 0.1, 200
 FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
@@ -123,11 +123,11 @@ class Calibration:
             )
         if self.batch_size is None:
             object.__setattr__(self, "batch_size", BATCH_SIZE if is_text else AUDIO_BATCH_SIZE)
-        for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
+        for name, minimum in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and value < minimum:
                 raise ValueError(
-                    f"`{name}` in `Calibration` must be at least {least}, got {value}. Use a larger number."
+                    f"`{name}` in `Calibration` must be at least {minimum}, got {value}. Use a larger number."
                 )
         rate = self.fit_learning_rate
         if rate is not None and not 0 < rate < math.inf:
@@ -205,14 +205,14 @@ class Calibration:
     def num_held_out(self) -> int:
         """The number of held-out examples."""
         count = len(self.examples)
-        return max(1, round(HELD_OUT * count), min(LEAST_HELD_OUT, count // 4))
+        return max(1, round(HELD_OUT_SHARE * count), min(MIN_HELD_OUT_EXAMPLES, count // 4))
 
     def get_fit_option(self, name: str) -> Any:
         """Return `fit_steps`, `fit_learning_rate` or `fit_batch_size`, or its default if it is None."""
         value = getattr(self, name)
         return FIT_DEFAULTS[name] if value is None else value
 
-    def settings(self, method: Any, passage_length: int | None) -> dict[str, Any]:
+    def get_report_settings(self, method: Any, passage_length: int | None) -> dict[str, Any]:
         """Return the calibration settings and the method's `options` as JSON values for the report.
 
         Args:

@@ -59,7 +59,7 @@ from .layer_choice import (
     compute_matching_shares,
     exclude_matching_layers,
 )
-from .plan import ConversionPlan, get_calibration_blocker, make_plan
+from .make_plan import ConversionPlan, get_calibration_blocker, make_plan
 from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
 from .writing import OutputFolder, compute_converted_tensors, read_generation_config
 
@@ -243,8 +243,8 @@ def convert_model(
             raise ValueError(f"`{name}` is required for a model in memory. Pass `Calibration(..., {name}={name})`.")
         source = make_source_loader_for_model(reader, model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    plan = request.plan(config, reader.entries, None, reader, source)
-    result = request.fit(plan, reader, source)
+    plan = request.make_plan(config, reader.entries, None, reader, source)
+    result = request.fit_modules(plan, reader, source)
     tensors = compute_converted_tensors(plan, reader, result.attentions)
     converted = assemble_model(plan.model_class, plan.config, tensors, model, copy)
     check_within_tolerance(result.measure_quality(converted), request.strict)
@@ -276,8 +276,8 @@ def load_converted(
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
         source = request.make_source_loader(reader, folder)
-        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
-        result = request.fit(plan, reader, source)
+        plan = request.make_plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        result = request.fit_modules(plan, reader, source)
         tensors = compute_converted_tensors(plan, reader, result.attentions)
         model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder)
     check_within_tolerance(result.measure_quality(model), request.strict)
@@ -307,7 +307,7 @@ def convert_checkpoint(
     remote code for `trust_remote_code=True`, and the returned report as conversion_report.json. The folder is only
     created once all files have been written. Takes the same arguments and raises the same errors as `convert`.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     check_output_dir(output_dir)
     folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
@@ -318,7 +318,7 @@ def convert_checkpoint(
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
         source = request.make_source_loader(reader, folder)
-        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        plan = request.make_plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         skipped = [CARD_NAME] * history.has_readable_card  # the history replaces the old model card
         # The code of the original model does not belong to a checkpoint that needs no code.
         suffixes = (".py",) if is_native(config["model_type"]) else ()
@@ -326,7 +326,7 @@ def convert_checkpoint(
             *(plan, reader, folder, config, output, allow_pickle),
             should_copy=lambda name: name not in skipped and not name.endswith(suffixes),
         )
-        result = request.fit(plan, reader, source)
+        result = request.fit_modules(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
@@ -344,7 +344,7 @@ def convert_checkpoint(
                 calibration=result.settings,
                 matching_shares=request.matching_shares,
                 quality=quality,
-                seconds=round(time.perf_counter() - started, 3),
+                seconds=round(time.perf_counter() - start_time, 3),
             )
             report.save(stage)
             write_history(stage, history)
@@ -387,7 +387,7 @@ def check_conversion(
     folder = resolve_checkpoint_folder(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(read_config(folder), stored, fields)
-        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
+        plan = request.make_plan(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced_modules and request.calibration is not None and request.calibration.processor is None:
         from .calibration.source_outputs import load_processor
 
@@ -476,7 +476,7 @@ class ConversionRequest:
 
         return make_source_loader_for_folder(reader, folder, self.calibration)
 
-    def fit(
+    def fit_modules(
         self, plan: ConversionPlan, reader: TensorSource, source_loader: "SourceLoader | None"
     ) -> CalibrationResult:
         """Fit the attention modules to the calibration data. The result is empty if calibration is not used."""
@@ -486,7 +486,7 @@ class ConversionRequest:
 
         return calibrate(plan, reader, source_loader, self.calibration)
 
-    def plan(
+    def make_plan(
         self,
         config: dict[str, Any],
         entries: Mapping[str, TensorEntry],
@@ -519,8 +519,8 @@ class ConversionRequest:
             probe = make(fields=fields | PROBE_FIELDS)
             losses = partial(self._measure_latent_losses, probe, reader, source_loader)
             budget = choose_ranks_for_budget(probe, self.kv_cache_bytes, entries, losses)
-            by_layer = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
-            fields |= budget | {"per_layer_values": by_layer}
+            per_layer_values = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
+            fields |= budget | {"per_layer_values": per_layer_values}
         if self.matching_layers is not None:
             probe = make(fields=fields)
             check_matching_layers(probe, fields, self.matching_layers, self.calibration)
@@ -588,15 +588,15 @@ class ConversionRequest:
         if source_loader is not None and self.calibration is not None and self._should_calibrate(plan):
             from .calibration.calibrate import measure_error_forms
 
-            forms = measure_error_forms(plan, modules, reader, source_loader, self.calibration)
+            error_forms = measure_error_forms(plan, modules, reader, source_loader, self.calibration)
         else:
-            forms = [
+            error_forms = [
                 compute_error_forms_from_weights(
                     replace(module.read_tensors(reader.read), latent_weight=None), module.heads
                 )
                 for module in modules
             ]
-        return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in forms]
+        return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in error_forms]
 
 
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:

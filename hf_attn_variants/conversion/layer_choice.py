@@ -32,7 +32,7 @@ from .checkpoint.tensor_files import TensorEntry
 from .plan import ConversionPlan
 
 
-def num_cached_values(heads: AttentionHeads, input_dim: int) -> int:
+def count_cached_values(heads: AttentionHeads, input_dim: int) -> int:
     """Return the number of values that an attention module caches per token, for a latent or for keys and values.
 
     Args:
@@ -44,7 +44,9 @@ def num_cached_values(heads: AttentionHeads, input_dim: int) -> int:
     return heads.key * heads.head_dim + heads.value * heads.value_dim
 
 
-def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
+def compute_cache_bytes_per_token(
+    config: Any, attentions: Iterable[tuple[AttentionSite, int]]
+) -> dict[str, int] | None:
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
     A latent that all layers share is counted only once. Decoders also cache the keys and values of short source texts
@@ -53,7 +55,7 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
 
     Args:
         config: The variant configuration of the model.
-        attentions: The attention type and the cached bytes per token of each module (see `num_cached_values`).
+        attentions: The attention type and the cached bytes per token of each module (see `count_cached_values`).
 
     Returns:
         {type: bytes}. The sizes for "self" and "decoder" are per generated token, and the size for "cross" is per
@@ -96,9 +98,9 @@ def check_cache_budget(kv_cache_bytes: Sequence[int], fields: Mapping[str, Any])
             "`kv_cache_bytes` must be two numbers (bytes per source token and per generated token), got "
             f"{kv_cache_bytes!r}."
         )
-    by_layer = fields.get("per_layer_values") or {}
+    per_layer_values = fields.get("per_layer_values") or {}
     for name in (*PROBE_FIELDS, "num_key_value_heads"):
-        if fields.get(name) is not None or name in by_layer:
+        if fields.get(name) is not None or name in per_layer_values:
             raise ValueError(f"`kv_cache_bytes` cannot be combined with `{name}` because it determines this field.")
 
 
@@ -139,9 +141,9 @@ def choose_ranks_for_budget(
     sizes, numbers = [], {}
     for module in probe_plan.modules:
         itemsize = (probe_plan.dtype or entries[module.tensors["key_weight"]]).itemsize
-        numbers[module.name] = num_cached_values(module.site.get_heads(config, module.name), width)
+        numbers[module.name] = count_cached_values(module.site.get_heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
-    old_sizes = cache_bytes_per_token(config, sizes) or {}
+    old_sizes = compute_cache_bytes_per_token(config, sizes) or {}
     if not old_sizes:
         raise ValueError(
             "`kv_cache_bytes` is not supported because this model's dynamic talking heads do not allow a cache."
@@ -185,16 +187,16 @@ def allocate_ranks(energy_losses: Sequence[torch.Tensor], total_rank: int, max_r
     step = RANK_STEP if total_rank >= MIN_STEPPED_RANK * len(energy_losses) else 1
     ranks = [min(step, max_rank) for max_rank in max_ranks]
 
-    def gain(layer: int) -> float:
+    def compute_gain(layer: int) -> float:
         """Return how much energy a larger rank preserves per added value, or -1 if the rank cannot be increased."""
         rank = ranks[layer]
-        more = min(rank + step, max_ranks[layer])
-        if more == rank or sum(ranks) + more - rank > total_rank:
+        new_rank = min(rank + step, max_ranks[layer])
+        if new_rank == rank or sum(ranks) + new_rank - rank > total_rank:
             return -1.0
         losses = energy_losses[layer]
-        return float(losses[min(rank, len(losses) - 1)] - losses[min(more, len(losses) - 1)]) / (more - rank)
+        return float(losses[min(rank, len(losses) - 1)] - losses[min(new_rank, len(losses) - 1)]) / (new_rank - rank)
 
-    while max(gains := [gain(layer) for layer in range(len(ranks))]) >= 0:
+    while max(gains := [compute_gain(layer) for layer in range(len(ranks))]) >= 0:
         best = gains.index(max(gains))
         ranks[best] = min(ranks[best] + step, max_ranks[best])
     return ranks
@@ -287,13 +289,13 @@ def compute_matching_shares(
         batch = pad_sequences(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = pad_sequences(segments[rows], 0)["input_ids"]
-        same = _make_identical_token_mask(batch, special)
+        is_identical = _make_identical_token_mask(batch, special)
         if getattr(config, "is_decoder", False):
-            same = same.tril()
-        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        for layer, weights in enumerate(encoder(**on_device, output_attentions=True).attentions):
-            sums[layer] = sums[layer] + (weights.cpu() * same[:, None]).sum((0, 2, 3)).double()  # [h]
-        count += int(same.any(-1).sum())
+            is_identical = is_identical.tril()
+        model_inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        for layer, weights in enumerate(encoder(**model_inputs, output_attentions=True).attentions):
+            sums[layer] = sums[layer] + (weights.cpu() * is_identical[:, None]).sum((0, 2, 3)).double()  # [h]
+        count += int(is_identical.any(-1).sum())
     if not count:
         raise ValueError(
             "`keep_matching_layers` needs texts that contain a word twice, but `calibration` contains no such text. "
@@ -312,12 +314,12 @@ def exclude_matching_layers(
         shares: The matching share of each layer (see `compute_matching_shares`).
     """
     unchanged = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
-    by_layer = dict(fields.get("per_layer_values") or {})
+    per_layer_values = dict(fields.get("per_layer_values") or {})
     names = _list_layer_fields(_get_encoder_prefix(plan) or "", fields)
     for name in names:
         old = [plan.source_config.get_layer_value(name, layer) for layer in range(len(shares))]
-        by_layer[name] = [old[layer] if layer in unchanged else fields[name] for layer in range(len(shares))]
-    return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
+        per_layer_values[name] = [old[layer] if layer in unchanged else fields[name] for layer in range(len(shares))]
+    return {**fields, **dict.fromkeys(names), "per_layer_values": per_layer_values}
 
 
 def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
@@ -337,5 +339,5 @@ def _make_identical_token_mask(batch: dict[str, torch.Tensor], special_token_ids
     """Return a boolean mask [b, n, n] of pairs of identical tokens, excluding padding and special tokens."""
     ids = batch["input_ids"]
     is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special_token_ids)
-    same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]
-    return same & ~torch.eye(ids.shape[1], dtype=torch.bool)
+    is_identical = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]
+    return is_identical & ~torch.eye(ids.shape[1], dtype=torch.bool)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from ..errors import as_value_error
+from ..errors import convert_to_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_checks import find_closest_match
@@ -108,7 +108,7 @@ class ConversionPlan:
 
         The value is a list if it differs between layers. Ranks are omitted if there are no latents.
         """
-        pairs = self._values([*self.config.get_head_count_fields(), *self.config.get_rank_fields()])
+        pairs = self._get_changed_values([*self.config.get_head_count_fields(), *self.config.get_rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
@@ -121,10 +121,10 @@ class ConversionPlan:
             *config.get_talking_heads_fields(),
             "per_layer_values",
         }
-        pairs = self._values([name for name in config.get_variant_fields() if name not in heads])
+        pairs = self._get_changed_values([name for name in config.get_variant_fields() if name not in heads])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    def _get_changed_values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
         """Return the values of the given fields in both configurations, {field: (before, after)}."""
         return {
             name: (_get_values_by_layer(self.source_config, name), _get_values_by_layer(self.config, name))
@@ -159,11 +159,11 @@ class ConversionPlan:
         else:
             new = self.with_new_heads(module, replace(tensors, latent_weight=None))
             if module.heads.latent_change == "compress":
-                forms = compute_error_forms_from_weights(new, module.heads)
+                error_forms = compute_error_forms_from_weights(new, module.heads)
                 latent = latents.get(module.shared_latent_name or "")
                 if latent is None:
-                    latent = find_best_latent([forms.key, forms.value], module.heads.rank[1])
-                new = project_onto_latent(new, latent, forms)
+                    latent = find_best_latent([error_forms.key, error_forms.value], module.heads.rank[1])
+                new = project_onto_latent(new, latent, error_forms)
             if module.adds_kernel:
                 new = new.with_new_kernel(module.kernel[1], module.heads)
         if tensors.latent_weight is not None:
@@ -176,11 +176,11 @@ class ConversionPlan:
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
         """Return projections with the new head counts, which are computed from the weights only."""
         if module.heads.kv_head_change == "pool":
-            return self.method.pool(tensors, module.heads, self.layer(module))
+            return self.method.pool(tensors, module.heads, self.make_layer_context(module))
         # Repeating heads is lossless, so all methods give the same result.
         return pool_key_value(tensors, module.heads, repeat_heads)
 
-    def layer(self, module: AttentionModule, **context: Any) -> LayerContext:
+    def make_layer_context(self, module: AttentionModule, **context: Any) -> LayerContext:
         """Return the `LayerContext` for a module, including the additional fields in `context`."""
         generator = make_seeded_generator(self.seed, module.name)
         return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
@@ -235,17 +235,18 @@ def make_plan(
     _check_fields(config_class, config, changes, has_other_changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
-    wrong = "The original model's configuration is invalid"
+    error_message = "The original model's configuration is invalid"
     if model_class.config_class is not config_class:
         raise ValueError(
-            f"{wrong}: `model_type` {config['model_type']!r} does not match {architecture}. Correct config.json."
+            f"{error_message}: `model_type` {config['model_type']!r} does not match {architecture}. Correct "
+            "config.json."
         )
-    wrong += "" if config_file is None else f" ({os.fspath(config_file)})"
-    with as_value_error(wrong, ValueError, StrictDataclassError):
+    error_message += "" if config_file is None else f" ({os.fspath(config_file)})"
+    with convert_to_value_error(error_message, ValueError, StrictDataclassError):
         source_config = config_class.from_upstream(dict(config))
         if not isinstance(source_config.dtype, torch.dtype | None):
             raise ValueError(f"`dtype` must be the name of a torch dtype, got {config.get('dtype')!r}.")
-    with as_value_error(wrong):
+    with convert_to_value_error(error_message):
         new_config = _make_new_config(config_class, source_config, dict(config), changes)
         new_config.architectures = [model_class.__name__]
         if dtype is not None:
@@ -253,8 +254,8 @@ def make_plan(
         with torch.device("meta"):
             target = model_class(new_config)
     modules = build_attention_modules(target, source_config, entries)
-    check_other_tensor_shapes(target, entries, modules, wrong)
-    check_no_missing_tensors(target, entries, modules, wrong)
+    check_other_tensor_shapes(target, entries, modules, error_message)
+    check_no_missing_tensors(target, entries, modules, error_message)
     _check_all_fields_used(model_class.__name__, config_class, changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 

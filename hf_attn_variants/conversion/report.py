@@ -52,25 +52,25 @@ from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
 from .checkpoint.tensor_files import TensorEntry
-from .layer_choice import cache_bytes_per_token, num_cached_values
+from .layer_choice import compute_cache_bytes_per_token, count_cached_values
 from .plan import ConversionPlan
 
 logger = logging.getLogger(__name__)
 
 # The tolerance of each measure.
-BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
+TOLERANCES = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
 # The measures that are shares, either of changed tokens or of changed predictions.
-SHARES = ("tokens", "predictions")
+SHARE_MEASURES = ("tokens", "predictions")
 # The 97.5 % quantile of the standard normal distribution.
-Z = 1.959964
+NORMAL_QUANTILE = 1.959964
 
-ADVICE = (
+QUALITY_ADVICE = (
     "If the examples are typical of the model's inputs, use more heads (--num_key_value_heads), a larger latent "
     "(--kv_lora_rank) or more examples, or train the converted model (`attn-variants uptrain`, for text models). "
     "Run `attn-variants frontier` to compare the loss of different settings."
 )
-MORE_EXAMPLES = "Use more examples (--calibration_file, --calibration_size), more heads or a larger latent."
+MORE_EXAMPLES_ADVICE = "Use more examples (--calibration_file, --calibration_size), more heads or a larger latent."
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Quality:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Quality | None":
         """Create an instance from values in a report, or return None if an incompatible version wrote the report."""
-        if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
+        if values.get("measure") not in TOLERANCES or not {"bound", "examples"} <= values.keys():
             return None
         known = {field.name for field in fields(cls)} & values.keys() - {"losses"}
         interval = values.get("interval")
@@ -117,7 +117,7 @@ class Quality:
         return cls(**{"value": None} | options)
 
     @property
-    def is_kept(self) -> bool:
+    def is_within_tolerance(self) -> bool:
         """True if the model is within tolerance."""
         return self.verdict == "within tolerance"
 
@@ -129,18 +129,20 @@ class Quality:
         if self.value is None:
             return "outside tolerance"
         ends = (self.value,) if self.interval is None else self.interval
-        are_within = [end >= self.bound if self.measure == "embeddings" else end <= self.bound for end in ends]
-        if all(are_within):
+        are_within_tolerance = [
+            end >= self.bound if self.measure == "embeddings" else end <= self.bound for end in ends
+        ]
+        if all(are_within_tolerance):
             return "within tolerance"
-        return "inconclusive" if any(are_within) else "outside tolerance"
+        return "inconclusive" if any(are_within_tolerance) else "outside tolerance"
 
     def __str__(self) -> str:
         """Describe the quality and its confidence interval as part of a sentence."""
         if self.alike:
-            same = (
+            description = (
                 "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
             )
-            return f"the original model {same}, so the models cannot be compared"
+            return f"the original model {description}, so the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
             return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
@@ -170,7 +172,7 @@ class Quality:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the verdict as JSON values."""
-        return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
+        return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_within_tolerance}
 
 
 def compute_ratio_confidence_interval(
@@ -198,12 +200,16 @@ def compute_ratio_confidence_interval(
     variance = squares / total**2 * examples / (examples - 1)
     if is_share and ratio < 1:
         units = min(total, ratio * (1 - ratio) / variance) if ratio * variance else total
-        middle = ratio + Z**2 / (2 * units)
-        spread = Z * math.sqrt(ratio * (1 - ratio) / units + (Z / (2 * units)) ** 2)
-        scale = 1 + Z**2 / units
+        middle = ratio + NORMAL_QUANTILE**2 / (2 * units)
+        spread = NORMAL_QUANTILE * math.sqrt(ratio * (1 - ratio) / units + (NORMAL_QUANTILE / (2 * units)) ** 2)
+        scale = 1 + NORMAL_QUANTILE**2 / units
         return max(0.0, (middle - spread) / scale), (middle + spread) / scale
-    free = examples - 1  # Student's quantile, approximated by a series (Abramowitz and Stegun, 26.7.5)
-    factor = Z + (Z**3 + Z) / (4 * free) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * free**2)
+    degrees_of_freedom = examples - 1  # Student's quantile, approximated by a series (Abramowitz and Stegun, 26.7.5)
+    factor = (
+        NORMAL_QUANTILE
+        + (NORMAL_QUANTILE**3 + NORMAL_QUANTILE) / (4 * degrees_of_freedom)
+        + (5 * NORMAL_QUANTILE**5 + 16 * NORMAL_QUANTILE**3 + 3 * NORMAL_QUANTILE) / (96 * degrees_of_freedom**2)
+    )
     low, high = ratio - factor * math.sqrt(variance), ratio + factor * math.sqrt(variance)
     return max(0.0, low) if is_share else low, high
 
@@ -226,12 +232,12 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
     Raises:
         OutsideToleranceError: if `strict` is True and the conversion is not within tolerance.
     """
-    if quality is None or quality.is_kept:
+    if quality is None or quality.is_within_tolerance:
         return
     needs_examples = quality.verdict == "inconclusive" and not (quality.alike or quality.unknown)
     message = (
         f"The conversion is {quality.verdict}: {quality} (on {quality.examples} held-out examples). The tolerance is "
-        f"{quality.formatted_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
+        f"{quality.formatted_bound}. {MORE_EXAMPLES_ADVICE if needs_examples else QUALITY_ADVICE}"
     )
     if not strict:
         logger.warning(message)
@@ -265,13 +271,13 @@ class CalibrationResult(NamedTuple):
         return None if self.source_outputs is None else self.source_outputs.compare_with(model)
 
 
-def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
+def compute_edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the minimum number of insertions, deletions and replacements that turn `first` into `second`."""
     row = list(range(len(second) + 1))
-    for i, one in enumerate(first, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(second, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+    for i, first_item in enumerate(first, 1):
+        diagonal, row[0] = row[0], i
+        for j, second_item in enumerate(second, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (first_item != second_item))
     return row[-1]
 
 
@@ -279,7 +285,7 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
 _COMPARED_ELEMENTS = 2**20
 
 
-def attention_errors(
+def compute_attention_errors(
     before: AttentionTensors, after: AttentionTensors, heads: HeadCounts
 ) -> tuple[float | None, float | None]:
     """Return the relative errors of the weight products for logits and values (see the module docstring).
@@ -291,8 +297,8 @@ def attention_errors(
     Returns:
         The two errors. An error is None if the original weight products are zero.
     """
-    query, key, value = (before.weight_and_bias(role) for role in ("query", "key", "value"))
-    new_query, new_key, new_value = (after.weight_and_bias(role) for role in ("query", "key", "value"))
+    query, key, value = (before.get_weight_and_bias(role) for role in ("query", "key", "value"))
+    new_query, new_key, new_value = (after.get_weight_and_bias(role) for role in ("query", "key", "value"))
     output = allocate_output = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
         allocate_output = (after.output_weight.T, None)
@@ -543,12 +549,16 @@ class ConversionReport:
         comparison = "" if averaged is None else f" (averaged heads: {_format_error(averaged)})"
         value = f"{_format_error(self.mean_output_relative_error)} on held-out text{comparison}"
         rows = [("error of attention outputs", value)]
-        fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
-        if fits:
+        is_fitted_by_module = {
+            layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details
+        }
+        if is_fitted_by_module:
             before = _format_error(self._compute_mean_detail("relative_error_closed_form"))
             rows.append(("... of the closed form", f"{before}, before fitting"))
-        if unfitted := [name for name, is_fitted in fits.items() if not is_fitted]:
-            value = f"in {len(unfitted)} of {len(fits)} attention modules, where fitting is not better: "
+        if unfitted := [name for name, is_fitted in is_fitted_by_module.items() if not is_fitted]:
+            value = (
+                f"in {len(unfitted)} of {len(is_fitted_by_module)} attention modules, where fitting is not better: "
+            )
             rows.append(("closed form used", f"{value}{_summarize_names(unfitted)}"))
         return rows
 
@@ -583,7 +593,7 @@ def build_layer_report(
         final = module.read_tensors(stored.__getitem__, converted=True)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
-        errors = attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
+        errors = compute_attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
     heads = module.heads
     return LayerReport(
         module.name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
@@ -651,12 +661,12 @@ def _compute_cache_bytes(
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
-            numbers = num_cached_values(module.site.get_heads(config, module.name), config.hidden_size)
+            numbers = count_cached_values(module.site.get_heads(config, module.name), config.hidden_size)
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # The size of the kernel's state does not depend on the number of tokens.
             sizes.append((module.site, numbers * entries[module.tensors["key_weight"]].itemsize))
-        caches.append(cache_bytes_per_token(config, sizes))
+        caches.append(compute_cache_bytes_per_token(config, sizes))
     old, new = caches
     if old is None or new is None:
         return None

@@ -61,6 +61,6 @@ class RotaryPositions:
         joined = torch.cat(rotated, -1) if self.layout == "half" else torch.stack(rotated, -1).flatten(-2)
         return torch.cat([joined, states[..., pairs.rest]], -1)
 
-    def rows(self, indices: torch.Tensor) -> RotaryPositions:
+    def select_rows(self, indices: torch.Tensor) -> RotaryPositions:
         """Return the rotations of the given examples in the batch."""
         return self if len(self.cos) == 1 else replace(self, cos=self.cos[indices], sin=self.sin[indices])

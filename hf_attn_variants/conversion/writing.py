@@ -27,7 +27,7 @@ from .checkpoint.tensor_files import (
     CheckpointReader,
     SafetensorsWriter,
     TensorEntry,
-    cast,
+    cast_tensor,
     get_safetensors_dtype,
     write_index,
 )
@@ -56,7 +56,7 @@ def compute_converted_tensors(
             if name not in plan.converted_tensor_names:
                 tensor = reader.read(name)
                 dtype = plan.dtype if tensor.is_floating_point() else None
-                tensors[name] = tensor if dtype is None else cast(tensor, dtype, name)
+                tensors[name] = tensor if dtype is None else cast_tensor(tensor, dtype, name)
     return tensors
 
 
@@ -112,18 +112,18 @@ def write_weights(
             for file, layout in layouts.items()
         }
         written: set[str] = set()
-        for module, before, after, tensors in _convert_modules(plan, reader, calibrated):
+        for module, source_tensors, converted_tensors, tensors in _convert_modules(plan, reader, calibrated):
             for name, tensor in tensors.items():
                 if name in written:
                     continue  # a latent that several modules share
                 writers[entries[name].file].write(name, tensor)
                 written.add(name)
                 progress.update(tensor.nbytes)
-            layers.append(build_layer_report(plan, module, before, after, tensors))
+            layers.append(build_layer_report(plan, module, source_tensors, converted_tensors, tensors))
         for name, entry in reader.entries.items():
             if name not in plan.converted_tensor_names:
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
-                chunks = _cast_chunks(reader.chunks(name), dtype, name, progress)
+                chunks = _cast_chunks(reader.iterate_chunks(name), dtype, name, progress)
                 writers[entries[name].file].write_chunks(name, chunks)
     if reader.index_metadata is not None:
         write_index(stage / INDEX_NAME, entries, reader.index_metadata, total_size)
@@ -136,15 +136,22 @@ def _convert_modules(
     """Yield each module, its projections before and after the conversion, and the tensors to store, {name: tensor}."""
     latents = {} if calibrated else _compute_shared_latents(plan, reader)
     for module in plan.modules:
-        before = module.read_tensors(reader.read)
-        after = plan.convert(module, before, latents, calibrated.get(module.name))
-        query, parts = before.query_weight, {}
+        source_tensors = module.read_tensors(reader.read)
+        converted_tensors = plan.convert(module, source_tensors, latents, calibrated.get(module.name))
+        query, parts = source_tensors.query_weight, {}
         for part, name in module.new_tensors.items():
-            stored = query if (old := getattr(before, part, None)) is None else old
-            parts[part] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
+            stored = query if (old := getattr(source_tensors, part, None)) is None else old
+            parts[part] = cast_tensor(
+                getattr(converted_tensors, part).to(stored.device), plan.dtype or stored.dtype, name
+            )
         added = plan.initialize_new_parameters(module, plan.dtype or query.dtype)
         tensors = module.join_tensors(parts)
-        yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
+        yield (
+            module,
+            source_tensors,
+            converted_tensors,
+            tensors | {name: tensor.to(query.device) for name, tensor in added.items()},
+        )
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
@@ -152,18 +159,18 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
 
     Modules are read one at a time, and their quadratic forms are summed.
     """
-    grams: dict[str, torch.Tensor] = {}
+    gram_sums: dict[str, torch.Tensor] = {}
     ranks = {}
     for module in plan.modules:
         if (name := module.shared_latent_name) is not None:
             tensors = replace(module.read_tensors(reader.read), latent_weight=None)
-            forms = compute_error_forms_from_weights(plan.with_new_heads(module, tensors), module.heads)
+            error_forms = compute_error_forms_from_weights(plan.with_new_heads(module, tensors), module.heads)
             # Without text, the metric of each form is the identity matrix, so the Gram matrices can be added.
-            grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
+            gram_sums[name] = gram_sums.get(name, 0.0) + error_forms.key.gram + error_forms.value.gram
             ranks[name] = module.heads.rank[1]
     return {
         name: find_best_latent([QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram))], ranks[name])
-        for name, gram in grams.items()
+        for name, gram in gram_sums.items()
     }
 
 
@@ -184,7 +191,7 @@ def _cast_chunks(
 ) -> Iterator[torch.Tensor]:
     """Yield the chunks of a tensor, converted to `dtype` unless it is None, and update the progress bar."""
     for chunk in chunks:
-        chunk = chunk if dtype is None else cast(chunk, dtype, name)
+        chunk = chunk if dtype is None else cast_tensor(chunk, dtype, name)
         yield chunk
         progress.update(chunk.nbytes)
 

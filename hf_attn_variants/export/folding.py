@@ -62,9 +62,9 @@ class FoldedReader(CheckpointReader):
             tensor[rows] = extension.fold(role, tensor[rows])
         return tensor
 
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
-        return iter([self.read(name).flatten()]) if name in self._folds else self._reader.chunks(name)
+        return iter([self.read(name).flatten()]) if name in self._folds else self._reader.iterate_chunks(name)
 
 
 def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tuple[CheckpointReader, dict[str, Any]]:

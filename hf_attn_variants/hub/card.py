@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
 from ..conversion.report import Quality
-from ..errors import as_value_error
+from ..errors import convert_to_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
 from ..glue_tasks import TASKS
 from ..inspection.costs import (
@@ -536,7 +536,7 @@ def generate_model_card(
     variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
-    with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
+    with convert_to_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
         # Only the first step is used because later steps may have started from an earlier push of this model.
         origin = options.base_model or find_latest_hub_id(history.steps[:1])
@@ -574,7 +574,7 @@ def generate_model_card(
 
 def _make_eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
     rule = "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`"
-    with as_value_error(rule, ValueError):
+    with convert_to_value_error(rule, ValueError):
         return [EvalResult(**row) for row in evaluations]
 
 

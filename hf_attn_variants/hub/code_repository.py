@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from ..conversion.checkpoint.source import read_config
-from ..errors import as_value_error
+from ..errors import convert_to_value_error
 from ..files import CARD_NAME, CONFIG_NAME, GENERATED_CARD, SENTENCE_MODULES_NAME
 from ..modeling.code_builder import build_code
 from ..modeling.remote_code import CONFIGURATION_MODULE
@@ -77,7 +77,7 @@ def rewrite_configs(folder: Path, code_repo: str | None, code: Mapping[str, str]
     path = folder / SENTENCE_CONFIG
     if (folder / SENTENCE_MODULES_NAME).is_file():
         config = _read_shared_json(path) if path.is_file() else {}
-        with as_value_error(f"{path} must contain the arguments of a sentence-transformers module"):
+        with convert_to_value_error(f"{path} must contain the arguments of a sentence-transformers module"):
             changed = _set_code_revision(config, None if code_repo is None else json.loads(CODE_COMMIT))
         if changed != config:
             contents[SENTENCE_CONFIG] = _dump_json(changed)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from ..conversion.attention_tensors import kv_head_change, latent_change
+from ..conversion.attention_tensors import get_kv_head_change, get_latent_change
 from ..conversion.checkpoint.source import check_complete_model, find_local_folder, read_config
-from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
-from ..errors import as_value_error
+from ..conversion.layer_choice import compute_cache_bytes_per_token, count_cached_values
+from ..errors import convert_to_value_error
 from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite, is_local_layer
 from ..modeling.attention.latent_attention import count_latent_flops
@@ -191,7 +191,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         raise ValueError(
             "`per_layer_config` (layers of different sizes) is only supported for checkpoints from this package."
         )
-    with as_value_error(WRONG_CONFIGURATION):
+    with convert_to_value_error(WRONG_CONFIGURATION):
         return config_class.from_upstream(dict(config), **fields)
 
 
@@ -336,7 +336,7 @@ def compute_cost_table(
     sizes, rows, upstream_bytes = (itemsize, length, source_length, num_beams), [], None
     for fields in iterate_variant_fields(current, field, list_kv_head_counts(current, field)):
         variant = variant_config(config, **fields)
-        with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
+        with convert_to_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = untie_output_embeddings(model_class(variant), config)
         is_current = _get_variant_values(variant) == _get_variant_values(current)
         description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
@@ -437,7 +437,7 @@ def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict
 
 def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the key/value head fields and rank fields that the attention modules of a model class use."""
-    with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
+    with convert_to_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attention_modules()]
     used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
     return tuple(name for name in (*config.get_kv_heads_fields(), *config.get_rank_fields()) if name in used)
@@ -476,10 +476,10 @@ def _is_convertible(source: Any, target: Any) -> bool:
     try:
         for field in source.get_kv_heads_fields():
             for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
-                kv_head_change(*pair)
+                get_kv_head_change(*pair)
         for field in source.get_rank_fields():
             for pair in zip(get_values_by_layer(source, field), get_values_by_layer(target, field), strict=True):
-                latent_change(*(get_projection_rank(rank, source.hidden_size) for rank in pair))
+                get_latent_change(*(get_projection_rank(rank, source.hidden_size) for rank in pair))
     except ValueError:
         return False
     return True
@@ -552,14 +552,14 @@ def bytes_per_element(dtype: str) -> int:
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return the cache size per token (see `cache_bytes_per_token`), with `itemsize` bytes per value."""
+    """Return the cache size per token (see `compute_cache_bytes_per_token`), with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attention_modules():
-        numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
+        numbers = count_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
         kernel = _get_core_module(module, site).kernel
         # The size of a causal kernel's state does not depend on the number of tokens.
         sizes.append((site, 0 if kernel is not None and kernel.is_causal else itemsize * numbers))
-    return cache_bytes_per_token(model.config, sizes)
+    return compute_cache_bytes_per_token(model.config, sizes)
 
 
 def kv_cache_bytes(
@@ -592,12 +592,12 @@ def kv_cache_bytes(
         core, heads = _get_core_module(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
-        size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
+        size = itemsize * tokens * count_cached_values(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention also caches the keys and values from which the state is computed
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.count_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
-    cache = cache_bytes_per_token(model.config, sizes)
+    cache = compute_cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
 
 

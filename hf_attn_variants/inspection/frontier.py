@@ -36,7 +36,7 @@ from ..conversion.checkpoint.source import read_config, resolve_checkpoint_folde
 from ..conversion.checkpoint.tensor_files import check_finite
 from ..conversion.plan import get_unsupported_calibration_reason, make_plan, make_seeded_generator
 from ..conversion.writing import compute_converted_tensors
-from ..errors import as_value_error
+from ..errors import convert_to_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -484,7 +484,9 @@ def measure_frontier(
     attentions, source = LazyConvertedAttention(source.eval(), calibration, seed), source.eval()
     for fields in variants:
         attentions.config(fields)
-    with as_value_error(f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"):
+    with convert_to_value_error(
+        f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"
+    ):
         text = make_held_out_set(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharedMemoryMixin
-from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_calls_in_turn
+from .int8_weight import MAX_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_calls_in_turn
 
 # The minimum number of weights in a layer to quantize. For a few tokens, smaller layers are not faster in int8, and
 # they require little memory. (With AVX-512 VNNI, 256 x 256 layers in int8 made a small T5 model 1.16 times as fast for
@@ -35,11 +35,11 @@ def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     Subclasses of `nn.Linear` (the latent projections) are not included. The same applies to layers that are not called
     because an attention module that attends to latents or encoder outputs reads their weight directly.
     """
-    read = {id(linear) for linear in _iterate_uncalled_linears(model)}
+    directly_read_ids = {id(linear) for linear in _iterate_uncalled_linears(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear and id(module) not in read and module.weight.numel() >= MIN_WEIGHTS
+        if type(module) is nn.Linear and id(module) not in directly_read_ids and module.weight.numel() >= MIN_WEIGHTS
     }
 
 
@@ -59,7 +59,7 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     name = model.main_input_name
 
-    def text_batch(size: int) -> torch.Tensor:
+    def make_text_batch(size: int) -> torch.Tensor:
         # The first ids are special tokens. Models whose positions begin at 2 (RoBERTa) support two tokens fewer.
         tokens = max(1, min(EXAMPLE_TOKENS, getattr(config, "max_position_embeddings", 512) - 4))
         return torch.randint(min(4, size - 1), size, (EXAMPLE_TEXTS, tokens), generator=generator)
@@ -73,10 +73,10 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         sides = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
         inputs = {name: torch.randn(1, config.num_channels, *sides, generator=generator)}
     else:
-        ids = text_batch(config.get_text_config().vocab_size)
+        ids = make_text_batch(config.get_text_config().vocab_size)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder and model.get_decoder() is not model:
-        inputs["decoder_input_ids"] = text_batch(config.get_text_config(decoder=True).vocab_size)
+        inputs["decoder_input_ids"] = make_text_batch(config.get_text_config(decoder=True).vocab_size)
     return inputs
 
 
@@ -103,10 +103,10 @@ def measure_rounding_errors(
             return
         states = args[0].detach().float().reshape(-1, args[0].shape[-1])
         states = states[:: max(1, len(states) // MEASURED_ROWS)].contiguous()
-        numbers, step = round_inputs(states, LARGEST_WEIGHT)
+        integers, step = round_inputs(states, MAX_WEIGHT)
         weight: Any = linear.weight
         outputs = nn.functional.linear(states, weight)
-        error = nn.functional.linear((numbers.float() - LARGEST_WEIGHT - 1) * step - states, weight)
+        error = nn.functional.linear((integers.float() - MAX_WEIGHT - 1) * step - states, weight)
         spread = (outputs - outputs.mean(0)).norm()
         if spread > 0:
             ratio = float((error - error.mean(0)).norm() / spread)
@@ -162,20 +162,20 @@ class Bfloat16Weight:
         """Round a float32 weight [out, in] to a bfloat16 weight."""
         return cls(weight.to(torch.bfloat16))
 
-    def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def compute_linear(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return W x + b [..., out] for float32 inputs x [..., in] with at least two dimensions."""
         if not states.numel():
             return states.new_empty(*states.shape[:-1], self._out_features)
         output: torch.Tensor = _linear(states.to(torch.bfloat16), self._packed, None, "none", [], "").float()
         return output if bias is None else output.add_(bias)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def to_tensors(self) -> dict[str, torch.Tensor]:
         """Return the constructor arguments for an identical weight."""
         return {"weight": self._packed.to_dense()}
 
     def to_float32(self) -> torch.Tensor:
         """Return W in float32 [out, in]."""
-        return self.tensors()["weight"].float()
+        return self.to_tensors()["weight"].float()
 
 
 @functools.cache
@@ -186,13 +186,13 @@ def supports_bfloat16() -> bool:
     if not has_operators or not has_instruction_set(*BFLOAT16_INSTRUCTIONS):
         return False
     # The operators are private in torch, so their result must be checked.
-    numbers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)
+    integers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)
     try:
-        weight = Bfloat16Weight.from_float32(numbers)
-        product, unpacked = weight.product(numbers, None), weight.to_float32()
+        weight = Bfloat16Weight.from_float32(integers)
+        product, unpacked = weight.compute_linear(integers, None), weight.to_float32()
     except (RuntimeError, TypeError):
         return False
-    return torch.equal(product, numbers @ numbers.t()) and torch.equal(unpacked, numbers)
+    return torch.equal(product, integers @ integers.t()) and torch.equal(unpacked, integers)
 
 
 @functools.cache
@@ -205,14 +205,14 @@ def has_fast_bfloat16() -> bool:
     states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
     packed = Bfloat16Weight.from_float32(weight)
     float32, bfloat16 = time_calls_in_turn(
-        lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
+        lambda: torch.nn.functional.linear(states, weight), lambda: packed.compute_linear(states, None)
     )
     return bfloat16 < SLOW_KERNEL_RATIO * float32
 
 
 # All packed layers in the process, each with a unique number by which compiled graphs refer to the layer.
-_linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
-_keys = itertools.count()
+_registered_layers: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
+_layer_keys = itertools.count()
 
 
 def _register_layer(linear: "PackedLinear") -> torch.Tensor:
@@ -220,8 +220,8 @@ def _register_layer(linear: "PackedLinear") -> torch.Tensor:
 
     The number is a tensor, so that layers of the same shape share a compiled graph.
     """
-    key = next(_keys)
-    _linears[key] = linear
+    key = next(_layer_keys)
+    _registered_layers[key] = linear
     return torch.tensor(key, device="cpu")
 
 
@@ -277,7 +277,7 @@ class PackedLinear(nn.Module):
     def _apply_linear(self, states: torch.Tensor) -> torch.Tensor:
         """Return y in float32, which is computed by a custom operator if the call is compiled."""
         if not torch.compiler.is_compiling():
-            return self._weight.product(states, self._bias)
+            return self._weight.compute_linear(states, self._bias)
         if torch.compiler.is_exporting():
             raise RuntimeError(f"{self} cannot be exported because its packed weight only exists in this process.")
         product: torch.Tensor = torch.ops.hf_attn_variants.packed_linear(states, self._key, self.out_features)
@@ -293,12 +293,12 @@ class PackedLinear(nn.Module):
         """Return b [out], or None if the layer has no bias."""
         return self._bias
 
-    def num_elements(self) -> int:
+    def count_elements(self) -> int:
         """Return the number of elements in W and b."""
         return self.out_features * (self.in_features + (self._bias is not None))
 
-    def num_bytes(self) -> int:
-        """Return the size of W, its scales and b in bytes. W is counted once, even if several paths have packed it."""
+    def count_bytes(self) -> int:
+        """Return the size of W, its scales and b in bytes. W is counted once, even if several backends packed it."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._get_packed_tensors().values())
 
     def extra_repr(self) -> str:
@@ -309,7 +309,7 @@ class PackedLinear(nn.Module):
         # A copy packs the weight again, because it may run on a different processor. The tensors are converted to
         # arrays, because torch multiprocessing sends tensors as file descriptors, and these tensors would be freed
         # before the receiver opens them.
-        arrays = {name: _to_array(tensor) for name, tensor in self._weight.tensors().items()}
+        arrays = {name: _to_array(tensor) for name, tensor in self._weight.to_tensors().items()}
         return {name: value for name, value in vars(self).items() if name != "_key"} | {"_weight": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class PackedLinear(nn.Module):
         return str(self.kind.dtype).removeprefix("torch.")
 
     def _get_packed_tensors(self) -> dict[str, torch.Tensor]:
-        return self._weight.tensors() | ({} if self._bias is None else {"bias": self._bias})
+        return self._weight.to_tensors() | ({} if self._bias is None else {"bias": self._bias})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self._get_packed_tensors().items()})
@@ -347,8 +347,8 @@ class PackedLinear(nn.Module):
 
 def _compute_packed_linear(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
     """Compute the product with a registered layer. This is the implementation of the custom operator."""
-    linear = _linears[int(key)]
-    return linear._weight.product(states, linear._bias)
+    linear = _registered_layers[int(key)]
+    return linear._weight.compute_linear(states, linear._bias)
 
 
 def _make_fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model_properties import InstanceMethod
-from .int8_weight import check_int8_support, current_plan, time_calls_in_turn
+from .int8_weight import check_int8_support, get_current_plan, time_calls_in_turn
 from .packed_linear import (
     MAX_ERROR,
     MIN_WEIGHTS,
@@ -196,11 +196,11 @@ def _log_summary(
     model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
 ) -> None:
     """Log the number of quantized layers, and warn if int8 is slower than float32 on this processor."""
-    kinds, plan = Counter(type(packed).__name__ for packed in packed_layers.values()), current_plan()
-    rest = len({id(linear) for linear in linears.values()}) - len(packed_layers)
+    kinds, plan = Counter(type(packed).__name__ for packed in packed_layers.values()), get_current_plan()
+    num_unchanged = len({id(linear) for linear in linears.values()}) - len(packed_layers)
     message = "Quantized %d linear layers to int8 (%d-bit inputs, multiplied with %s) and %d to bfloat16. "
     message += "%d remain in float32."
-    logger.info(message, kinds["Int8Linear"], plan.bits, plan, kinds["Bfloat16Linear"], rest)
+    logger.info(message, kinds["Int8Linear"], plan.bits, plan, kinds["Bfloat16Linear"], num_unchanged)
     layers: list[tuple[nn.Linear, Any]] = [(linear, packed_layers.get(id(linear))) for linear in linears.values()]
     pairs = [(linear, packed) for linear, packed in layers if isinstance(packed, Int8Linear)]
     if not pairs:
@@ -208,9 +208,9 @@ def _log_summary(
     common = Counter(linear.weight.shape for linear, _ in pairs).most_common(1)[0][0]
     linear, packed = next(pair for pair in pairs if pair[0].weight.shape == common)
     ratios = {}
-    for what, rows in TIMED_ROWS.items():
+    for product_name, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
-        ratios[what] = _measure_slowdown(partial(linear, states), partial(packed, states))
+        ratios[product_name] = _measure_slowdown(partial(linear, states), partial(packed, states))
     if min(ratios.values()) > 1 or max(ratios.values()) > INT8_WARNING_RATIO:
         message = "int8 is not always faster than float32 on this processor: a %d x %d layer takes %s. The model "
         message += "still requires less memory."
@@ -225,7 +225,9 @@ def _measure_slowdown(float32_call: Callable[[], Any], call: Callable[[], Any]) 
 
 
 def _format_ratios(ratios: dict[str, float]) -> str:
-    return ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
+    return ", ".join(
+        f"{ratio:.1f} times as long as in float32 for {product_name}" for product_name, ratio in ratios.items()
+    )
 
 
 def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
@@ -238,14 +240,14 @@ def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
 
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters, including the elements of the packed layers, which are not trainable."""
-    packed = sum(linear.num_elements() for linear in module.modules() if isinstance(linear, PackedLinear))
+    packed = sum(linear.count_elements() for linear in module.modules() if isinstance(linear, PackedLinear))
     parameters = type(module).num_parameters(module, only_trainable, exclude_embeddings)
     return parameters if only_trainable else parameters + packed
 
 
 def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
     """Return the size of the model in bytes, including its packed layers."""
-    packed = sum(linear.num_bytes() for linear in module.modules() if isinstance(linear, PackedLinear))
+    packed = sum(linear.count_bytes() for linear in module.modules() if isinstance(linear, PackedLinear))
     return int(type(module).get_memory_footprint(module, return_buffers)) + packed
 
 
@@ -396,8 +398,10 @@ def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
         threads: The current number of torch threads, which is only used as a cache key.
     """
     ratios = {}
-    for what, rows in TIMED_ROWS.items():
+    for product_name, rows in TIMED_ROWS.items():
         states, weight = (torch.full((size, WIDTH), 0.01, dtype=torch.float32) for size in (rows, INNER))
         float32 = partial(nn.functional.linear, states, weight)
-        ratios[what] = _measure_slowdown(float32, partial(nn.functional.linear, states.bfloat16(), weight.bfloat16()))
+        ratios[product_name] = _measure_slowdown(
+            float32, partial(nn.functional.linear, states.bfloat16(), weight.bfloat16())
+        )
     return ratios

@@ -26,7 +26,7 @@ from ..modeling.transformers_internals import (
 )
 
 # The names of cross-attention modules in Transformers decoder layers.
-CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
+CROSS_ATTENTION_NAMES = ("EncDecAttention", "encoder_attn", "cross_attention")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class CrossAttentionLayout:
 
 
 T5_ROLES = ("states", "encoder_outputs", "cache", "mask", "bias")
-T5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
-UMT5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
-BART = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
+T5_LAYOUT = CrossAttentionLayout(
+    "q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True
+)
+UMT5_LAYOUT = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
+BART_LAYOUT = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
 # Layouts by the class that defines `forward`. Classes with the same layout have the same code in Transformers 5.15 and
 # 5.24.
@@ -71,10 +73,10 @@ BART_CLASSES = (
     MBartAttention MarianAttention NllbMoeAttention PLBartAttention PegasusAttention PegasusXAttention
     Speech2TextAttention WhisperAttention"""  # Whisper scales the queries instead of the logits
 ).split()
-SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
-    **dict.fromkeys(("LongT5Attention", "MT5Attention", "SwitchTransformersAttention", "T5Attention"), T5),
-    "UMT5Attention": UMT5,
-    **dict.fromkeys(BART_CLASSES, BART),
+LAYOUTS_BY_CLASS: dict[str, CrossAttentionLayout] = {
+    **dict.fromkeys(("LongT5Attention", "MT5Attention", "SwitchTransformersAttention", "T5Attention"), T5_LAYOUT),
+    "UMT5Attention": UMT5_LAYOUT,
+    **dict.fromkeys(BART_CLASSES, BART_LAYOUT),
 }
 
 
@@ -86,13 +88,13 @@ def get_forward_owner(cls: type) -> type:
 def get_cross_attention_layout(cls: type) -> CrossAttentionLayout | None:
     """Return the layout of a cross-attention class, or None if the class that defines `forward` is not supported."""
     owner = get_forward_owner(cls)
-    return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
+    return LAYOUTS_BY_CLASS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
 
 
-def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and the module for each cross-attention module, even if its class is not supported."""
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] in CROSS_ATTENTIONS:
+        if path.rpartition(".")[2] in CROSS_ATTENTION_NAMES:
             yield path, module
 
 
@@ -104,7 +106,7 @@ with guarded_imports():
 KEYS_AND_VALUES, ENCODER_OUTPUTS = "keys_and_values", "encoder_outputs"
 
 # The supported attention implementations. With any other implementation, the Transformers code runs.
-IMPLEMENTATIONS = ("sdpa", "eager")
+SUPPORTED_IMPLEMENTATIONS = ("sdpa", "eager")
 
 # `SharedMemoryMixin` is a mixin that is combined with a Transformers class. Type checkers see it as a module.
 if TYPE_CHECKING:
@@ -125,14 +127,14 @@ class SharedMemoryMixin(_Attention):
     one row of keys and values per query row.
 
     Class attributes:
-        plain: The original class of the module, which is a Transformers class or a subclass.
+        original_class: The original class of the module, which is a Transformers class or a subclass.
         kind: The layout of the original class.
         arguments: The arguments of the original `forward`, by role.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
     """
 
-    plain: type
-    kind: CrossAttentionLayout
+    original_class: type
+    layout: CrossAttentionLayout
     arguments: MethodSignature
     cross_cache: str
 
@@ -146,10 +148,10 @@ class SharedMemoryMixin(_Attention):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
         if not self.training:
             encoder_outputs = get_unrepeated_encoder_outputs(encoder_outputs, self.key_value_projections())
-        source = None
+        cached_outputs = None
         if self.cross_cache == ENCODER_OUTPUTS:
-            source = self._cache_encoder_outputs(states, encoder_outputs, cache, layer)
-        if source is None:
+            cached_outputs = self._cache_encoder_outputs(states, encoder_outputs, cache, layer)
+        if cached_outputs is None:
             rows = encoder_outputs.shape[0] if layer is None else layer.keys.shape[0]
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
             if beams <= 1 and _is_mask_broadcastable(mask, states):
@@ -160,10 +162,10 @@ class SharedMemoryMixin(_Attention):
                 return super().forward(**self._repeat_arguments(args, kwargs))
         check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
-        if source is not None and self._should_absorb_projections(states, source):
-            output, weights = self._attend_absorbed(self._compute_queries(states), source, **options)
+        if cached_outputs is not None and self._should_absorb_projections(states, cached_outputs):
+            output, weights = self._attend_absorbed(self._compute_queries(states), cached_outputs, **options)
         else:
-            key, value = self._get_keys_and_values(encoder_outputs, cache, layer, source)
+            key, value = self._get_keys_and_values(encoder_outputs, cache, layer, cached_outputs)
             output, weights = self._attend(self._compute_queries(states), key, value, **options)
         output = self._get_linear("output")(output.flatten(2))
         return (output, *bias, weights)
@@ -175,34 +177,36 @@ class SharedMemoryMixin(_Attention):
         can_read = layer is None or holds_encoder_outputs(layer)
         if self.training or not can_read or not self._uses_supported_implementation():
             return None
-        source: torch.Tensor = encoder_outputs if layer is None else layer.source
+        cached_outputs: torch.Tensor = encoder_outputs if layer is None else layer.encoder_outputs
         key_linear, value_linear = self.key_value_projections()
-        if not (is_plain_linear(key_linear, source) and is_plain_linear(value_linear, source)):
+        if not (is_plain_linear(key_linear, cached_outputs) and is_plain_linear(value_linear, cached_outputs)):
             return None
         if states.dtype != key_linear.weight.dtype:
             return None
-        tensors = (states, source, key_linear.weight, value_linear.weight)
+        tensors = (states, cached_outputs, key_linear.weight, value_linear.weight)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return None
         if is_traced() or torch.is_autocast_enabled(states.device.type):
-            return source if layer is not None else None
-        if source.shape[0] == 0 or states.shape[0] % source.shape[0]:
+            return cached_outputs if layer is not None else None
+        if cached_outputs.shape[0] == 0 or states.shape[0] % cached_outputs.shape[0]:
             return None
         if layer is None and cache is not None:
             projections = (key_linear, value_linear)
-            layer = EncoderOutputsLayer(source, projections, self._head_dim(), count_beams(states, source))
+            layer = EncoderOutputsLayer(
+                cached_outputs, projections, self._get_head_dim(), count_beams(states, cached_outputs)
+            )
             if not try_store_layer(cache, self.layer_idx, layer):
                 return None
-        return source
+        return cached_outputs
 
     def _should_absorb_projections(self, states: torch.Tensor, encoder_outputs: torch.Tensor) -> bool:
         """Return whether attending to encoder outputs needs no more multiplications than computing keys and values."""
         if is_traced():
             return True
         rows, (sentences, length, width) = states.shape[0] * states.shape[1], encoder_outputs.shape
-        inner, head_dim = self.key_value_projections()[0].out_features, self._head_dim()
-        absorbed = 2 * rows * (inner // head_dim) * width * (head_dim + length)
-        return absorbed <= 2 * length * inner * (sentences * width + rows)
+        inner_dim, head_dim = self.key_value_projections()[0].out_features, self._get_head_dim()
+        absorbed_flops = 2 * rows * (inner_dim // head_dim) * width * (head_dim + length)
+        return absorbed_flops <= 2 * length * inner_dim * (sentences * width + rows)
 
     def _attend_absorbed(
         self, query: torch.Tensor, encoder_outputs: torch.Tensor, mask: torch.Tensor | None, **options: Any
@@ -213,7 +217,7 @@ class SharedMemoryMixin(_Attention):
         of the value projection is multiplied by the sum of the attention weights, which is 0 for a query whose keys
         are all masked, and otherwise 1.
         """
-        (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
+        (key_linear, value_linear), head_dim = self.key_value_projections(), self._get_head_dim()
         latent = encoder_outputs[:, None]
         absorbed_query = matmul_per_head(query, key_linear.weight, head_dim)
         output, weights = self._attend(absorbed_query, latent, latent, mask, **options)
@@ -241,8 +245,8 @@ class SharedMemoryMixin(_Attention):
         options: dict[str, Any] = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         is_eager = self.config._attn_implementation_internal == "eager"
         # On CPUs, the fused kernel uses one thread per sentence and key head.
-        on_cpu = key.device.type == "cpu" and not is_traced()
-        if is_eager or (key is value and on_cpu and key.shape[0] < torch.get_num_threads()):
+        is_on_cpu = key.device.type == "cpu" and not is_traced()
+        if is_eager or (key is value and is_on_cpu and key.shape[0] < torch.get_num_threads()):
             output, weights = attention_with_weights(query, key, value, mask, position_bias, **options)
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
@@ -254,10 +258,10 @@ class SharedMemoryMixin(_Attention):
         if (
             cached_encoder_outputs is not None
         ):  # the cache stores the encoder outputs, and these keys and values are temporary
-            return compute_keys_and_values(cached_encoder_outputs, self.key_value_projections(), self._head_dim())
+            return compute_keys_and_values(cached_encoder_outputs, self.key_value_projections(), self._get_head_dim())
         if layer is not None:
             return layer.keys, layer.values
-        key, value = compute_keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
+        key, value = compute_keys_and_values(encoder_outputs, self.key_value_projections(), self._get_head_dim())
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
@@ -279,32 +283,32 @@ class SharedMemoryMixin(_Attention):
             return None
         if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
             mask = mask[:, :, :1]
-        if mask.dtype == torch.bool and self.kind.has_finite_masks:
+        if mask.dtype == torch.bool and self.layout.has_finite_masks:
             return torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
         return mask
 
     def _compute_queries(self, states: torch.Tensor) -> torch.Tensor:
         """Compute the queries [b B, h, n, d]."""
-        return self._get_linear("query")(states).unflatten(-1, (-1, self._head_dim())).transpose(1, 2)
+        return self._get_linear("query")(states).unflatten(-1, (-1, self._get_head_dim())).transpose(1, 2)
 
     def _get_linear(self, role: str) -> Any:
         """Return the linear layer for a role ("query", "key", "value" or "output")."""
-        return getattr(self, getattr(self.kind, role))
+        return getattr(self, getattr(self.layout, role))
 
     def key_value_projections(self) -> tuple[Any, Any]:
         """Return the key and value projections, whose weights are applied to the encoder outputs."""
         return self._get_linear("key"), self._get_linear("value")
 
-    def _head_dim(self) -> int:
-        return getattr(self, self.kind.head_dim)
+    def _get_head_dim(self) -> int:
+        return getattr(self, self.layout.head_dim)
 
     def _uses_supported_implementation(self) -> bool:
         # The private field is read because the public property takes microseconds for each layer in each step.
-        return self.config._attn_implementation_internal in IMPLEMENTATIONS
+        return self.config._attn_implementation_internal in SUPPORTED_IMPLEMENTATIONS
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles refer to the original class because the sharing class is created at run time.
-        return _make_empty_instance, (self.plain, self.cross_cache), vars(self)
+        return _make_empty_instance, (self.original_class, self.cross_cache), vars(self)
 
 
 def _is_mask_broadcastable(mask: Any, states: torch.Tensor) -> bool:
@@ -317,15 +321,15 @@ def make_cache_sharing_class(base_class: type, cross_cache: str) -> type:
     """Create the class that replaces a Transformers cross-attention class. It has the same name.
 
     Args:
-        base_class: A class in `SUPPORTED_KINDS`, or a subclass with the same `forward`.
+        base_class: A class in `LAYOUTS_BY_CLASS`, or a subclass with the same `forward`.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
         TransformersChangedError: If `forward` has unknown arguments or return values.
     """
-    kind: Any = get_cross_attention_layout(base_class)
-    arguments = MethodSignature(get_forward_owner(base_class), kind.roles, returns=kind.returns)
-    attributes = {"plain": base_class, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
+    layout: Any = get_cross_attention_layout(base_class)
+    arguments = MethodSignature(get_forward_owner(base_class), layout.roles, returns=layout.returns)
+    attributes = {"original_class": base_class, "layout": layout, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
     return type(base_class.__name__, (SharedMemoryMixin, base_class), attributes)
 
@@ -349,20 +353,20 @@ class EncoderOutputsLayer(BeamSharedDynamicLayer):
     callers use the same tensor.
 
     Args:
-        source: The encoder outputs.
+        encoder_outputs: The encoder outputs.
         projections: The key and value projections.
         head_dim: The head size d.
         beams: The number of decoder rows per row of the encoder outputs.
     """
 
     def __init__(
-        self, source: torch.Tensor, projections: tuple[nn.Module, nn.Module], head_dim: int, beams: int
+        self, encoder_outputs: torch.Tensor, projections: tuple[nn.Module, nn.Module], head_dim: int, beams: int
     ) -> None:
-        self.source: torch.Tensor | None = source
+        self.encoder_outputs: torch.Tensor | None = encoder_outputs
         self.projections: Any = projections
         self.head_dim, self.beams = head_dim, beams
         self.is_initialized = True
-        self.dtype, self.device = source.dtype, source.device
+        self.dtype, self.device = encoder_outputs.dtype, encoder_outputs.device
         self._keys: Any = None
         self._values: Any = None
 
@@ -388,35 +392,35 @@ class EncoderOutputsLayer(BeamSharedDynamicLayer):
 
     def _compute_keys_and_values(self) -> None:
         """Replace the encoder outputs, if they are still stored, with keys and values."""
-        if self.source is not None:
-            source, self.source = self.source, None
+        if self.encoder_outputs is not None:
+            encoder_outputs, self.encoder_outputs = self.encoder_outputs, None
             with torch.no_grad():  # the layer is only created if gradients are not recorded
-                states: Any = compute_keys_and_values(source, self.projections, self.head_dim)
+                states: Any = compute_keys_and_values(encoder_outputs, self.projections, self.head_dim)
             self._keys, self._values = states
             self.projections = None
 
     def _num_rows(self) -> int:
-        return super()._num_rows() if self.source is None else self.source.shape[0]
+        return super()._num_rows() if self.encoder_outputs is None else self.encoder_outputs.shape[0]
 
-    def _apply(self, rows: Any) -> None:
-        if self.source is None:
-            super()._apply(rows)
+    def _apply_to_tensors(self, fn: Any) -> None:
+        if self.encoder_outputs is None:
+            super()._apply_to_tensors(fn)
         else:
-            self.source = rows(self.source)
+            self.encoder_outputs = fn(self.encoder_outputs)
 
     def get_seq_length(self) -> int:
         """Return the number of encoder positions m."""
-        return super().get_seq_length() if self.source is None else self.source.shape[1]
+        return super().get_seq_length() if self.encoder_outputs is None else self.encoder_outputs.shape[1]
 
     def reset(self) -> None:
         """Remove all tensors, unlike Transformers before 5.23, which overwrites them with zeros."""
-        self.source = self.projections = self._keys = self._values = None
+        self.encoder_outputs = self.projections = self._keys = self._values = None
         self.is_initialized, self.beams = False, 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch row `repeats` times."""
         if self._num_rows():
-            self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
+            self._apply_to_tensors(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:
         # Copies and pickles contain keys and values, so that they do not contain model weights.
@@ -435,7 +439,7 @@ def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, num_beams: int)
 
 def holds_encoder_outputs(layer: Any) -> bool:
     """Return whether a cache layer still stores encoder outputs instead of keys and values."""
-    return type(layer) is EncoderOutputsLayer and layer.source is not None
+    return type(layer) is EncoderOutputsLayer and layer.encoder_outputs is not None
 
 
 def try_store_layer(cache: Any, index: int, layer: EncoderOutputsLayer) -> bool:
@@ -449,9 +453,12 @@ def try_store_layer(cache: Any, index: int, layer: EncoderOutputsLayer) -> bool:
     Returns:
         True if the layer was stored. Static caches, offloaded caches and other types of layers are left unchanged.
     """
-    cross = cache.cross_attention_cache
-    if getattr(cross, "offloading", False) or type(get_empty_layer(cross, index)) is not DynamicLayer:
+    cross_attention_cache = cache.cross_attention_cache
+    if (
+        getattr(cross_attention_cache, "offloading", False)
+        or type(get_empty_layer(cross_attention_cache, index)) is not DynamicLayer
+    ):
         return False
-    cross.layers[index] = layer
+    cross_attention_cache.layers[index] = layer
     cache.is_updated[index] = True
     return True

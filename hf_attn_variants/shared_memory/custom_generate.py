@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from .attention import KEYS_AND_VALUES, cross_attentions
+from .attention import KEYS_AND_VALUES, iterate_cross_attentions
 from .installation import check_sharing_support, install_sharing, remove_sharing
 
 
@@ -32,7 +32,7 @@ def generate(model: PreTrainedModel, *args: Any, cross_cache: str = KEYS_AND_VAL
         >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
         >>> model.generate(**inputs, num_beams=4, custom_generate="share-memory", trust_remote_code=True)
     """
-    modules = dict(cross_attentions(model))
+    modules = dict(iterate_cross_attentions(model))
     check_sharing_support(model, modules)
     install_sharing(model, modules, cross_cache)
     try:

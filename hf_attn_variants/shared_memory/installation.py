@@ -11,11 +11,11 @@ from ..modeling.attention.shared_rows import expand_and_mark_encoder_outputs
 from ..modeling.transformers_internals import check_attributes
 from ..modeling.variant_names import get_plain_implementation
 from .attention import (
-    IMPLEMENTATIONS,
-    SUPPORTED_KINDS,
+    LAYOUTS_BY_CLASS,
+    SUPPORTED_IMPLEMENTATIONS,
     SharedMemoryMixin,
-    cross_attentions,
     get_cross_attention_layout,
+    iterate_cross_attentions,
     make_cache_sharing_class,
 )
 
@@ -48,8 +48,8 @@ class SharedInputExpansion(WeakModuleAttribute):
 
     def _can_share(self) -> bool:
         """Return whether all cross-attention modules can share memory with the current attention implementation."""
-        return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
-            isinstance(module, SharedMemoryMixin) for _, module in cross_attentions(self.module)
+        return self.module.config._attn_implementation_internal in SUPPORTED_IMPLEMENTATIONS and all(
+            isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(self.module)
         )
 
     def _get_original_method(self) -> Any:
@@ -93,7 +93,7 @@ def remove_sharing(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None
     """Restore the classes of the cross-attention modules and the attributes of the model."""
     for module in modules:
         if isinstance(module, SharedMemoryMixin):
-            module.__class__ = module.plain
+            module.__class__ = module.original_class
     expansion = vars(model).get(EXPANSION_METHOD)
     if isinstance(expansion, SharedInputExpansion):
         vars(model).pop(EXPANSION_METHOD)
@@ -114,7 +114,7 @@ def check_sharing_support(model: PreTrainedModel, modules: dict[str, nn.Module])
         advice = " Load the whole encoder-decoder with `AutoModelForSeq2SeqLM`." if is_part else ""
         raise ValueError(
             f"{name} has no supported cross-attention.{advice} Supported classes are "
-            f"{', '.join(sorted(SUPPORTED_KINDS))}."
+            f"{', '.join(sorted(LAYOUTS_BY_CLASS))}."
         )
     for path, module in modules.items():
         if not isinstance(module, SharedMemoryMixin):
@@ -129,7 +129,7 @@ def check_architecture_and_implementation(model: PreTrainedModel) -> None:
             f"{type(model).__name__}. Other models do not need `share_memory`."
         )
     implementation = model.config._attn_implementation
-    if get_plain_implementation(implementation) not in IMPLEMENTATIONS:
+    if get_plain_implementation(implementation) not in SUPPORTED_IMPLEMENTATIONS:
         raise ValueError(
             f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
             '`model.set_attn_implementation("sdpa")` first.'
@@ -145,8 +145,8 @@ def _check_cross_attention(path: str, module: nn.Module) -> None:
     kind = get_cross_attention_layout(type(module))
     if kind is None:
         raise ValueError(
-            f"`{path}` must be one of {', '.join(sorted(SUPPORTED_KINDS))} or a subclass with the same `forward`, got "
-            f"{type(module).__name__}."
+            f"`{path}` must be one of {', '.join(sorted(LAYOUTS_BY_CLASS))} or a subclass with the same `forward`, "
+            f"got {type(module).__name__}."
         )
     if "forward" in vars(module):
         raise ValueError(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
-from .attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, SharedMemoryMixin, cross_attentions
+from .attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, SharedMemoryMixin, iterate_cross_attentions
 from .installation import check_architecture_and_implementation, check_sharing_support, install_sharing, remove_sharing
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -54,7 +54,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         if share:
             _check_variant(model, cross_cache)
         return model
-    modules = dict(cross_attentions(model))
+    modules = dict(iterate_cross_attentions(model))
     if not share:
         _check_replaced_forwards(modules)
         remove_sharing(model, modules.values())

@@ -68,11 +68,11 @@ def test_help_fits_the_terminal_and_keeps_examples(capsys, monkeypatch):
 def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.commands import convert
     from hf_attn_variants.conversion import METHODS
-    from hf_attn_variants.conversion.checkpoint.tensor_files import EXTENSIONS
+    from hf_attn_variants.conversion.checkpoint.tensor_files import POSITION_EXTENSIONS
     from hf_attn_variants.conversion.conversions import DTYPES
 
     assert list(convert.METHOD_NAMES) == sorted(METHODS) and list(convert.DTYPE_NAMES) == sorted(DTYPES)
-    assert convert.POSITION_EXTENSIONS == EXTENSIONS
+    assert convert.POSITION_EXTENSIONS == POSITION_EXTENSIONS
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -248,7 +248,7 @@ def test_report_and_card_describe_the_calibration_text(tmp_path):
     assert result["none"]["calibration"] is None
     assert "calibration used" not in _told(tmp_path / "none")
     assert settings["held_out"] == 128
-    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
+    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).get_report_settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 

@@ -13,7 +13,7 @@ from hf_attn_variants.conversion.checkpoint import tensor_files
 from hf_attn_variants.conversion.checkpoint.tensor_files import (
     DTYPE_NAMES,
     SafetensorsWriter,
-    cast,
+    cast_tensor,
     get_safetensors_dtype,
     open_checkpoint,
     write_index,
@@ -50,7 +50,7 @@ def test_reader_returns_the_stored_tensors(tmp_path, monkeypatch, chunk_bytes):
         assert set(reader.entries) == set(tensors) and reader.index_metadata is None
         for name, tensor in tensors.items():
             assert bit_equal(reader.read(name), tensor), name
-            chunks = [*reader.chunks(name), torch.empty(0, dtype=tensor.dtype)]
+            chunks = [*reader.iterate_chunks(name), torch.empty(0, dtype=tensor.dtype)]
             assert bit_equal(torch.cat([c.view(torch.uint8) for c in chunks]), tensor.reshape(-1).view(torch.uint8)), (
                 name
             )
@@ -198,7 +198,7 @@ def test_pickle_is_read_only_with_permission(tmp_path, zipped):
     with open_checkpoint(tmp_path, allow_pickle=True) as reader:
         for name, tensor in tensors.items():
             assert bit_equal(reader.read(name), tensor)
-            assert bit_equal(torch.cat(list(reader.chunks(name))), tensor.reshape(-1))
+            assert bit_equal(torch.cat(list(reader.iterate_chunks(name))), tensor.reshape(-1))
 
 
 class RunsCode:
@@ -223,7 +223,7 @@ def test_pickle_of_another_object_raises_an_error(tmp_path, content):
 
 def test_overflowing_cast_raises_an_error():
     tensor = torch.tensor([1.0, 1e5])
-    assert cast(tensor, torch.bfloat16, "a").dtype == torch.bfloat16
+    assert cast_tensor(tensor, torch.bfloat16, "a").dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"'a' .* too large for torch\.float16"):
-        cast(tensor, torch.float16, "a")
-    assert torch.isinf(cast(torch.tensor([torch.inf]), torch.float16, "a")).all()
+        cast_tensor(tensor, torch.float16, "a")
+    assert torch.isinf(cast_tensor(torch.tensor([torch.inf]), torch.float16, "a")).all()

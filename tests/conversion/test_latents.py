@@ -18,7 +18,7 @@ from hf_attn_variants.conversion.attention_tensors import (
     compute_error_forms_from_weights,
     compute_preserved_energy_share,
     find_best_latent,
-    latent_change,
+    get_latent_change,
     project_onto_latent,
 )
 from hf_attn_variants.conversion.calibration.methods import compute_error_forms
@@ -148,8 +148,8 @@ def test_recording_in_several_chunks_changes_no_result(monkeypatch):
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same")])
 def test_rank_changes_are_checked(before, after, expected):
-    assert latent_change(before, after) == expected
-    assert latent_change(4, None) == "expand"
+    assert get_latent_change(before, after) == expected
+    assert get_latent_change(4, None) == "expand"
 
 
 @pytest.mark.thorough
@@ -307,9 +307,9 @@ def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = attention(kv_heads=2)
     forms = compute_error_forms_from_weights(tensors, heads)
     new = project_onto_latent(tensors, find_best_latent([forms.key, forms.value], 6), forms)
-    from hf_attn_variants.conversion.report import attention_errors
+    from hf_attn_variants.conversion.report import compute_attention_errors
 
-    logits, values = attention_errors(tensors, new.fold_latent(), heads)
+    logits, values = compute_attention_errors(tensors, new.fold_latent(), heads)
     assert logits**2 == pytest.approx(1 - new.details["latent_key_energy"], abs=2e-4)
     assert values**2 == pytest.approx(1 - new.details["latent_value_energy"], abs=2e-4)
 

@@ -9,8 +9,8 @@ from hf_attn_variants.conversion.attention_tensors import (
     HeadCounts,
     LayerContext,
     average_heads,
+    get_kv_head_change,
     group_heads,
-    kv_head_change,
     repeat_heads,
     select_first_heads,
     split_heads,
@@ -44,13 +44,13 @@ def layer(seed=0, module="encoder.layer.0.attention", std=0.02):
     [(12, 4, "pool"), (12, 1, "pool"), (4, 4, "same"), (4, 12, "expand"), (1, 12, "expand")],
 )
 def test_head_counts_are_related_as_pooled_or_repeated(source, target, expected):
-    assert kv_head_change(source, target) == expected
+    assert get_kv_head_change(source, target) == expected
 
 
 @pytest.mark.parametrize("source, target", [(6, 4), (4, 6), (12, 0), (12, -3)])
 def test_incompatible_head_counts_raise_an_error(source, target):
     with pytest.raises(ValueError, match=str(target)):
-        kv_head_change(source, target)
+        get_kv_head_change(source, target)
 
 
 def test_groups_equal_those_of_torch_grouped_attention():

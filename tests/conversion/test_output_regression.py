@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts
-from hf_attn_variants.conversion.calibration.fitting import refit_output_projection, relative_error
+from hf_attn_variants.conversion.calibration.fitting import compute_output_error, refit_output_projection
 from hf_attn_variants.conversion.calibration.recording import compute_attention
 
 WIDTH, HEADS, TOKENS = 48, 4, 12
@@ -65,10 +65,10 @@ def test_regression_with_little_noisy_text_increases_no_error(bias, distance):
     inputs, others = calls(1, seed=1), calls(20, seed=2)
     targets = outputs(source, inputs, noise=0.3)
     wanted = outputs(source, others)
-    before = relative_error(begun, heads(), others, wanted)
-    after = relative_error(refit_output_projection(begun, heads(), inputs, targets), heads(), others, wanted)
+    before = compute_output_error(begun, heads(), others, wanted)
+    after = compute_output_error(refit_output_projection(begun, heads(), inputs, targets), heads(), others, wanted)
     assert after <= before + 0.02
-    assert relative_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
+    assert compute_output_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
 
 
 def test_regression_to_unrelated_outputs_predicts_about_the_mean():
@@ -82,8 +82,10 @@ def test_regression_to_unrelated_outputs_predicts_about_the_mean():
         torch.randn(batch.states.shape, generator=torch.Generator().manual_seed(50 + i))
         for i, batch in enumerate(others)
     ]
-    assert relative_error(tensors, heads(), others, unlike) > 1.3
-    assert relative_error(refit_output_projection(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
+    assert compute_output_error(tensors, heads(), others, unlike) > 1.3
+    assert (
+        compute_output_error(refit_output_projection(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
+    )
 
 
 def test_regression_on_one_example_changes_nothing():

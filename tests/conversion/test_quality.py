@@ -18,12 +18,12 @@ from hf_attn_variants.conversion.calibration.batches import make_untruncated_bat
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_difference_terms
 from hf_attn_variants.conversion.calibration.source_outputs import _count_runaway_generations as runaway
 from hf_attn_variants.conversion.report import (
-    BOUNDS,
+    TOLERANCES,
     OutsideToleranceError,
     Quality,
     check_within_tolerance,
+    compute_edit_distance,
     compute_ratio_confidence_interval,
-    edit_distance,
 )
 
 
@@ -78,7 +78,7 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
     model, outputs = source_outputs(upstream, **given)
     result = outputs.compare_with(model)
     assert result.measure == measure and result.examples == 128
-    assert result.value == pytest.approx(same, abs=1e-5) and result.is_kept
+    assert result.value == pytest.approx(same, abs=1e-5) and result.is_within_tolerance
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed" not in name and "shared" not in name:
@@ -92,7 +92,7 @@ def test_nan_outputs_are_outside_tolerance():
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
     result = outputs.compare_with(model)
-    assert result.value is None and not result.is_kept and "not finite" in str(result)
+    assert result.value is None and not result.is_within_tolerance and "not finite" in str(result)
 
 
 def test_endless_texts_are_counted_separately_from_changed_words():
@@ -101,7 +101,7 @@ def test_endless_texts_are_counted_separately_from_changed_words():
     assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are not a loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
     assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
-    result = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
+    result = Quality("tokens", 0.6, TOLERANCES["tokens"], 10, runaway=1)
     assert "60.0% of its generated tokens" in str(result) and "for 1 of 10 examples" in str(result)
     assert Quality.from_dict(result.to_dict()) == result
     before = {name: value for name, value in result.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
@@ -134,7 +134,7 @@ def test_text_unknown_to_the_source_is_inconclusive(caplog):
     model, outputs = source_outputs(model, target_texts=text(seed=1))
     result = outputs.compare_with(model)
     assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
-    assert result.unknown and not result.is_kept and result.verdict == "inconclusive"
+    assert result.unknown and not result.is_within_tolerance and result.verdict == "inconclusive"
     check_within_tolerance(result, strict=False)
     assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
     with pytest.raises(OutsideToleranceError, match="more than that of a random guess"):
@@ -143,7 +143,7 @@ def test_text_unknown_to_the_source_is_inconclusive(caplog):
 
 
 def quality(measure, value, interval=None, examples=100):
-    return Quality(measure, value, BOUNDS[measure], examples, interval=interval)
+    return Quality(measure, value, TOLERANCES[measure], examples, interval=interval)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def quality(measure, value, interval=None, examples=100):
 def test_interval_determines_the_verdict(measure, value, interval, verdict):
     result = quality(measure, value, interval)
     assert result.verdict == Quality.from_dict(json.loads(json.dumps(result.to_dict()))).verdict == verdict
-    assert result.is_kept is (verdict == "within tolerance")
+    assert result.is_within_tolerance is (verdict == "within tolerance")
     assert "(95 % interval " in str(result)
     assert quality(measure, value, examples=1).verdict == "inconclusive"
 
@@ -299,9 +299,11 @@ def test_score_error_is_a_share_of_the_variance():
 
 
 def test_confidence_bounds_equal_reference_values():
-    assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 5
+    assert [Quality(name, TOLERANCES[name], TOLERANCES[name], 9).is_within_tolerance for name in TOLERANCES] == [
+        True
+    ] * 5
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
-        assert not Quality(name, value, BOUNDS[name], 9).is_kept
+        assert not Quality(name, value, TOLERANCES[name], 9).is_within_tolerance
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_confidence_bounds_equal_reference_values():
     [([], [1], 1), ([1, 2, 3], [1, 3], 1), ([1, 2], [2, 1], 2), ([5], [5], 0), ([1, 2, 3], [4, 2], 2)],
 )
 def test_edit_distance_counts_changed_words(first, second, distance):
-    assert edit_distance(first, second) == edit_distance(second, first) == distance
+    assert compute_edit_distance(first, second) == compute_edit_distance(second, first) == distance
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ import torch
 
 from hf_attn_variants.conversion import report
 from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
-from hf_attn_variants.conversion.report import attention_errors
+from hf_attn_variants.conversion.report import compute_attention_errors
 
 HEADS, HEAD_DIM, SIZE, MEMORY = 6, 3, 10, 7
 
@@ -52,17 +52,17 @@ def test_report_errors_equal_those_of_full_products(source, target, same_query, 
         ((old - new).norm() / old.norm()).item()
         for old, new in zip(products(before, source), products(after, target), strict=True)
     ]
-    assert attention_errors(before, after, heads) == pytest.approx(expected, rel=1e-9)
+    assert compute_attention_errors(before, after, heads) == pytest.approx(expected, rel=1e-9)
 
 
 def test_unchanged_weights_have_zero_error():
     before = attention(2)
     tensors = {name: value for name, value in vars(before).items() if isinstance(value, torch.Tensor)}
     copy = AttentionTensors(**{name: value.clone() for name, value in tensors.items()})
-    assert attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
+    assert compute_attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
 
 
 def test_error_relative_to_zero_is_undefined():
     before = attention(2, bias=False)
     zero = AttentionTensors(**(vars(before) | {"key_weight": torch.zeros_like(before.key_weight)}))
-    assert attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)
+    assert compute_attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)

@@ -186,7 +186,7 @@ def tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
     return AttentionTensors(**{**fields(tensors), **changed})
 
 
-def relative_error(tensors, new, inputs):
+def compute_output_error(tensors, new, inputs):
     expected, outputs = (
         torch.cat([compute_attention(each, batch, QUERY_HEADS)[0][batch.valid] for batch in inputs])
         for each in (tensors, new)
@@ -199,7 +199,7 @@ def test_aligned_heads_that_differ_by_phases_are_merged_without_a_loss(layout):
     inputs, heads = make_inputs((1.0, 0.1), layout), head_counts(head_dim=6)
     tensors = tied_attention(layout, modulus=False)
     layer = LayerContext("layer", "self", torch.Generator(), 0.02, inputs=inputs)
-    assert relative_error(tensors, Aligned().convert_module(tensors, heads, layer), inputs) < 1e-6
+    assert compute_output_error(tensors, Aligned().convert_module(tensors, heads, layer), inputs) < 1e-6
 
 
 @LAYOUTS
@@ -210,7 +210,7 @@ def test_closed_form_merges_heads_that_differ_by_complex_factors(layout, frequen
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
     forms = list(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms.append(refit_rotary_queries(tensors, forms[0], heads, inputs, inputs[0].rotary.get_pairs(6)))
-    errors = [relative_error(tensors, form, inputs) for form in forms]
+    errors = [compute_output_error(tensors, form, inputs) for form in forms]
     assert len(errors) == 4 and max(errors) < 1e-3
     assert find_best_groups(tensors, heads, inputs, torch.Generator().manual_seed(0)) == [[0, 1], [2, 3]]
 

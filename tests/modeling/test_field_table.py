@@ -14,11 +14,11 @@ from hf_attn_variants.export.plain import NO_PLAIN_FORM
 from hf_attn_variants.modeling.fields import field_table
 from hf_attn_variants.modeling.fields.field_table import (
     VARIANT_FIELDS,
-    Field,
+    VariantField,
     describe_field,
     get_card_value_description,
     look_up_field,
-    variant_field,
+    make_dataclass_field,
 )
 
 NAMES = {prefix + row.name: prefix for row in VARIANT_FIELDS for prefix in row.prefixes}
@@ -85,11 +85,11 @@ def test_cards_and_errors_use_the_names_of_the_table():
 @pytest.mark.parametrize("default", [None, "sigmoid"])
 def test_choices_of_a_new_field_are_checked(monkeypatch, default):
     choices = ("sigmoid", "tanh")
-    row = Field("output_gate", str, default, choices=choices, facts=("by_layer",))
-    monkeypatch.setitem(field_table._ROWS, "output_gate", ("", row))
+    row = VariantField("output_gate", str, default, choices=choices, tags=("by_layer",))
+    monkeypatch.setitem(field_table._FIELDS_BY_NAME, "output_gate", ("", row))
 
     class GatedConfig(AttnVariantBertConfig):
-        output_gate: str | None = variant_field("output_gate")
+        output_gate: str | None = make_dataclass_field("output_gate")
 
     by_layer = {"output_gate": ["tanh", "sigmoid"]}
     assert GatedConfig(num_hidden_layers=2, per_layer_values=by_layer).get_layer_value("output_gate", 0) == "tanh"

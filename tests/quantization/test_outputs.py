@@ -34,17 +34,21 @@ MORE = {
 }
 
 
-PATHS = {f"{path.__name__}-{bits}": (path, bits) for path in int8_weight.PATHS for bits in int8_weight.LEVELS}
+PATHS = {
+    f"{path.__name__}-{bits}": (path, bits)
+    for path in int8_weight.INT8_BACKENDS
+    for bits in int8_weight.MAX_MAGNITUDES
+}
 
 
 @pytest.fixture(params=PATHS)
 def way(request, monkeypatch):
     """Each path and number of bits that is correct on this processor, for any number of tokens."""
     path, bits = PATHS[request.param]
-    if path not in int8_weight._find_correct_paths(torch.backends.quantized.engine, bits):
+    if path not in int8_weight._find_correct_backends(torch.backends.quantized.engine, bits):
         pytest.skip("not correct on this processor")
     plan = int8_weight.ExecutionPlan(bits, (path,) * len(int8_weight.ROW_COUNTS))
-    monkeypatch.setattr(int8_weight, "current_plan", lambda: plan)
+    monkeypatch.setattr(int8_weight, "get_current_plan", lambda: plan)
     return request.param
 
 
@@ -138,12 +142,12 @@ def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
     weight[5] = 0.0
     whole = Int8Weight.from_float32(weight)
-    monkeypatch.setattr(int8_weight, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(int8_weight, "ROWS_PER_BLOCK", 16)
     parts = Int8Weight.from_float32(weight)
     assert all(torch.equal(one, parts.tensors()[name]) for name, one in whole.tensors().items())
     torch.testing.assert_close(whole.to_float32(), rounded_weight(weight), rtol=1e-6, atol=0)
     numbers = whole.numbers()
-    whole.product(weight[:1], None)  # packs it, and keeps no other copy
+    whole.compute_linear(weight[:1], None)  # packs it, and keeps no other copy
     assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
 
 
@@ -155,7 +159,7 @@ def test_int8_token_does_not_depend_on_other_tokens(way):
         assert torch.equal(made(states[row : row + 1])[0], together[row])
 
 
-@pytest.mark.parametrize("bits", int8_weight.LEVELS)
+@pytest.mark.parametrize("bits", int8_weight.MAX_MAGNITUDES)
 def test_int8_paths_are_bitwise_equal(bits):
     """Check that the fastest path may differ between two runs."""
     generator = torch.Generator().manual_seed(0)
@@ -163,8 +167,8 @@ def test_int8_paths_are_bitwise_equal(bits):
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
     states[7], states[9, 3] = 0.0, 1e6
     # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
-    states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.LEVELS[bits]
-    paths = int8_weight._find_correct_paths(torch.backends.quantized.engine, bits)
+    states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.MAX_MAGNITUDES[bits]
+    paths = int8_weight._find_correct_backends(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
         made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
         assert all(torch.equal(item, made[0]) for item in made)
@@ -172,7 +176,7 @@ def test_int8_paths_are_bitwise_equal(bits):
 
 def test_int8_plan_selects_a_fast_path():
     """Check that no reference kernel is used, which takes hundreds of times as long."""
-    plan = int8_weight.current_plan()
+    plan = int8_weight.get_current_plan()
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
     with torch.no_grad():
@@ -182,17 +186,17 @@ def test_int8_plan_selects_a_fast_path():
 
 
 def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
-    class Wrong(int8_weight.OneDnnPath):
+    class Wrong(int8_weight.OneDnnBackend):
         def multiply(self, numbers, bits):
             return super().multiply(numbers, bits) / 2
 
-    class Gone(int8_weight.OneDnnPath):
+    class Gone(int8_weight.OneDnnBackend):
         def multiply(self, numbers, bits):
             raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.QuantizedEnginePath))
-    actual = int8_weight._find_correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
-    assert actual == (int8_weight.QuantizedEnginePath,)
+    monkeypatch.setattr(int8_weight, "INT8_BACKENDS", (Wrong, Gone, int8_weight.QuantizedEngineBackend))
+    actual = int8_weight._find_correct_backends.__wrapped__(torch.backends.quantized.engine, 7)
+    assert actual == (int8_weight.QuantizedEngineBackend,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

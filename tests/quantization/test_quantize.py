@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_fast_bfloat16
-from hf_attn_variants.shared_memory.attention import cross_attentions
+from hf_attn_variants.shared_memory.attention import iterate_cross_attentions
 
 # The package has a function of this name.
 in_place = importlib.import_module("hf_attn_variants.quantization.quantize")
@@ -97,7 +97,7 @@ def test_layers_whose_weights_attention_reads_stay_in_float32():
             assert kind is Int8Linear, path
     for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
         shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
-        for _, module in cross_attentions(shared):
+        for _, module in iterate_cross_attentions(shared):
             assert [type(item) for item in module.key_value_projections()] == [kind] * 2
             assert isinstance(module.q_proj, Int8Linear)
         assert isinstance(shared.model.encoder.layers[0].self_attn.k_proj, Int8Linear)
@@ -377,13 +377,17 @@ def test_slower_int8_gives_a_warning(monkeypatch, caplog):
         with caplog.at_level(logging.INFO, "transformers"):
             quantize(tiny_model("bart"))
         assert words in caplog.text and ("float32 on this processor" in caplog.text) == bool(words)
-        assert str(int8_weight.current_plan()) in caplog.text
+        assert str(int8_weight.get_current_plan()) in caplog.text
     transformers.logging.disable_propagation()
 
 
 def test_int8_layer_returns_the_autocast_dtype():
     """Check also the first call of a process, and inputs that are not contiguous."""
-    for cached in (int8_weight._make_execution_plan, int8_weight._find_correct_paths, int8_weight._choose_input_bits):
+    for cached in (
+        int8_weight._make_execution_plan,
+        int8_weight._find_correct_backends,
+        int8_weight._choose_input_bits,
+    ):
         cached.cache_clear()
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)

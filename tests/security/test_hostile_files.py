@@ -109,7 +109,7 @@ def test_fuzzed_safetensors_files_load_or_raise_an_error(content, tmp_path):
     def read_all():
         with open_checkpoint(tmp_path) as reader:
             for name, entry in reader.entries.items():
-                sum(chunk.numel() for chunk in reader.chunks(name))
+                sum(chunk.numel() for chunk in reader.iterate_chunks(name))
                 if entry.numel < 2**20:
                     reader.read(name)
 

@@ -14,9 +14,11 @@ IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 def upstream_calls(model, monkeypatch):
     """A list that grows with each call of Transformers' forward in the model's first cross-attention."""
     module = next(item for item in model.modules() if isinstance(item, SharedMemoryMixin))
-    calls, forward = [], module.plain.forward
+    calls, forward = [], module.original_class.forward
     monkeypatch.setattr(
-        module.plain, "forward", lambda self, *args, **kw: calls.append(self is module) or forward(self, *args, **kw)
+        module.original_class,
+        "forward",
+        lambda self, *args, **kw: calls.append(self is module) or forward(self, *args, **kw),
     )
     return calls
 
@@ -50,7 +52,10 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
         assert not any(reads) and reads
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-9, rtol=1e-9)
         layers = get_cache(ours).cross_attention_cache.layers
-        assert all(type(layer) is EncoderOutputsLayer and layer.source is layers[0].source for layer in layers)
+        assert all(
+            type(layer) is EncoderOutputsLayer and layer.encoder_outputs is layers[0].encoder_outputs
+            for layer in layers
+        )
         reads.clear()
         shared(**batch, decoder_input_ids=IDS[:, :1])
         assert all(reads) and reads
@@ -59,7 +64,7 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
 def test_cache_form_can_be_changed_in_place():
     model, batch = share_memory(tiny_model("t5")), source_batch("t5")
     expected = model.generate(**batch, max_new_tokens=6, num_beams=2)
-    plain = {type(item).plain for item in model.modules() if isinstance(item, SharedMemoryMixin)}
+    plain = {type(item).original_class for item in model.modules() if isinstance(item, SharedMemoryMixin)}
     assert share_memory(model, cross_cache="encoder_outputs") is model
     kinds = {item.cross_cache for item in model.modules() if isinstance(item, SharedMemoryMixin)}
     assert kinds == {"encoder_outputs"}

@@ -7,7 +7,7 @@ from fixtures.caches import get_cache, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 from hf_attn_variants import share_memory
-from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, SharedMemoryMixin, cross_attentions
+from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, SharedMemoryMixin, iterate_cross_attentions
 
 pytestmark = pytest.mark.cross_product
 
@@ -133,8 +133,8 @@ def test_cache_has_one_row_per_sentence(name, form):
     shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
     layers = kept[-1][1].cross_attention_cache.layers
     if form == "source":
-        assert all(type(layer) is EncoderOutputsLayer and layer.source.shape[0] == 3 for layer in layers)
-        assert len({layer.source.data_ptr() for layer in layers}) == 1
+        assert all(type(layer) is EncoderOutputsLayer and layer.encoder_outputs.shape[0] == 3 for layer in layers)
+        assert len({layer.encoder_outputs.data_ptr() for layer in layers}) == 1
     else:
         assert {layer.keys.shape[:2] for layer in layers} == {(3, 4)}
 
@@ -264,7 +264,7 @@ def test_base_models_and_other_heads_share_memory(form):
     for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
         made = getattr(transformers, cls)
         upstream, shared = tiny_model(name, made).double(), share_memory(tiny_model(name, made).double())
-        assert any(isinstance(module, SharedMemoryMixin) for _, module in cross_attentions(shared))
+        assert any(isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(shared))
         batch = batch_of(name)
         if "Sequence" in cls:
             batch["input_ids"][:, 1] = 2

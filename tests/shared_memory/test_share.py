@@ -16,7 +16,7 @@ from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 import hf_attn_variants
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.attention.shared_rows import BeamSharedDynamicLayer, get_unrepeated_encoder_outputs
-from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, cross_attentions
+from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, iterate_cross_attentions
 from hf_attn_variants.shared_memory.installation import EXPANSION_METHOD
 
 OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
@@ -34,7 +34,7 @@ def states_of(model):
 
 
 def is_shared(model):
-    return all(isinstance(module, SharedMemoryMixin) for _, module in cross_attentions(model))
+    return all(isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(model))
 
 
 @pytest.mark.thorough
@@ -48,8 +48,10 @@ def test_unsharing_restores_the_model_exactly(name):
     assert type(model) is cls and isinstance(model, getattr(transformers, FAMILIES[name].model))
     for name_now, weight in model.state_dict().items():
         assert weight.data_ptr() == weights[name_now].data_ptr()
-    for _, module in cross_attentions(model):
-        assert type(module).__name__ == type(module).plain.__name__ and isinstance(module, type(module).plain)
+    for _, module in iterate_cross_attentions(model):
+        assert type(module).__name__ == type(module).original_class.__name__ and isinstance(
+            module, type(module).original_class
+        )
     model.generate(**batch, **BEAMS)
     assert share_memory(model) is model  # a second time changes nothing
     assert share_memory(model, False) is model
@@ -192,12 +194,12 @@ def test_subclasses_can_share_memory(form):
     expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
     assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected) and model.calls > 1
     share_memory(model, False)
-    for _, module in cross_attentions(model):  # of an attention's subclass that leaves its forward
+    for _, module in iterate_cross_attentions(model):  # of an attention's subclass that leaves its forward
         module.__class__ = OwnAttention
     share_memory(model)
     assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
     share_memory(model, False)
-    assert all(type(module) is OwnAttention for _, module in cross_attentions(model))
+    assert all(type(module) is OwnAttention for _, module in iterate_cross_attentions(model))
 
 
 class OwnAttention(transformers.models.t5.modeling_t5.T5Attention):
@@ -221,12 +223,12 @@ def test_returned_cache_can_be_copied_and_pickled(source_form):
             for model in (upstream, shared)
         )
     assert [layer.get_seq_length() for layer in ours.layers] == [11] * 3
-    assert all(layer.source is not None for layer in ours.layers)
+    assert all(layer.encoder_outputs is not None for layer in ours.layers)
     for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
         for mine, other in zip(copied.layers, theirs.layers, strict=True):
             torch.testing.assert_close(mine.keys, other.keys)
             torch.testing.assert_close(mine.values, other.values)
-    assert all(layer.source is None for layer in ours.layers)
+    assert all(layer.encoder_outputs is None for layer in ours.layers)
     copied = copy.deepcopy(ours)
     assert all(type(layer) is BeamSharedDynamicLayer for layer in copied.layers)
 
@@ -243,7 +245,7 @@ def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
         (lambda: cache.batch_select_indices(torch.tensor([0, 5])), [2, 1]),
     ):
         change()
-        assert all(torch.equal(layer.source, states[rows]) for layer in layers)
+        assert all(torch.equal(layer.encoder_outputs, states[rows]) for layer in layers)
     keys = layers[0].keys
     cache.reorder_cache(torch.tensor([1, 1, 0]))
     assert torch.equal(layers[0].keys, keys[[1, 1, 0]])
@@ -267,7 +269,7 @@ def test_projections_with_adapters_or_hooks_are_called(source_form):
     expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
     for hooked, rows in ((False, 3), (True, 9)):
         model = share_memory(tiny_model("t5"))
-        for _, module in cross_attentions(model):
+        for _, module in iterate_cross_attentions(model):
             module.k.__class__ = Counted
             if hooked:
                 module.v.register_forward_hook(lambda *given: None)

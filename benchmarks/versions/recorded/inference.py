@@ -165,8 +165,8 @@ def _int8_paths() -> dict[str, Any]:
         engine = torch.backends.quantized.engine
         return {
             f"{path.name}, {bits} bits": (path, bits)
-            for bits in module.LEVELS
-            for path in module._find_correct_paths(engine, bits)
+            for bits in module.MAX_MAGNITUDES
+            for path in module._find_correct_backends(engine, bits)
         }
     except (ImportError, AttributeError) as error:
         print(f"  No path of int8 products is fixed: {error}", flush=True)
@@ -176,12 +176,12 @@ def _int8_paths() -> dict[str, Any]:
 @contextlib.contextmanager
 def _fixed_path(path: Any) -> Iterator[None]:
     module: Any = importlib.import_module("hf_attn_variants.quantization.int8_weight")
-    chosen = module.current_plan
-    module.current_plan = lambda: module.ExecutionPlan(path[1], (path[0],) * len(module.ROW_COUNTS))
+    chosen = module.get_current_plan
+    module.get_current_plan = lambda: module.ExecutionPlan(path[1], (path[0],) * len(module.ROW_COUNTS))
     try:
         yield
     finally:
-        module.current_plan = chosen
+        module.get_current_plan = chosen
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...model_properties import DecoderInput, get_decoder_input, get_decoder_start_token, ignore_saved_length_limits
 from ...progress import progress_bar
 from ...registration import max_input_length
-from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
+from ..calibration_settings import FIT_TOKENS, MAX_DEFAULT_LENGTH, Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
 # loss suggests that the model was not trained on this type of text.
 MAX_LOSS_SHARE = 0.5
 # A recording is considered silent if its loudness relative to full scale is less than this value (-60 dB).
-SILENCE = 1e-3
+SILENCE_LOUDNESS = 1e-3
 # Share of silent or duplicate examples that triggers a warning.
 WARN_SHARE = 0.25
 
@@ -152,10 +152,10 @@ def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]])
         loudness: Root mean square of each file's samples, which are in [-1, 1].
         transcripts: The tokens that the model generates for each file. Empty for an encoder-only model.
     """
-    silent = int((np.array(loudness) < SILENCE).sum())
+    silent = int((np.array(loudness) < SILENCE_LOUDNESS).sum())
     if silent > WARN_SHARE * len(loudness):
         message = "%d of the %d recordings are silent (below %.3f of full scale). Use other recordings."
-        logger.warning(message, silent, len(loudness), SILENCE)
+        logger.warning(message, silent, len(loudness), SILENCE_LOUDNESS)
     empty = sum(not tokens for tokens in transcripts)
     if empty > WARN_SHARE * len(loudness):
         message = "The model recognizes no words in %d of the %d recordings. Check that they contain speech."
@@ -172,13 +172,13 @@ SHORT_TEXT_FACTOR = 4
 # Maximum number of tokens in a batch for fitting, and in a batch for measurements, which also require logits.
 BATCH_TOKENS, MEASURED_BATCH_TOKENS = 8192, 4096
 # A number of tokens that is larger than the length of any text.
-UNLIMITED = 2**30
+NO_TOKEN_LIMIT = 2**30
 # Fields of the generation configuration that define tokens in the prompt. The last three are for Whisper.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
 # Batch key for the encoder outputs [b, m, D], if they are already known.
 ENCODER_OUTPUTS = "encoder_outputs"
 # The label of positions for which no token is predicted.
-IGNORED = -100
+IGNORED_LABEL = -100
 # Batch key for the audio features, which are as large as the encoder outputs.
 AUDIO_FEATURES = "input_features"
 Batch = dict[str, torch.Tensor]
@@ -240,21 +240,21 @@ def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any)
     """
     if calibration.audio is not None or calibration.whole_length is not None:
         return calibration
-    counts = list(map(len, tokenize_texts(config, tokenizer, calibration.texts, UNLIMITED)[0]))
+    counts = list(map(len, tokenize_texts(config, tokenizer, calibration.texts, NO_TOKEN_LIMIT)[0]))
     if calibration.target_texts is not None:
-        targets = _tokenize_targets(tokenizer, calibration.target_texts, UNLIMITED)
+        targets = _tokenize_targets(tokenizer, calibration.target_texts, NO_TOKEN_LIMIT)
         counts = [max(count, len(ids)) for count, ids in zip(counts, targets, strict=True)]
-    limit: Any = max_input_length(config) or getattr(tokenizer, "model_max_length", UNLIMITED)
-    whole = min(max(counts), limit if limit < UNLIMITED else LONGEST)
-    length: int = whole if calibration.max_length is None else calibration.max_length
+    limit: Any = max_input_length(config) or getattr(tokenizer, "model_max_length", NO_TOKEN_LIMIT)
+    untruncated_length = min(max(counts), limit if limit < NO_TOKEN_LIMIT else MAX_DEFAULT_LENGTH)
+    length: int = untruncated_length if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
     if share:
-        reason = "--max_length" if length < whole else "the model's maximum"
+        reason = "--max_length" if length < untruncated_length else "the model's maximum"
         logger.warning(
             f"{100 * share:.1f} % of the calibration examples are truncated to {length} tokens ({reason}). The "
             f"longest example has {max(counts)} tokens."
         )
-    return replace(calibration, whole_length=whole, cut_share=share)
+    return replace(calibration, whole_length=untruncated_length, cut_share=share)
 
 
 def make_batches(
@@ -382,10 +382,10 @@ def make_next_token_labels(
         mask: 1 for tokens and 0 for padding, [b, t].
         generation: Generation settings whose prompt tokens get the label -100. If None, they are also predicted.
     """
-    labels = torch.full_like(ids, IGNORED)
-    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
+    labels = torch.full_like(ids, IGNORED_LABEL)
+    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED_LABEL)
     prompt = torch.tensor(sorted(_get_prompt_tokens(generation)), dtype=ids.dtype, device=ids.device)
-    return labels.masked_fill(torch.isin(labels, prompt), IGNORED)
+    return labels.masked_fill(torch.isin(labels, prompt), IGNORED_LABEL)
 
 
 def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
@@ -512,9 +512,9 @@ def generate_decoder_inputs(model: Any, batch: Batch, max_new_tokens: int) -> Ba
     positions = max_input_length(model.config)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - 1)  # one position is reserved for the start token
-    on_device: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    model_inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
-        generated = model.generate(**on_device, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens)
+        generated = model.generate(**model_inputs, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens)
     return make_decoder_arguments(generated, model.config.pad_token_id)
 
 

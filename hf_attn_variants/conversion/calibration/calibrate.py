@@ -88,7 +88,7 @@ def calibrate(
     with run.convert_linalg_errors():
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
-        return CalibrationResult(run.fit_modules(), outputs, run.batches, run.settings())
+        return CalibrationResult(run.fit_modules(), outputs, run.batches, run.get_report_settings())
 
 
 def measure_error_forms(
@@ -212,7 +212,7 @@ class CalibrationRun:
         """Return the calibration settings for the report."""
         calibration = self.calibration
         are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)
-        return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
+        return calibration.get_report_settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
         """Compute the original model's outputs on the untruncated held-out examples."""
@@ -234,8 +234,8 @@ class CalibrationRun:
             self._forms[name] = calls.compute_error_forms(tensors)
         for latent in dict.fromkeys(module.shared_latent_name for module in sharing):
             readers = [module for module in sharing if module.shared_latent_name == latent]
-            forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = find_best_latent(forms, readers[0].heads.rank[1])
+            error_forms = [form for module in readers for form in self._forms[module.name][:2]]
+            self._latents[latent] = find_best_latent(error_forms, readers[0].heads.rank[1])
 
     def fit_modules(self) -> dict[str, AttentionTensors]:
         """Fit every module that changes, and return the new projections, {module name: projections}."""
@@ -265,19 +265,19 @@ class CalibrationRun:
                     self.current_name = module.name
                     bar.set_description(f"calibrating {module.name}", refresh=is_interactive())
                     # If a module has a latent, the recorded inputs are the latents.
-                    tensors = replace(module.read_tensors(self._read), latent_weight=None)
+                    tensors = replace(module.read_tensors(self._read_tensor), latent_weight=None)
                     inputs = recorded.pop(module.name)
-                    uses = max(1, len(inputs) // len(batches))
-                    inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
+                    num_uses = max(1, len(inputs) // len(batches))
+                    inputs, held_out = inputs[: num_uses * len(fit_batches)], inputs[num_uses * len(fit_batches) :]
                     with torch.no_grad():
                         targets = [compute_attention(tensors, batch, module.heads.query)[0] for batch in inputs]
                     error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
-                    layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
+                    layer = self._plan.make_layer_context(module, num_uses=num_uses, held_out_error=error, **context)
                     yield RecordedAttention(module, module.heads, tensors, layer)
                     bar.update()
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor from the original model in float32 on the device that is used for calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
@@ -290,11 +290,11 @@ class CalibrationRun:
     def _convert_to_latent(self, recorded: RecordedAttention, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of a module after adding the new latent."""
         module, heads = recorded.module, recorded.heads
-        forms = self._forms.pop(module.name, None) or recorded.compute_error_forms(tensors)
+        error_forms = self._forms.pop(module.name, None) or recorded.compute_error_forms(tensors)
         weight = self._latents.get(module.shared_latent_name)
         if weight is None:
-            weight = find_best_latent([forms.key, forms.value], heads.rank[1])
-        latent = CalibratedLatent(weight, forms, module.site.shares_latent)
+            weight = find_best_latent([error_forms.key, error_forms.value], heads.rank[1])
+        latent = CalibratedLatent(weight, error_forms, module.site.shares_latent)
         return self._method.with_latent(_remove_error_details(tensors), heads, recorded.layer, latent)
 
 

@@ -29,7 +29,7 @@ from .batches import (
 # Suffixes of audio files. Files other than .wav require the soundfile package.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # The first four bytes of WAV files.
-CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
+WAV_CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
 def read_audio_calibration(
@@ -92,7 +92,7 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
             return _read_wav(path)
         except (wave.Error, EOFError) as error:
             with path.open("rb") as file:
-                if file.read(4) not in CONTAINERS:
+                if file.read(4) not in WAV_CONTAINERS:
                     raise ValueError(
                         f"{path} must be a WAV file, which starts with RIFF. Convert or remove it."
                     ) from None
@@ -317,9 +317,10 @@ def _read_examples(
     target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
     text_names = resolve_text_columns([path], columns, columns_name)
     if (target_file if text_names else target_column) is not None:
-        right, wrong = ("target_column", "target_file")[:: 1 if text_names else -1]
+        supported_argument, unsupported_argument = ("target_column", "target_file")[:: 1 if text_names else -1]
         raise ValueError(
-            f"`{wrong}` (--calibration_{wrong}) is not supported for {path}. Use `{right}` (--calibration_{right})."
+            f"`{unsupported_argument}` (--calibration_{unsupported_argument}) is not supported for {path}. Use "
+            f"`{supported_argument}` (--calibration_{supported_argument})."
         )
     if text_names:
         argument_names = columns_name + (f" and {target_name}" if target_column else "")

@@ -30,16 +30,18 @@ from .recording import compute_attention
 DAMPING = 0.1
 # Number of steps between measurements on held-out text, and number of steps without improvement after which fitting
 # stops.
-MEASURED_EVERY, PATIENCE = 40, 160
+STEPS_PER_MEASUREMENT, PATIENCE = 40, 160
 # Number of cross-validation folds.
-FOLDS = 5
+NUM_FOLDS = 5
 # Values of k for cross-validation, relative to the mean second moment of c. With enough text, the first value is best.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 # Values of k after fitting. Each result is measured on held-out text.
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
-def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
+def fit_projections(
+    tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext
+) -> tuple[AttentionTensors, float | None]:
     """Fit a module's projections to target outputs with Adam until the error on held-out text stops decreasing.
 
     Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second-moment matrix of W's input,
@@ -66,17 +68,17 @@ def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tu
         index = int(torch.randint(len(inputs), (1,), generator=generator))
         rows = torch.randperm(inputs[index].states.shape[0], generator=generator)[:size]
         rows = rows.to(tensors.query_weight.device)
-        batch, target = inputs[index].rows(rows), targets[index][rows]
+        batch, target = inputs[index].select_rows(rows), targets[index][rows]
         with torch.enable_grad():
-            output = compute_attention(coordinates.tensors(), batch, heads.query)[0]
+            output = compute_attention(coordinates.get_tensors(), batch, heads.query)[0]
             loss = (output - target)[batch.valid].square().mean() / target[batch.valid].var().clamp_min(1e-30)
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
         schedule.step()
-        if step % MEASURED_EVERY and step < steps:
+        if step % STEPS_PER_MEASUREMENT and step < steps:
             continue
-        fitted = coordinates.detached_tensors()
+        fitted = coordinates.get_detached_tensors()
         error = layer.held_out_error(fitted)
         if error is not None and error < best_error:
             best, best_error, best_step = fitted, error, step
@@ -86,7 +88,7 @@ def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tu
 
 
 @torch.no_grad()
-def relative_error(
+def compute_output_error(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> float | None:
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
@@ -116,7 +118,7 @@ def make_error_function(
 ) -> Callable[[AttentionTensors], float | None]:
     """Return a function that computes the relative error of other projections compared with this module's outputs."""
     targets = [compute_attention(tensors, batch, heads.query)[0] for batch in held_out]
-    return lambda converted: relative_error(converted, heads, held_out, targets)
+    return lambda converted: compute_output_error(converted, heads, held_out, targets)
 
 
 def round_error(error: float | None) -> float | None:
@@ -155,14 +157,14 @@ class _WhitenedProjections:
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 
-    def tensors(self) -> AttentionTensors:
+    def get_tensors(self) -> AttentionTensors:
         """Return the projections in the original coordinates, with gradients."""
         return replace(
             self._original, **self._unwhiten(), kernel_tensors=self._original.kernel_tensors | self._learned
         )
 
     @torch.no_grad()
-    def detached_tensors(self) -> AttentionTensors:
+    def get_detached_tensors(self) -> AttentionTensors:
         """Return copies of the projections in the original coordinates, without gradients."""
         changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in self._unwhiten().items()}
         learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
@@ -254,7 +256,7 @@ def _replace_output_projection(
 ) -> AttentionTensors:
     """Replace the output projection with the solution of a regression (see `_RidgeRegression.solve`)."""
     weight, bias = regression.solve(strength, target_index)
-    old, old_bias = tensors.weight_and_bias("output")
+    old, old_bias = tensors.get_weight_and_bias("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if target_index == 0 else 0.0)}
     if old_bias is not None:
         changed["output_bias"] = bias.to(old) + (old_bias if target_index == 0 else 0.0)
@@ -287,7 +289,7 @@ class _Moments:
     def __sub__(self, other: "_Moments") -> "_Moments":
         return _Moments(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def centered(self, context: torch.Tensor, target: torch.Tensor) -> "_Moments":
+    def center(self, context: torch.Tensor, target: torch.Tensor) -> "_Moments":
         """Return the moments after subtracting the given means from c [in] and from both targets [2, out]."""
         square = self.square - torch.outer(self.context, context) - torch.outer(context, self.context)
         cross = self.cross - self.target[:, :, None] * context - target[:, :, None] * self.context
@@ -302,32 +304,34 @@ def _compute_fold_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
     """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output_projection`."""
-    folds: dict[int, _Moments] = {}
+    moments_by_fold: dict[int, _Moments] = {}
     # An example's index in its batch determines its fold, so that it stays in the same fold if a forward pass calls
     # the module several times (ALBERT). If all batches contain a single example, the batch number determines the fold.
     is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
         output, context = compute_attention(tensors, batch, heads.query)
         residual = target - output
-        rows = torch.arange(len(target)) % FOLDS if not is_single else torch.tensor([number % FOLDS])
+        rows = torch.arange(len(target)) % NUM_FOLDS if not is_single else torch.tensor([number % NUM_FOLDS])
         for fold in rows.unique().tolist():
-            in_fold = (rows == fold).to(target.device)
-            valid = batch.valid[in_fold]
-            moments = _compute_moments(context[in_fold][valid], residual[in_fold][valid], target[in_fold][valid])
-            folds[fold] = folds[fold] + moments if fold in folds else moments
-    return [fold for fold in folds.values() if fold.count]
+            is_in_fold = (rows == fold).to(target.device)
+            valid = batch.valid[is_in_fold]
+            moments = _compute_moments(
+                context[is_in_fold][valid], residual[is_in_fold][valid], target[is_in_fold][valid]
+            )
+            moments_by_fold[fold] = moments_by_fold[fold] + moments if fold in moments_by_fold else moments
+    return [fold for fold in moments_by_fold.values() if fold.count]
 
 
 def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torch.Tensor) -> _Moments:
     """Return the moments of head outputs c, residuals y - W c and targets y, with one row per token."""
-    both = torch.stack([residual, target])  # [2, rows, out]
+    targets = torch.stack([residual, target])  # [2, rows, out]
     return _Moments(
         len(context),
         context.sum(0).double(),
-        both.sum(1).double(),
+        targets.sum(1).double(),
         (context.T @ context).double(),
-        (both.mT @ context).double(),
-        both.double().square().sum((1, 2)),
+        (targets.mT @ context).double(),
+        targets.double().square().sum((1, 2)),
     )
 
 
@@ -337,13 +341,13 @@ class _RidgeRegression:
     def __init__(self, moments: _Moments, has_bias: bool):
         means: Any = (moments.context / moments.count, moments.target / moments.count)
         self.means = means if has_bias else tuple(torch.zeros_like(mean) for mean in means)
-        moments = moments.centered(*self.means)
+        moments = moments.center(*self.means)
         values, self.vectors = torch.linalg.eigh(moments.square)
         self._values = values.clamp_min(0)
         self._scale = self._values.mean().clamp_min(1e-30)
         self.cross = moments.cross @ self.vectors  # in eigenvector coordinates, [2, out, in]
 
-    def factors(self, strength: float) -> torch.Tensor:
+    def compute_factors(self, strength: float) -> torch.Tensor:
         """Return the factors [in] by which the components of sum y c^T along the eigenvectors are multiplied."""
         return 1 / (self._values + strength * self._scale)
 
@@ -353,7 +357,7 @@ class _RidgeRegression:
         If `target_index` is 0, they must be added to the current projection. If it is 1, they replace the current
         projection.
         """
-        weight = (self.cross[target_index] * self.factors(strength)) @ self.vectors.T
+        weight = (self.cross[target_index] * self.compute_factors(strength)) @ self.vectors.T
         context, target = self.means
         return weight, target[target_index] - weight @ context
 
@@ -363,7 +367,7 @@ def _compute_validation_errors(
 ) -> list[tuple[tuple[float, int], float]]:
     """Return the squared error on the test examples for each pair (strength, base) (see `_RidgeRegression.solve`)."""
     regression = _RidgeRegression(fit_moments, has_bias)
-    test_moments = test_moments.centered(*regression.means)
+    test_moments = test_moments.center(*regression.means)
     square = regression.vectors.T @ test_moments.square @ regression.vectors
     errors = []
     for base in (0, 1):
@@ -372,7 +376,7 @@ def _compute_validation_errors(
         agreement = (cross * (test_moments.cross[base] @ regression.vectors)).sum(0)
         gram = (cross.T @ cross) * square
         for strength in STRENGTHS:
-            factors = regression.factors(strength)
+            factors = regression.compute_factors(strength)
             error = float(test_moments.energy[base] - 2 * factors @ agreement + factors @ gram @ factors)
             errors.append(((strength, base), error if math.isfinite(error) else math.inf))
     return errors

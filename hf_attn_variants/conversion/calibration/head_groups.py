@@ -53,7 +53,7 @@ def find_best_groups(
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
     generator: torch.Generator,
-    uses: int = 1,
+    num_uses: int = 1,
 ) -> Groups:
     """Search for the groups of query heads that lose the least logit and value energy if each group shares one head.
 
@@ -66,7 +66,7 @@ def find_best_groups(
         heads: The head counts.
         inputs: Recorded inputs to the module.
         generator: Random number generator for the starting points.
-        uses: Number of consecutive inputs that belong to the same batch of text.
+        num_uses: Number of consecutive inputs that belong to the same batch of text.
 
     Returns:
         The query heads in each group.
@@ -78,20 +78,21 @@ def find_best_groups(
     if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
         logger.warning(f"Grouping consecutive heads because the search would need {needed_bytes / 1e9:.0f} GB.")
         return get_consecutive_groups(heads.query, count)
-    loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
+    compute_loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, num_uses), units)
 
-    def pairs_loss(group: Sequence[int]) -> float:
+    def compute_pairs_loss(group: Sequence[int]) -> float:
         """Return the total loss of all pairs in a group."""
-        return sum(loss(pair) for pair in itertools.combinations(sorted(group), 2))
+        return sum(compute_loss(pair) for pair in itertools.combinations(sorted(group), 2))
 
     starts = [torch.randperm(len(units), generator=generator).tolist() for _ in range(RANDOM_STARTS)]
     size = len(units) // count
-    by_pairs = [
-        _improve_by_swaps([order[i : i + size] for i in range(0, len(order), size)], pairs_loss) for order in starts
+    groupings = [
+        _improve_by_swaps([order[i : i + size] for i in range(0, len(order), size)], compute_pairs_loss)
+        for order in starts
     ]
-    best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
-    candidates = (best_by_pairs, get_consecutive_groups(len(units), count))
-    best = _improve_by_swaps(min(candidates, key=lambda groups: sum(map(loss, groups))), loss)
+    best_grouping = min(groupings, key=lambda groups: sum(map(compute_pairs_loss, groups)))
+    candidates = (best_grouping, get_consecutive_groups(len(units), count))
+    best = _improve_by_swaps(min(candidates, key=lambda groups: sum(map(compute_loss, groups))), compute_loss)
     return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
 
 
@@ -116,7 +117,7 @@ def _make_sharing_loss(
     total_values = sum(values[i, i * d : (i + 1) * d, i * d : (i + 1) * d].trace() for i in all_heads)
 
     @functools.cache
-    def loss(group: tuple[int, ...]) -> float:
+    def compute_loss(group: tuple[int, ...]) -> float:
         members = [head for unit in group for head in units[unit]]
         rows = torch.cat([torch.arange(head * d, (head + 1) * d, device=keys.device) for head in members])
         value_moment = values[members].mean(0)[rows][:, rows]
@@ -125,27 +126,27 @@ def _make_sharing_loss(
             return rotary_loss(members) + lost_values
         return float(torch.linalg.eigvalsh(keys[rows][:, rows])[:-d].sum() / total_keys) + lost_values
 
-    return lambda group: loss(tuple(sorted(group)))
+    return lambda group: compute_loss(tuple(sorted(group)))
 
 
-def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[AttentionInputs]:
+def _sample_inputs(inputs: Sequence[AttentionInputs], num_uses: int) -> list[AttentionInputs]:
     """Return evenly spaced inputs with about `SEARCH_TOKENS` tokens."""
     tokens = sum(int(batch.valid.sum()) for batch in inputs)
     stride = max(1, tokens // SEARCH_TOKENS)
-    while math.gcd(stride, uses) > 1:  # otherwise, the sample would only contain some of the layers
+    while math.gcd(stride, num_uses) > 1:  # otherwise, the sample would only contain some of the layers
         stride += 1
     return list(inputs)[::stride]
 
 
 def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
     """Swap members between groups until no swap decreases the total loss."""
-    groups, improved = [list(group) for group in groups], True
-    while improved:
-        improved = False
+    groups, has_improved = [list(group) for group in groups], True
+    while has_improved:
+        has_improved = False
         for a, b in itertools.combinations(range(len(groups)), 2):
             for i, j in itertools.product(range(len(groups[a])), range(len(groups[b]))):
                 first, second = list(groups[a]), list(groups[b])
                 first[i], second[j] = second[j], first[i]
                 if loss(first) + loss(second) < loss(groups[a]) + loss(groups[b]) - 1e-9:
-                    groups[a], groups[b], improved = first, second, True
+                    groups[a], groups[b], has_improved = first, second, True
     return groups

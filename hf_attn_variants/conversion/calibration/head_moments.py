@@ -129,8 +129,8 @@ def matrix_square_root(moment: torch.Tensor) -> torch.Tensor:
 def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
     """Return the pseudo-inverse of a matrix from `matrix_square_root`."""
     values, vectors = torch.linalg.eigh((root + root.T) / 2)
-    floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
-    return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
+    min_eigenvalue = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
+    return (vectors * torch.where(values > min_eigenvalue, 1 / values.clamp_min(min_eigenvalue), 0.0)) @ vectors.T
 
 
 def transform_moment(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -159,8 +159,8 @@ def find_shared_head(
     basis = right[:head_dim]
     energy = singular.square()
     shared = basis @ pseudo_inverse(root) @ old.flatten(0, 1)
-    from_shared = (root @ basis.T).unflatten(0, (size, head_dim))
-    return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
+    query_maps = (root @ basis.T).unflatten(0, (size, head_dim))
+    return shared, query_maps, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
 
 
 def split_output_heads(tensors: AttentionTensors, heads: HeadCounts) -> torch.Tensor:

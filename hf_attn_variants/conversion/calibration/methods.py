@@ -64,7 +64,7 @@ from ..attention_tensors import (
 )
 from ..calibration_settings import FIT_DEFAULTS
 from ..rotary_positions import RotaryPairs
-from .fitting import fit, iterate_output_refits, refit_output_projection, round_error
+from .fitting import fit_projections, iterate_output_refits, refit_output_projection, round_error
 from .head_groups import can_reorder_heads, find_best_groups
 from .head_moments import (
     HeadMoments,
@@ -134,9 +134,9 @@ def compute_error_forms(
             moments[1] -= shares[1][head] * correction
             energies[1] -= (value[head] @ correction @ value[head].T * products[1][head]).sum()
     pairs = zip(projections, products, strict=True)
-    grams = [torch.einsum("hdi,hdj->ij", weight, metric @ weight) for weight, metric in pairs]
+    gram_matrices = [torch.einsum("hdi,hdj->ij", weight, metric @ weight) for weight, metric in pairs]
     energies = [total / queries for total in energies]
-    key_form, value_form = map(_make_error_form, grams, moments, energies)
+    key_form, value_form = map(_make_error_form, gram_matrices, moments, energies)
     return KeyValueErrorForms(key_form, value_form, value_input_means)
 
 
@@ -203,10 +203,10 @@ def _compute_query_moments(
 
 
 # Number of times that all heads in a group are aligned with each other.
-ROUNDS = 30
+NUM_ROUNDS = 30
 # Weight of directions that do not occur in the calibration text, relative to those that do. It is not zero because
 # they can occur in other text.
-UNSEEN = 1e-4
+UNSEEN_ENERGY_SHARE = 1e-4
 # Keys can be weighted equally, or by the attention that they receive. Each of these shares of attention weighting is
 # tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
@@ -265,9 +265,11 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
     size = moment.shape[0] // head_dim
     cross = moment.unflatten(0, (size, head_dim)).unflatten(2, (size, head_dim)).transpose(1, 2)  # [g, g, d, d]
     rotations = torch.eye(head_dim, dtype=moment.dtype, device=moment.device).repeat(size, 1, 1)
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         for head in range(size):
-            others = sum(rotations[other] @ cross[other, head] for other in range(size) if other != head)
+            others = sum(
+                rotations[other_head] @ cross[other_head, head] for other_head in range(size) if other_head != head
+            )
             if size > 1:
                 left, _, right = torch.linalg.svd(others)
                 rotations[head] = left @ right
@@ -276,7 +278,7 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _align_rotary_heads(moment: torch.Tensor, head_dim: int, pairs: RotaryPairs) -> torch.Tensor:
     """Return the rotations [g, d, d] as in `_align_heads`, but only those that commute with rotary positions."""
-    phases = find_phases(compute_pair_moments(moment, head_dim, pairs), ROUNDS)
+    phases = find_phases(compute_pair_moments(moment, head_dim, pairs), NUM_ROUNDS)
     rest = moment.new_zeros(len(phases), 0, 0)
     if len(pairs.rest):
         rest = _align_heads(select_rest(moment, head_dim, pairs), len(pairs.rest))
@@ -296,19 +298,19 @@ class Calibrated(CalibratedMethod):
         """Return the projections with new heads (see `CalibratedMethod.convert_module`)."""
         groups = get_consecutive_groups(heads.query, heads.key[1])
         if can_reorder_heads(heads, layer.inputs):
-            groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
+            groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.num_uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = iterate_closed_form_projections(tensors, heads, layer.inputs, layer.targets)
-        measured = ((layer.held_out_error(form), form) for form in forms)
-        error, closed = min(measured, key=_get_measured_error)
+        closed_forms = iterate_closed_form_projections(tensors, heads, layer.inputs, layer.targets)
+        measured = ((layer.held_out_error(form), form) for form in closed_forms)
+        error, closed_form = min(measured, key=_get_measured_error)
         if (pairs := get_rotary_pairs(heads, layer.inputs)) is not None:
-            fitted = refit_rotary_queries(tensors, closed, heads, layer.inputs, pairs)
+            fitted = refit_rotary_queries(tensors, closed_form, heads, layer.inputs, pairs)
             fitted = refit_output_projection(fitted, heads, layer.inputs, layer.targets)
-            candidates = (error, closed), (layer.held_out_error(fitted), fitted)
-            error, closed = min(candidates, key=_get_measured_error)
-        closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
-        return self._fit_closed_form(closed, heads, layer, closed_form_error=error)
+            candidates = (error, closed_form), (layer.held_out_error(fitted), fitted)
+            error, closed_form = min(candidates, key=_get_measured_error)
+        closed_form = replace(closed_form, details=closed_form.details | {"output_relative_error": round_error(error)})
+        return self._fit_closed_form(closed_form, heads, layer, closed_form_error=error)
 
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: CalibratedLatent
@@ -347,15 +349,20 @@ class Calibrated(CalibratedMethod):
         calibration, measure = layer.calibration, layer.held_out_error
         if not calibration.get_fit_option("fit_steps"):
             return closed_form
-        before, start = measure(closed_form) if closed_form_error is None else closed_form_error, closed_form
-        if closed_form.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
+        error_before, start = measure(closed_form) if closed_form_error is None else closed_form_error, closed_form
+        if (
+            closed_form.latent_weight is not None
+            and calibration.fit_learning_rate is None
+            and error_before is not None
+        ):
             # A latent's closed form is already close to the optimum, and large steps would move away from it.
-            rate = max(before, MIN_RATE_ERROR) * calibration.get_fit_option("fit_learning_rate")
+            rate = max(error_before, MIN_RATE_ERROR) * calibration.get_fit_option("fit_learning_rate")
             layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
             start = replace(closed_form, latent_weight=None)
             inputs = [
-                replace(batch, key_value_states=closed_form.latent(batch.key_value_states)) for batch in layer.inputs
+                replace(batch, key_value_states=closed_form.compute_latent(batch.key_value_states))
+                for batch in layer.inputs
             ]
             layer = replace(layer, inputs=inputs)
 
@@ -363,14 +370,20 @@ class Calibrated(CalibratedMethod):
             return tensors if fixed_latent is None else replace(tensors, latent_weight=fixed_latent)
 
         layer = replace(layer, held_out_error=lambda tensors: measure(add_latent(tensors)))
-        fitted, after = fit(start, heads, layer)
+        fitted, error_after = fit_projections(start, heads, layer)
         for refitted in iterate_output_refits(fitted, heads, layer.inputs, layer.targets):
             error = layer.held_out_error(refitted)
-            if error is not None and (after is None or error < after):
-                fitted, after = refitted, error
-        is_better = before is not None and after is not None and after < before
+            if error is not None and (error_after is None or error < error_after):
+                fitted, error_after = refitted, error
+        is_better = error_before is not None and error_after is not None and error_after < error_before
         names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
-        details = dict(zip(names, map(round_error, (before, after, after if is_better else before)), strict=True))
+        details = dict(
+            zip(
+                names,
+                map(round_error, (error_before, error_after, error_after if is_better else error_before)),
+                strict=True,
+            )
+        )
         details |= {"fit_kept": is_better}
         return replace(add_latent(fitted) if is_better else closed_form, details=closed_form.details | details)
 
@@ -397,14 +410,14 @@ def iterate_closed_form_projections(
     with_values, pairs = _share_values(tensors, heads, groups, moments), get_rotary_pairs(heads, inputs)
     for share in ATTENDED_SHARES:
         keys = [_mix_moments(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
-        closed = _share_keys(with_values, heads, groups, moments.queries, keys, pairs)
-        closed = replace(closed, details=closed.details | {"attended_key_share": share})
-        yield refit_output_projection(closed, heads, inputs, targets)
+        closed_form = _share_keys(with_values, heads, groups, moments.queries, keys, pairs)
+        closed_form = replace(closed_form, details=closed_form.details | {"attended_key_share": share})
+        yield refit_output_projection(closed_form, heads, inputs, targets)
 
 
-def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+def _mix_moments(moment: torch.Tensor, other_moment: torch.Tensor, share: float) -> torch.Tensor:
     """Return the weighted mean of two moments after dividing each by its trace. `share` is the weight of `other`."""
-    first, second = (matrix / matrix.trace().clamp_min(1e-300) for matrix in (moment, other))
+    first, second = (matrix / matrix.trace().clamp_min(1e-300) for matrix in (moment, other_moment))
     return (1 - share) * first + share * second
 
 
@@ -453,7 +466,7 @@ def _share_keys(
 @torch.no_grad()
 def refit_rotary_queries(
     tensors: AttentionTensors,
-    closed: AttentionTensors,
+    closed_form: AttentionTensors,
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
     pairs: RotaryPairs,
@@ -464,7 +477,7 @@ def refit_rotary_queries(
     def iterate_moments() -> Iterator[tuple[torch.Tensor, ...]]:
         for batch in inputs:
             query = project_heads(tensors, "query", heads, batch) * batch.valid[..., None, None]
-            key, new_key = center_keys(tensors, heads, batch), center_keys(closed, new_heads, batch)
+            key, new_key = center_keys(tensors, heads, batch), center_keys(closed_form, new_heads, batch)
             lengths = batch.valid.sum(1).clamp_min(1)[:, None, None, None]
             pairs_of_states = (query / lengths, query), (new_key, new_key), (key, new_key)
             yield tuple(torch.einsum("bnhd,bnhe->bhde", a.double(), b.double()) for a, b in pairs_of_states)
@@ -472,7 +485,7 @@ def refit_rotary_queries(
     maps = fit_query_factors(iterate_moments(), pairs)
     query = _repeat_for_query_heads(tensors.join_weight_and_bias("query"), heads)
     changed = tensors.split_weight_and_bias("query", (maps @ query).flatten(0, 1))
-    return _replace_tensors(closed, changed, {"query_factors_fitted": True})
+    return _replace_tensors(closed_form, changed, {"query_factors_fitted": True})
 
 
 def _share_values(
@@ -516,7 +529,7 @@ def _replace_tensors(
 def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """Add the second moment of projected white noise to `moment`, scaled to `UNSEEN` times the trace of `moment`."""
     white = projection @ projection.T
-    return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
+    return moment + (UNSEEN_ENERGY_SHARE * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
 
 def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ...errors import as_value_error
+from ...errors import convert_to_value_error
 from ...modeling.attention.attention_interface import get_attention_function
 from ...modeling.attention.attention_mixin import AttentionVariantMixin
 from ...modeling.attention.attention_sites import AttentionSite
@@ -88,7 +88,7 @@ def _attend_with_weights(
 def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
     """Return the queries [b, h, n, d], keys [b, k, m, d] and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
-    latent = tensors.latent(inputs.key_value_states)
+    latent = tensors.compute_latent(inputs.key_value_states)
     states = {"query": inputs.states, "key": latent, "value": latent}
     projected = {role: tensors.project(role, x).unflatten(-1, (-1, head_dim)) for role, x in states.items()}
     if inputs.rotary is not None:
@@ -121,7 +121,7 @@ def record_inputs(
     with recorder.record(model):
         for batch in progress_bar(batches, desc="recording attention inputs", unit="batch", leave=False):
             recorder.batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            with as_value_error(UNREADABLE), suppress(_AllRecorded):
+            with convert_to_value_error(UNREADABLE), suppress(_AllRecorded):
                 model.base_model(**arguments(recorder.batch))
             recorder.end_batch()
     return recorder.calls
@@ -182,7 +182,7 @@ class _Recorder:
         """Store the rotary positions of an attention module. This is a forward pre-hook."""
         self._positions[module] = kwargs["position_embeddings"]
 
-    def attention(
+    def attend_and_record(
         self,
         module: Any,
         query: torch.Tensor,
@@ -234,7 +234,7 @@ def _compute_mask_and_bias(
     bias = position_bias
 
     @roll_padded_rows  # reorders rows, and restores their order in the result (the mask)
-    def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    def create_pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
         global_tokens = get_global_token_mask(key_range, kwargs)
@@ -245,7 +245,7 @@ def _compute_mask_and_bias(
         return query.transpose(1, 2), mask
 
     if isinstance(module, AttentionVariantMixin) and module.key_range is not None:
-        mask = pattern_mask(module, query, key, key, mask, **kwargs)[1]
+        mask = create_pattern_mask(module, query, key, key, mask, **kwargs)[1]
     if mask is not None and mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
     return mask, bias
@@ -257,7 +257,7 @@ _RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
 
 def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Pass a call to this thread's recorder."""
-    return _RECORDER.get().attention(*args, **kwargs)
+    return _RECORDER.get().attend_and_record(*args, **kwargs)
 
 
 # Transformers looks up attention functions and their mask functions by name.
@@ -281,19 +281,21 @@ def group_modules(
     """
     encoder_positions, decoder_positions = map(sum, zip(*map(_count_positions, batches), strict=True))
 
-    def size(module: AttentionModule, others: list[AttentionModule]) -> int:
+    def compute_size(module: AttentionModule, others: list[AttentionModule]) -> int:
         positions = decoder_positions if module.site.stack == "decoder" else encoder_positions
         positions *= model_class.count_module_runs(config, module.name)
-        is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
+        is_first = module.site.is_cross_attention and not any(
+            other_module.site.is_cross_attention for other_module in others
+        )
         return (positions + (encoder_positions if is_first else 0)) * config.hidden_size * 4
 
     group: list[AttentionModule] = []
     total = 0
     for module in modules:
-        if group and total + size(module, group) > MAX_RECORDED_BYTES:
+        if group and total + compute_size(module, group) > MAX_RECORDED_BYTES:
             yield group
             group, total = [], 0
-        total += size(module, group)
+        total += compute_size(module, group)
         group.append(module)
     if group:
         yield group

@@ -29,7 +29,7 @@ from ..rotary_positions import RotaryPairs
 from .head_moments import find_shared_head, matrix_square_root, transform_moment
 
 # Regularization of the regression for query factors, relative to the mean diagonal element of its matrix.
-RIDGE = 1e-6
+RIDGE_STRENGTH = 1e-6
 
 
 def compute_pair_moments(moment: torch.Tensor, head_dim: int, pairs: RotaryPairs) -> torch.Tensor:
@@ -159,7 +159,7 @@ def make_shared_key_loss(
     rest = _weight_rest_moments(moment, queries, pairs)
     total = weighted.diagonal(dim1=1, dim2=2).real.sum() + rest.trace()
 
-    def loss(heads: Sequence[int]) -> float:
+    def compute_loss(heads: Sequence[int]) -> float:
         heads = list(heads)
         lost = torch.linalg.eigvalsh(weighted[:, heads][:, :, heads])[:, :-1].sum()
         if size:
@@ -167,7 +167,7 @@ def make_shared_key_loss(
             lost = lost + torch.linalg.eigvalsh(rest[rows][:, rows])[:-size].sum()
         return float(lost / total.clamp_min(1e-300))
 
-    return loss
+    return compute_loss
 
 
 def _weight_rest_moments(moment: torch.Tensor, queries: torch.Tensor, pairs: RotaryPairs) -> torch.Tensor:
@@ -196,7 +196,9 @@ def fit_query_factors(texts: Iterable[tuple[torch.Tensor, ...]], pairs: RotaryPa
         for queries, keys, cross in zip(*batches, strict=True):
             gram = gram + _compute_feature_moments(queries, keys, count)
             target = target + _compute_feature_targets(queries @ cross, count)
-    gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + 1e-300)
+    gram.diagonal(dim1=-2, dim2=-1).add_(
+        RIDGE_STRENGTH * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + 1e-300
+    )
     coefficients = torch.linalg.solve(gram, target)
     factors = torch.complex(coefficients[:, :count], coefficients[:, count : 2 * count])
     return make_commuting_maps(factors, coefficients[:, 2 * count :].unflatten(1, (size, size)).mT, pairs)
@@ -211,17 +213,17 @@ def _compute_feature_moments(queries: torch.Tensor, keys: torch.Tensor, count: i
     """
     sizes = (count, count, queries.shape[-1] - 2 * count)
     q, k = ([rows.split(sizes, -1) for rows in moment.split(sizes, -2)] for moment in (queries, keys))
-    same = q[0][0] * k[0][0] + q[0][1] * k[0][1] + q[1][0] * k[1][0] + q[1][1] * k[1][1]
-    turned = q[0][0] * k[1][1] - q[0][1] * k[1][0] - q[1][0] * k[0][1] + q[1][1] * k[0][0]
+    aligned = q[0][0] * k[0][0] + q[0][1] * k[0][1] + q[1][0] * k[1][0] + q[1][1] * k[1][1]
+    rotated = q[0][0] * k[1][1] - q[0][1] * k[1][0] - q[1][0] * k[0][1] + q[1][1] * k[0][0]
     mixed = q[0][0] * k[0][1] - q[0][1] * k[0][0] + q[1][0] * k[1][1] - q[1][1] * k[1][0]
 
     def multiply(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return torch.einsum("hpu,hpv->hpuv", first, second).flatten(2)
 
-    same_rest = multiply(q[0][2], k[0][2]) + multiply(q[1][2], k[1][2])
-    turned_rest = multiply(q[0][2], k[1][2]) - multiply(q[1][2], k[0][2])
+    aligned_rest = multiply(q[0][2], k[0][2]) + multiply(q[1][2], k[1][2])
+    rotated_rest = multiply(q[0][2], k[1][2]) - multiply(q[1][2], k[0][2])
     rest = torch.einsum("hux,hvy->huvxy", q[2][2], k[2][2]).flatten(3).flatten(1, 2)
-    rows = (same, mixed, same_rest), (mixed.mT, turned, turned_rest), (same_rest.mT, turned_rest.mT, rest)
+    rows = (aligned, mixed, aligned_rest), (mixed.mT, rotated, rotated_rest), (aligned_rest.mT, rotated_rest.mT, rest)
     return torch.cat([torch.cat(row, -1) for row in rows], -2)
 
 
@@ -235,8 +237,11 @@ def _compute_feature_targets(cross: torch.Tensor, count: int) -> torch.Tensor:
     """
     first, second, rest = slice(count), slice(count, 2 * count), slice(2 * count, None)
 
-    def diagonal(rows: slice, columns: slice) -> torch.Tensor:
+    def get_diagonal(rows: slice, columns: slice) -> torch.Tensor:
         return cross[:, rows, columns].diagonal(dim1=1, dim2=2)
 
-    same, turned = diagonal(first, first) + diagonal(second, second), diagonal(first, second) - diagonal(second, first)
-    return torch.cat([same, turned, cross[:, rest, rest].flatten(1)], -1)
+    aligned, rotated = (
+        get_diagonal(first, first) + get_diagonal(second, second),
+        get_diagonal(first, second) - get_diagonal(second, first),
+    )
+    return torch.cat([aligned, rotated, cross[:, rest, rest].flatten(1)], -1)

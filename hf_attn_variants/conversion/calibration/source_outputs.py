@@ -24,11 +24,11 @@ from ..checkpoint.models import (
 )
 from ..checkpoint.tensor_files import CheckpointReader
 from ..plan import ConversionPlan
-from ..report import BOUNDS, SHARES, Quality, compute_ratio_confidence_interval, edit_distance
+from ..report import SHARE_MEASURES, TOLERANCES, Quality, compute_edit_distance, compute_ratio_confidence_interval
 from ..writing import read_generation_config
 from .batches import (
     ENCODER_OUTPUTS,
-    IGNORED,
+    IGNORED_LABEL,
     Batch,
     generate_decoder_inputs,
     get_generated_tokens,
@@ -45,11 +45,11 @@ SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 def make_source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
     """Return a function that builds the original model for a plan from the tensors of a model in memory."""
 
-    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
+    def load_source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
         return assemble_model(plan.model_class, plan.source_config, tensors, model), None
 
-    return source
+    return load_source
 
 
 def make_source_loader_for_folder(
@@ -60,7 +60,7 @@ def make_source_loader_for_folder(
     The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
     """
 
-    def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
+    def load_source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         # float32 is used even if config.json has another dtype, because second moments overflow in half precision.
@@ -71,7 +71,7 @@ def make_source_loader_for_folder(
         has_processor = calibration is not None and calibration.processor is not None
         return model, None if has_processor else load_processor(folder, calibration)
 
-    return source
+    return load_source
 
 
 def load_processor(folder: Path, calibration: Calibration | None) -> Any:
@@ -93,20 +93,20 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     return load_checkpoint_tokenizer(folder, ". Add them, or pass `Calibration(..., tokenizer=tokenizer)`.")
 
 
-MASKED = 0.15  # share of masked tokens, as in arXiv 1810.04805
+MASKED_SHARE = 0.15  # share of masked tokens, as in arXiv 1810.04805
 # Minimum number of embeddings required to subtract their mean.
-MIN_CENTERED = 4
+MIN_CENTERED_EMBEDDINGS = 4
 # Smaller relative differences between float32 embeddings are considered rounding errors.
-ROUNDING = 1e-5
+ROUNDING_TOLERANCE = 1e-5
 # A loss is considered worse than that of a random guess if it is larger by this factor. The loss of random weights is
 # larger by only a few hundredths.
-WORSE_THAN_A_GUESS = 1.05
+MAX_RANDOM_LOSS_RATIO = 1.05
 # An output is only considered runaway if it has more than twice this number of tokens.
 MIN_RUNAWAY_LENGTH = 8
 # If the original model predicts one class for more than this share of the examples, examples for which both models
 # predict this class are excluded. Otherwise, a model that always predicts it would be (almost) within tolerance. For
 # taggers, the most frequent tag is always excluded.
-COMMON = 0.75
+COMMON_PREDICTION_SHARE = 0.75
 
 
 class SourceOutputs:
@@ -182,20 +182,22 @@ class SourceOutputs:
             alike = alike or _are_all_equal(torch.stack(self._source_outputs[self._measure]))
         value = math.nan if alike else float(amounts.sum()) / total
         is_finite = math.isfinite(value)
-        before, after = self.loss, _compute_loss(outputs)
-        losses = None if before is None or after is None else (before, after)
+        source_loss, converted_loss = self.loss, _compute_loss(outputs)
+        losses = None if source_loss is None or converted_loss is None else (source_loss, converted_loss)
         generated = [part.get("tokens", []) for part in (self._source_outputs, outputs)]
-        interval = compute_ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None
+        interval = (
+            compute_ratio_confidence_interval(amounts, counts, self._measure in SHARE_MEASURES) if is_finite else None
+        )
         return Quality(
             self._measure,
             value if is_finite else None,
-            BOUNDS[self._measure],
+            TOLERANCES[self._measure],
             examples,
             losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
             runaway=_count_runaway_generations(*generated),
             alike=alike,
             # A model that was not trained on this type of text cannot lose quality on it.
-            unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
+            unknown=source_loss is not None and source_loss > MAX_RANDOM_LOSS_RATIO * math.log(self._vocabulary),
             interval=interval,
             is_rare=self._measure == "predictions" and self._get_common_prediction() is not None,
         )
@@ -204,7 +206,7 @@ class SourceOutputs:
         """Return each example's numerator and denominator. `Quality.value` is the ratio of their sums."""
         source, others = self._source_outputs[self._measure], outputs[self._measure]
         if self._measure == "tokens":
-            pairs = [(edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
+            pairs = [(compute_edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
         elif self._measure == "predictions":
             rows = [
                 (a, b, self._make_counted_mask(a) | self._make_counted_mask(b))
@@ -221,7 +223,7 @@ class SourceOutputs:
         if self._logits_kind is LogitsKind.LABELS:
             return None
         values, counts = torch.cat(self._source_outputs["predictions"]).unique(return_counts=True)
-        is_common = self._is_tagger or counts.max() > COMMON * counts.sum()
+        is_common = self._is_tagger or counts.max() > COMMON_PREDICTION_SHARE * counts.sum()
         return int(values[counts.argmax()]) if is_common else None
 
     def _make_counted_mask(self, predictions: torch.Tensor) -> torch.Tensor:
@@ -317,7 +319,7 @@ def _remove_decoder_inputs(batch: Batch) -> Batch:
 
 
 def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
-    """Select the measure (a key of `BOUNDS`) for a model."""
+    """Select the measure (a key of `TOLERANCES`) for a model."""
     if generates:
         return "tokens"
     if model.get_output_embeddings() is not None:
@@ -332,7 +334,7 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
 
 
 def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
-    """Add `labels` for masked tokens or next tokens to batches. All other tokens get the label `IGNORED`.
+    """Add `labels` for masked tokens or next tokens to batches. All other tokens get the label `IGNORED_LABEL`.
 
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
@@ -347,8 +349,8 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
     for batch in batches:
         ids = batch["input_ids"]
         is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
-        chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED)
-        labels = ids.masked_fill(~chosen, IGNORED)
+        chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED_SHARE)
+        labels = ids.masked_fill(~chosen, IGNORED_LABEL)
         masked.append(batch | {"input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
     return masked if any((batch["labels"] >= 0).any() for batch in masked) else None
 
@@ -393,7 +395,7 @@ def _compute_difference_terms(
         return converted[:, 0] - source[:, 0], source[:, 1]
     if measure == "scores":
         return (converted - source).square().sum(1), (source - source.mean(0)).square().sum(1)
-    mean = source.mean(0) if len(source) >= MIN_CENTERED else torch.zeros_like(source[0])
+    mean = source.mean(0) if len(source) >= MIN_CENTERED_EMBEDDINGS else torch.zeros_like(source[0])
     cosines = cosine_similarity(source - mean, converted - mean)
     return cosines, torch.ones_like(cosines)
 
@@ -401,7 +403,7 @@ def _compute_difference_terms(
 def _are_all_equal(embeddings: torch.Tensor) -> bool:
     """Return whether all examples have the same embedding or scores [b, D], up to rounding errors."""
     spread = (embeddings - embeddings.mean(0)).norm()
-    return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())
+    return len(embeddings) > 1 and bool(spread <= ROUNDING_TOLERANCE * embeddings.norm())
 
 
 def _count_runaway_generations(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:

@@ -160,8 +160,8 @@ class ModelReader:
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         if hasattr(model.config, "variant_fields") and has_kernel(model.config):
-            drawn = tuple(f".{name}" for name in get_random_buffer_names())
-            self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
+            buffer_suffixes = tuple(f".{name}" for name in get_random_buffer_names())
+            self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(buffer_suffixes)}
         self.entries = {}
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:

@@ -38,8 +38,8 @@ from ...model_folder import ADAPTER_FILES, describe_unfinished_model
 logger = logging.getLogger(__name__)
 
 # Patterns of file names that Transformers, PEFT and this package look for.
-LOADED = (*"*.json *.safetensors *.bin *.model *.spm *.py *.jinja vocab.* merges.txt".split(), CARD_NAME)
-WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
+LOADED_FILE_PATTERNS = (*"*.json *.safetensors *.bin *.model *.spm *.py *.jinja vocab.* merges.txt".split(), CARD_NAME)
+WEIGHT_FILE_NAMES = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 SAFETENSORS_SUFFIX = ".safetensors"
 # Weights in other formats are not copied because they contain the original heads.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
@@ -54,11 +54,11 @@ def get_unsafe_path_reason(path: Path, folder: Path) -> str | None:
 
     Links within the folder and into the Hub cache are safe. Other links, pipes and devices are not.
     """
-    target, home = path.resolve(), folder.resolve()
-    snapshots = next((parent for parent in home.parents if parent.name == "snapshots"), None)
+    target, resolved_folder = path.resolve(), folder.resolve()
+    snapshots = next((parent for parent in resolved_folder.parents if parent.name == "snapshots"), None)
     is_blob = snapshots is not None and target.is_relative_to(snapshots.parent / "blobs")
     is_blob |= "blobs" in target.parts and target.is_relative_to(Path(HF_HUB_CACHE).resolve())
-    if not is_blob and not target.is_relative_to(home):
+    if not is_blob and not target.is_relative_to(resolved_folder):
         return f"a link that leads out of the folder, to {target}"
     if path.exists() and not path.is_file() and not path.is_dir():
         return "neither a file nor a folder"
@@ -75,7 +75,7 @@ def check_checkpoint_files(folder: Path) -> None:
     if advice := describe_unfinished_model(folder):
         raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
-        if not _matches_any_pattern(path.name, LOADED):
+        if not _matches_any_pattern(path.name, LOADED_FILE_PATTERNS):
             continue
         if not path.exists():
             raise FileNotFoundError(f"{path} is a broken link. Repair or remove it.")
@@ -110,7 +110,7 @@ def check_no_adapter(name: str, files: list[str]) -> None:
         ValueError: if the files include an adapter.
     """
     if adapter_files := sorted(file for file in files if _matches_any_pattern(file, ADAPTER_FILES)):
-        kind = "an adapter next to complete weights" if {*WEIGHTS} & {*files} else "only an adapter"
+        kind = "an adapter next to complete weights" if {*WEIGHT_FILE_NAMES} & {*files} else "only an adapter"
         raise ValueError(
             f"{name} must be a model without an adapter, got {kind} ({', '.join(adapter_files)}). Merge the adapter "
             "into its base model first (`merge_and_unload` in PEFT), or remove these files to ignore the adapter."
@@ -128,7 +128,7 @@ def check_no_pickled_weights(name: str, files: list[str]) -> None:
     Raises:
         ValueError: if the checkpoint only has pickled weights.
     """
-    weights = [file for file in WEIGHTS if file in files]
+    weights = [file for file in WEIGHT_FILE_NAMES if file in files]
     if weights and weights[0] in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME):
         raise ValueError(
             f"{weights[0]} in {name} is a pickle file, which can run code when it is loaded. Use a safetensors copy, "
@@ -263,15 +263,17 @@ def list_auxiliary_files(
     """
     modules = _list_module_folders(folder)
     # The history is not copied because a new history that includes the conversion is written.
-    read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
+    handled_files = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
-        read.add(PICKLE_INDEX_NAME)
+        handled_files.add(PICKLE_INDEX_NAME)
     copied: list[str] = []
     left_out: list[str] = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
-        relative, here = Path(directory).relative_to(folder), Path(directory).resolve()
+        relative, resolved_directory = Path(directory).relative_to(folder), Path(directory).resolve()
         # Links to a parent folder would lead to endless recursion.
-        inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]
+        inside = [
+            name for name in subfolders if not resolved_directory.is_relative_to((resolved_directory / name).resolve())
+        ]
         inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
         skipped = [name for name in inside if relative == Path(".") and _should_skip_folder(name)]
         skipped += [name for name in inside if name not in skipped and _is_unsafe(folder, relative / name, modules)]
@@ -279,7 +281,7 @@ def list_auxiliary_files(
         left_out += [f"{(relative / name).as_posix()}/" for name in skipped]
         for file in files:
             path = (relative / file).as_posix()
-            if path in read:
+            if path in handled_files:
                 continue
             is_result = relative == Path(".") and _matches_any_pattern(file, RESULT_FILES)
             is_copied = not is_result and _should_copy_file(file, relative.as_posix() in modules, allow_pickle)
@@ -416,8 +418,8 @@ def _check_pickled_weights(name: str, files: list[str]) -> None:
     """
     check_no_pickled_weights(name, files)
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
-    unskipped = [folder for folder in folders if not _should_skip_folder(folder.split("/")[0])]
-    lost = [folder for folder in unskipped if f"{folder}/{WEIGHTS_NAME}" not in files]
+    kept_folders = [folder for folder in folders if not _should_skip_folder(folder.split("/")[0])]
+    lost = [folder for folder in kept_folders if f"{folder}/{WEIGHTS_NAME}" not in files]
     if SENTENCE_MODULES_NAME in files and lost:
         logger.warning("The pickled weights of %s are not copied. Pass --allow_pickle to copy them.", ", ".join(lost))
 
@@ -426,8 +428,8 @@ def _iterate_files_to_download(files: list[str], allow_pickle: bool) -> Iterator
     """Yield the names of the files in a repository that should be downloaded."""
     has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:
-        top, slash, _ = name.partition("/")
-        if (slash and _should_skip_folder(top)) or name.lower().endswith(OTHER_WEIGHT_SUFFIXES):
+        top_folder, slash, _ = name.partition("/")
+        if (slash and _should_skip_folder(top_folder)) or name.lower().endswith(OTHER_WEIGHT_SUFFIXES):
             continue
         if not name.lower().endswith(PICKLE_SUFFIXES) or (allow_pickle and (slash or not has_safetensors)):
             yield name

@@ -52,7 +52,7 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-CASTABLE = ("F64", "F32", "F16", "BF16")
+CASTABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 16 * 2**20
 
 
@@ -95,7 +95,7 @@ class TensorEntry:
     @property
     def is_floating(self) -> bool:
         """True if the tensor has a floating-point dtype that `--dtype` can convert."""
-        return self.dtype in CASTABLE
+        return self.dtype in CASTABLE_DTYPES
 
 
 def check_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
@@ -120,7 +120,7 @@ def check_finite(tensor: torch.Tensor, name: str, location: object = "the model"
     return tensor
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Convert the elements of a tensor to `dtype`.
 
     Raises:
@@ -128,8 +128,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """
     converted = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
-        overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
-        if overflowed.any():
+        has_overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
+        if has_overflowed.any():
             raise ValueError(f"{name!r} contains values that are too large for {dtype}. Use bfloat16 or float32.")
     return converted
 
@@ -160,7 +160,7 @@ class CheckpointReader(ABC):
         """Read one tensor into newly allocated memory."""
 
     @abstractmethod
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
 
     def __enter__(self) -> "CheckpointReader":
@@ -193,7 +193,7 @@ class SafetensorsReader(CheckpointReader):
         entry = self.entries[name]
         return self._read_elements(name, entry.begin, entry.end).reshape(entry.shape)
 
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
         entry = self.entries[name]
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
@@ -239,7 +239,7 @@ class PickleReader(CheckpointReader):
         """Read one tensor into newly allocated memory."""
         return check_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
         flat = self._tensors[name].contiguous().reshape(-1)
         for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
@@ -458,11 +458,11 @@ def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str])
 
 POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"
 POSITION_WEIGHT = "embeddings.position_embeddings.weight"
-EXTENSIONS = ("tiled", "interpolated")
+POSITION_EXTENSIONS = ("tiled", "interpolated")
 # Buffers in old checkpoints with one element per position. They are skipped because the model class creates them.
 POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 # Files that contain the maximum input length, each with the name of its field.
-LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+MAX_LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
 class ExtendedPositionsReader(CheckpointReader):
@@ -484,12 +484,12 @@ class ExtendedPositionsReader(CheckpointReader):
         if self.extension == "tiled":
             return torch.cat([first, others.repeat(-(-rows // len(others)), 1)[:rows]])
         columns = others.float().T[None]  # [1, D, n]
-        stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
-        return torch.cat([first, stretched[0].T.to(others.dtype)])
+        interpolated = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
+        return torch.cat([first, interpolated[0].T.to(others.dtype)])
 
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
-        return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
+        return self.stored.iterate_chunks(name) if name != self.name else iter([self.read(name).flatten()])
 
 
 def extend_positions(
@@ -501,7 +501,7 @@ def extend_positions(
         config: The contents of config.json.
         reader: The reader of the original tensors.
         fields: The conversion fields. As in RoBERTa's configuration, `max_position_embeddings` includes its unused
-            leading positions. `position_extension` is one of `EXTENSIONS` (if None, "tiled").
+            leading positions. `position_extension` is one of `POSITION_EXTENSIONS` (if None, "tiled").
 
     Returns:
         The configuration and the reader with this number of positions. Both are returned unchanged if `fields` does
@@ -511,11 +511,11 @@ def extend_positions(
         ValueError: if the model does not have learned positions as BERT does, if the number is not larger than before,
             if the extension is unknown, or if the kernel depends on the number of positions (Linformer).
     """
-    positions, extension = fields.get(POSITIONS_FIELD), fields.get(EXTENSION_FIELD) or EXTENSIONS[0]
+    positions, extension = fields.get(POSITIONS_FIELD), fields.get(EXTENSION_FIELD) or POSITION_EXTENSIONS[0]
     if positions is None:
         return config, reader
-    if extension not in EXTENSIONS:
-        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {', '.join(EXTENSIONS)}, got {extension!r}.")
+    if extension not in POSITION_EXTENSIONS:
+        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {', '.join(POSITION_EXTENSIONS)}, got {extension!r}.")
     tables = [name for name in reader.entries if name.endswith(POSITION_WEIGHT)]
     if len(tables) != 1:
         raise ValueError(
@@ -530,8 +530,8 @@ def extend_positions(
             f"`{POSITIONS_FIELD}` cannot be changed in a model with the kernel {kernel!r}, whose learned sums have "
             f"{old_positions} positions. Remove it."
         )
-    longer = ExtendedPositionsReader(reader, tables[0], positions, _count_unused_positions(config), extension)
-    return config | {POSITIONS_FIELD: positions}, longer
+    extended_reader = ExtendedPositionsReader(reader, tables[0], positions, _count_unused_positions(config), extension)
+    return config | {POSITIONS_FIELD: positions}, extended_reader
 
 
 def update_tokenizer_max_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -544,7 +544,7 @@ def update_tokenizer_max_length(stage: Path, config: Mapping[str, Any], fields: 
     """
     if fields.get(POSITIONS_FIELD) is None:
         return
-    for file, name in LENGTH_FIELDS.items():
+    for file, name in MAX_LENGTH_FIELDS.items():
         path = stage / file
         if (settings := read_json(path)) is not None:
             values = settings | {name: fields[POSITIONS_FIELD] - _count_unused_positions(config)}

@@ -17,7 +17,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
-from ...text_files import column_names, describe_row_location, get_column_value
+from ...text_files import describe_row_location, get_column_value, list_column_names
 from ..engine import tables
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
@@ -435,7 +435,7 @@ def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[
 
 def _describe_columns(record: dict[str, Any]) -> str:
     """Return a clause that lists the columns of a row, for messages."""
-    return f"the columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
+    return f"the columns are {' '.join(', '.join(list_column_names(record)).split()) or 'none'}"
 
 
 @dataclass

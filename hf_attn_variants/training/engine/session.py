@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ... import files, model_folder
-from ...errors import INTERRUPTED, TerminatedError
+from ...errors import INTERRUPTED_MESSAGE, TerminatedError
 from ...progress import disable_progress_bars, progress_bar
 from .checkpoints import NAME_PATTERN, convert_write_errors, find_checkpoint, list_checkpoints, lock_folder
 from .settings import Settings, TrainingSettings
@@ -336,7 +336,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         advice = (
             _describe_how_to_resume(settings) if accelerator in _started_accelerators else "No files were changed."
         )
-        raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
+        raise type(stop)(f"{(str(stop) or INTERRUPTED_MESSAGE).rstrip('.')}. {advice}") from stop
     finally:
         files.remove_empty_folders(new_folders)
         if accelerator.num_processes > 1:
