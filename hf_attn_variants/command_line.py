@@ -30,8 +30,8 @@ class StoreOnce(argparse._StoreAction):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
     ) -> None:
-        before = getattr(namespace, self.dest)
-        if flag is not None and before is not self.default and before != values:
+        previous_value = getattr(namespace, self.dest)
+        if flag is not None and previous_value is not self.default and previous_value != values:
             if isinstance(values, list):
                 parser.error(f"{flag} can only be used once. List all values after a single {flag}.")
             print(f"note: {flag} was set twice with different values. The last value is used.", file=sys.stderr)
@@ -66,8 +66,8 @@ class CommandParser(argparse.ArgumentParser):
         elif match := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
             suggestions = [find_closest_name(match[1], match[3].replace("'", "").split(", "))]
             message = message.replace(match[2], "") if any(suggestions) else message
-        likely = list(dict.fromkeys(filter(None, suggestions)))
-        return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
+        likely_names = list(dict.fromkeys(filter(None, suggestions)))
+        return message + (f"; did you mean {' and '.join(likely_names)}?" if likely_names else "")
 
 
 def find_closest_name(name: str, names: Iterable[str]) -> str | None:

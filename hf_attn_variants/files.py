@@ -178,9 +178,9 @@ def iterate_lines_with_endings(path: Path) -> Iterator[str]:
         ValueError: if the file is not text. The message contains the line number.
     """
     with open_file(path.expanduser()) as binary:
-        by_returns = has_carriage_return_line_endings(binary)
-        file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
-        number, is_warned = 0, by_returns or get_suffix(path) in (".csv", ".tsv", ".json", ".jsonl")
+        uses_carriage_returns = has_carriage_return_line_endings(binary)
+        file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if uses_carriage_returns else "\n")
+        number, is_warned = 0, uses_carriage_returns or get_suffix(path) in (".csv", ".tsv", ".json", ".jsonl")
         try:
             for number, line in enumerate(file, start=1):
                 if "\0" in line:
@@ -194,7 +194,7 @@ def iterate_lines_with_endings(path: Path) -> Iterator[str]:
                 yield line
         except UnicodeDecodeError as error:
             # All complete lines before the chunk that contains the error were already yielded.
-            number += 1 + error.object[: error.start].count(b"\r" if by_returns else b"\n")
+            number += 1 + error.object[: error.start].count(b"\r" if uses_carriage_returns else b"\n")
             raise ValueError(
                 f"{path}, line {number}, must be UTF-8 text ({error.reason}). Save the file as UTF-8."
             ) from error
@@ -360,11 +360,11 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
 def check_disk_space(output_dir: Path, needed: int) -> None:
     """Raise OSError unless the file system of `output_dir` has at least `needed` free bytes."""
     needed += SPARE_BYTES
-    free = shutil.disk_usage(_find_existing_ancestor(output_dir)).free
-    if free < needed:
+    free_bytes = shutil.disk_usage(_find_existing_ancestor(output_dir)).free
+    if free_bytes < needed:
         raise OSError(
-            f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only {free / 2**20:,.0f} MiB are "
-            "free. Free some space, or choose a folder on another disk."
+            f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only {free_bytes / 2**20:,.0f} MiB "
+            "are free. Free some space, or choose a folder on another disk."
         )
 
 

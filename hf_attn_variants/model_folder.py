@@ -71,12 +71,12 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
     """
     new, old, config = folder / NEW_FOLDER, folder / OLD_FOLDER, folder / CONFIG_NAME
     # If the folder does not contain a model, its README.md may describe something else.
-    was_model = any(path.exists() for path in (config, new, old))
+    had_model = any(path.exists() for path in (config, new, old))
     try:
         _discard_folder(new)  # a killed run may have left it
         os.replace(stage, new)
         names = {path.name for path in new.iterdir()} - {CONFIG_NAME}
-        patterns = (*WEIGHTS_PATTERNS, *(() if is_continuation or not was_model else MODEL_PATTERNS))
+        patterns = (*WEIGHTS_PATTERNS, *(() if is_continuation or not had_model else MODEL_PATTERNS))
         removed = {path.name for path in folder.iterdir() if any(fnmatchcase(path.name, glob) for glob in patterns)}
         if is_generated_card(folder / CARD_NAME):  # it describes the old weights
             removed.add(CARD_NAME)
@@ -109,11 +109,11 @@ def describe_unfinished_model(folder: Path) -> str | None:
     is_notice = is_placeholder_config(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None
-    for name, what in ((OLD_FOLDER, "restores the old model"), (NEW_FOLDER, "completes the replacement")):
+    for name, effect in ((OLD_FOLDER, "restores the old model"), (NEW_FOLDER, "completes the replacement")):
         if (folder / name / CONFIG_NAME).is_file():
             quoted = shlex.quote(str(folder))
             return (
-                f"A run was killed while it replaced this model. `mv {quoted}/{name}/* {quoted}/` {what}. "
+                f"A run was killed while it replaced this model. `mv {quoted}/{name}/* {quoted}/` {effect}. "
                 "Alternatively, repeat the run with --overwrite_output_dir."
             )
     stages = (folder / STAGE_FOLDER, *folder.glob(STAGED_FOLDER_PATTERN))
@@ -195,8 +195,8 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     """
     history = ModelHistory()
     stored = _read_json_or_record_problem(folder / HISTORY_NAME, history.problems)
-    earlier = stored.get("steps", [])
-    for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
+    earlier_steps = stored.get("steps", [])
+    for number, step in enumerate(earlier_steps if isinstance(earlier_steps, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
         if kind in STEP_FILES:
             history.steps.append(_select_fields(kind, step))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing this module would build all attention functions
 PREFIX = "AttnVariant"
 # Class prefixes of model types that are equivalent to another model type, and the former name of a T5 class.
 CLASS_ALIASES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
-FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
+FORMER_CLASS_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = CONFIG_CLASSES
 ALL_ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = (*ARCHITECTURES, *NATIVE_CONFIGS)
@@ -42,18 +42,18 @@ def register() -> None:
             getattr(transformers, auto_class).register(config_class, model_class, exist_ok=True)
 
 
-def supported_model_types() -> list[str]:
+def list_supported_model_types() -> list[str]:
     """Return all model types from Transformers and this package that can be converted or loaded."""
     return [name for config_class in ALL_ARCHITECTURES for name in _list_model_types(config_class)]
 
 
-def supported_architectures() -> list[str]:
+def list_supported_architectures() -> list[str]:
     """Return the names of the Transformers classes that can be converted, except those for mT5."""
     names = (name for config_class in ALL_ARCHITECTURES for name in config_class.auto_classes.values())
     return sorted({name.removeprefix(PREFIX) for name in names})
 
 
-def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
+def get_variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
     """Return the configuration class in this package for a `model_type` from Transformers or this package.
 
     Raises:
@@ -68,11 +68,11 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
             return config_class
     if (reason := UNSUPPORTED_MODEL_TYPES.get(model_type)) is not None:
         raise ValueError(f"Model type {model_type!r} is not supported because {reason}.")
-    known = ", ".join(supported_model_types())
+    known = ", ".join(list_supported_model_types())
     raise ValueError(f"Model type {model_type!r} is not supported. Use one of {known}.")
 
 
-def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
+def get_max_input_length(config: transformers.PreTrainedConfig) -> int | None:
     """Return the maximum number of input tokens that a model's positions allow, or None if there is no limit.
 
     Args:
@@ -86,7 +86,7 @@ def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
     return positions - config.pad_token_id - 1 if positions is not None and starts_late else positions
 
 
-def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
+def get_variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
     """Return the model class in this package for a class name from Transformers or this package.
 
     Args:
@@ -100,10 +100,10 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
         'AttnVariantBertForMaskedLM'
     """
     name = architecture.removeprefix(PREFIX)
-    name = FORMER_NAMES.get(name, name)
-    for other, base in CLASS_ALIASES.items():
-        if name.startswith(other):
-            name = base + name.removeprefix(other)
+    name = FORMER_CLASS_NAMES.get(name, name)
+    for alias, base in CLASS_ALIASES.items():
+        if name.startswith(alias):
+            name = base + name.removeprefix(alias)
     for native_class in NATIVE_CONFIGS:
         if name in native_class.auto_classes.values():
             return get_native_model_class(native_class, name)  # type: ignore[arg-type]  # mypy checks `__hash__`
@@ -111,7 +111,7 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
         module = _import_modeling_module(config_class)
         if PREFIX + name in module.__all__:
             return getattr(module, PREFIX + name)
-    known = ", ".join(supported_architectures())
+    known = ", ".join(list_supported_architectures())
     raise ValueError(f"Architecture {architecture!r} is not supported. Use one of {known}.")
 
 

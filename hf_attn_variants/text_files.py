@@ -110,14 +110,18 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
-        spaced = None if is_tsv or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
-        if spaced is not None:
+        cell_with_spaces = (
+            None if is_tsv or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
+        )
+        if cell_with_spaces is not None:
             has_warned = True
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
-            logger.warning(message, place, spaced)
+            logger.warning(message, place, cell_with_spaces)
         if len(cells) != len(header):
-            what = "a comma" if separator == "," else f"the separator {separator!r}"
-            rule = "A tab always separates cells." if is_tsv else f"Put a cell that contains {what} in quotes."
+            separator_name = "a comma" if separator == "," else f"the separator {separator!r}"
+            rule = (
+                "A tab always separates cells." if is_tsv else f"Put a cell that contains {separator_name} in quotes."
+            )
             names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "
@@ -128,12 +132,12 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
 
 def _read_until_first_text_line(lines: Iterator[str]) -> list[str]:
     """Return the lines up to and including the first line that is not blank."""
-    read = []
+    leading_lines = []
     for line in lines:
-        read.append(line)
+        leading_lines.append(line)
         if not is_blank(line):
             break
-    return read
+    return leading_lines
 
 
 def _detect_separator(path: Path, first_lines: list[str]) -> str:
@@ -164,9 +168,9 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
 
     In a list, the line numbers are None.
     """
-    rest = iterate_lines(path)
-    begin = _read_until_first_text_line(rest)
-    lines = enumerate(itertools.chain(begin, rest), start=1)
+    lines = iterate_lines(path)
+    begin = _read_until_first_text_line(lines)
+    lines = enumerate(itertools.chain(begin, lines), start=1)
     if begin and begin[-1].lstrip().startswith("["):
         try:
             values = parse_json("\n".join(line for _, line in lines))
@@ -394,7 +398,9 @@ def has_column(record: dict[str, Any], name: str) -> bool:
 
 def list_column_names(record: dict[str, Any]) -> list[str]:
     """Return the column names of a row, in the format that `get_column_value` accepts."""
-    nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
+    nested = [
+        f"{key}.{nested_name}" for key, value in record.items() if isinstance(value, dict) for nested_name in value
+    ]
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
 
@@ -420,8 +426,8 @@ def resolve_text_columns(
             )
         return ()
     if len(tables) < len(paths):
-        other = next(path for path in paths if path not in tables)
-        raise ValueError(f"Either all files or none must be tables. {tables[0]} is a table, but {other} is not.")
+        text_path = next(path for path in paths if path not in tables)
+        raise ValueError(f"Either all files or none must be tables. {tables[0]} is a table, but {text_path} is not.")
     if columns is not None and len(columns) > 2:
         raise ValueError(f"{flag} must contain one or two columns, got {len(columns)}.")
     return tuple(columns or ("text",))

@@ -238,7 +238,7 @@ def _check_source(source: str, heads: int) -> None:
     from transformers import AutoConfig
 
     from hf_attn_variants.conversion.checkpoint.source import find_local_folder
-    from hf_attn_variants.registration import variant_config_class
+    from hf_attn_variants.registration import get_variant_config_class
 
     find_local_folder(source)  # for a missing folder, its message is clearer than the one from Transformers
     config = AutoConfig.from_pretrained(source)
@@ -247,7 +247,7 @@ def _check_source(source: str, heads: int) -> None:
             f"--model must be an encoder such as BERT or ALBERT, got a {config.model_type} model. For T5, see "
             "`attn-variants convert --help` and `attn-variants seq2seq --help`."
         )
-    variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
+    get_variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
@@ -317,11 +317,13 @@ def _measure_size(checkpoint: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModel
 
     from hf_attn_variants.inspection import attention_projection_flops
-    from hf_attn_variants.registration import variant_config_class
+    from hf_attn_variants.registration import get_variant_config_class
 
     config = AutoConfig.from_pretrained(checkpoint)
     # The multi-head variant is equivalent to the Transformers model, and its attention modules can be counted.
-    model = AutoModel.from_pretrained(checkpoint, config=variant_config_class(config.model_type).from_upstream(config))
+    model = AutoModel.from_pretrained(
+        checkpoint, config=get_variant_config_class(config.model_type).from_upstream(config)
+    )
     return {"parameters": model.num_parameters(), "projection_flops": attention_projection_flops(model)}
 
 

@@ -39,7 +39,7 @@ from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import similarity_spearman
-from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.registration import get_variant_model_class
 
 FLOAT32, INT8, TORCHS, BFLOAT16 = "float32", "int8", "torch's dynamic int8", "bfloat16"
 T5 = "checkpoints/t5-mini-multi30k-en-de"
@@ -108,7 +108,7 @@ class Translation:
         upstream = AutoModelForSeq2SeqLM.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
-        cls, width = variant_model_class(type(upstream).__name__), upstream.config.d_model
+        cls, width = get_variant_model_class(type(upstream).__name__), upstream.config.d_model
         for what, fields in (
             ("exact", {"cross_kv_lora_rank": width}),
             ("talking heads", {"talking_heads": "both"}),
@@ -147,7 +147,7 @@ class Similarity:
         """Yield the model, and its variant with talking heads, which begin as nothing."""
         upstream = AutoModel.from_pretrained(self.subject.source).eval()
         yield self.name, upstream
-        cls = variant_model_class(type(upstream).__name__)
+        cls = get_variant_model_class(type(upstream).__name__)
         yield f"{self.name}, talking heads", cls.from_pretrained(self.subject.source, talking_heads="both").eval()
 
     def scores(self, model: Any, float32: Any) -> Row:

@@ -25,8 +25,8 @@ from benchmarks.convert.conversion_subjects import SentenceEncoder, Translator, 
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import sentence_embeddings
-from hf_attn_variants.inspection.costs import kv_cache_bytes_per_token
-from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.inspection.costs import compute_kv_cache_bytes_per_token
+from hf_attn_variants.registration import get_variant_model_class
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """examples:
@@ -141,11 +141,11 @@ def measure(subject: Any, row: Row) -> Row:
             command.main(command.parse_args(flags))
             seconds = time.perf_counter() - started
         config = json.loads((folder / "config.json").read_text())
-        made = variant_model_class(config["architectures"][0])
+        made = get_variant_model_class(config["architectures"][0])
         with torch.device("meta"):
             model = made(made.config_class.from_upstream(config))
         # Numbers, not bytes; an encoder keeps none, and its keys and values are counted as if it did.
-        cache = kv_cache_bytes_per_token(model, 1) or {"self": _numbers(model)}
+        cache = compute_kv_cache_bytes_per_token(model, 1) or {"self": _numbers(model)}
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return subject.score(folder, row["split"]) | {
             "numbers_per_token": cache,

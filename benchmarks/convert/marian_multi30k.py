@@ -22,8 +22,8 @@ from benchmarks.convert.conversion_quality import run_record, uptrain
 from benchmarks.convert.conversion_subjects import Translator
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.costs import kv_cache_bytes_per_token
-from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.inspection.costs import compute_kv_cache_bytes_per_token
+from hf_attn_variants.registration import get_variant_model_class
 
 ROOT = Path(__file__).resolve().parents[2]
 MULTI_HEAD, MEAN = "multi-head", ("--method", "mean")
@@ -93,11 +93,11 @@ def measure(subject: Marian, option: str, steps: int) -> Row:
 
 def _numbers(folder: Path) -> Row:
     config = json.loads((folder / "config.json").read_text())
-    made = variant_model_class(config["architectures"][0])
+    made = get_variant_model_class(config["architectures"][0])
     with torch.device("meta"):
         model = made(made.config_class.from_upstream(config))
     return {
-        "numbers_per_token": kv_cache_bytes_per_token(model, 1),
+        "numbers_per_token": compute_kv_cache_bytes_per_token(model, 1),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 

@@ -138,7 +138,7 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     models = {UPSTREAM: made(kind)}
     for k in args.num_key_value_heads:
         wider = {"d_ff": equal_feed_forward(fields, k)} if args.equal_parameters else {}
-        models[variant_name(k, heads)] = made(f"attn_variant_{kind}", num_key_value_heads=k, **wider)
+        models[get_variant_name(k, heads)] = made(f"attn_variant_{kind}", num_key_value_heads=k, **wider)
     for rank in args.cross_kv_lora_rank:
         name = "exact" if rank == fields["d_model"] else f"cross r={rank}"
         models[name] = made(f"attn_variant_{kind}", cross_kv_lora_rank=rank)
@@ -167,7 +167,7 @@ def equal_feed_forward(fields: dict[str, Any], kv_heads: int) -> int:
     return fields["d_ff"] + round(saved / (matrices * fields["d_model"] * 2 * fields["num_layers"]))
 
 
-def variant_name(kv_heads: int, heads: int) -> str:
+def get_variant_name(kv_heads: int, heads: int) -> str:
     return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
 
 

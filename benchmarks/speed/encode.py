@@ -23,7 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.page_faults import memory_now, summary, usage_text, watched_rounds
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import speed
-from hf_attn_variants.inspection.costs import check_sizes, read_checkpoint_config, variant_config
+from hf_attn_variants.inspection.costs import check_sizes, make_variant_config, read_checkpoint_config
 from hf_attn_variants.inspection.speed import (
     build_verified_models,
     make_timed_function,
@@ -96,7 +96,7 @@ def measure_passes(
         ValueError: as for `measure_speed`.
     """
     check_sizes(batch_size=batch_size, length=length, rounds=rounds)
-    current = variant_config(config)
+    current = make_variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     length = resolve_timed_length(length, current, auto_class)
     models = build_verified_models(config, **options)

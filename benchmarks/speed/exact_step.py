@@ -24,7 +24,7 @@ from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.transformers_internals import get_cache_name
-from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.registration import get_variant_model_class
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS
 
 PRODUCTS, EXACT, SHARED, UPSTREAM = "products", "exact", "share_memory", "upstream"
@@ -42,7 +42,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return the contestants, with the same weights."""
     model = random_model(args.shape)
-    cls: Any = variant_model_class(type(model).__name__)
+    cls: Any = get_variant_model_class(type(model).__name__)
     config = cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)
     exact = cls(config).eval()
     exact.load_state_dict(model.state_dict())

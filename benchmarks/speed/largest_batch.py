@@ -23,14 +23,14 @@ from benchmarks.machine import machine
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.inspection.costs import variant_config, variant_name
+from hf_attn_variants.inspection.costs import get_variant_name, make_variant_config
 from hf_attn_variants.serving.engines import (
     CTRANSLATE2,
     Engine,
-    Load,
+    Workload,
     build_model,
     get_ctranslate2_unsupported_reason,
-    random_inputs,
+    make_random_inputs,
 )
 from hf_attn_variants.serving.peak_memory import ExportedModel, measure_peak_bytes, write_ctranslate2_folder
 
@@ -89,11 +89,11 @@ def next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: in
 
 def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
     """Return the engines, each with its configuration."""
-    converted = variant_config(config, **latents)
+    converted = make_variant_config(config, **latents)
     found = [
         (config, Engine("transformers")),
         (config, Engine("share_memory", shared=True)),
-        (converted.to_dict(), Engine(variant_name(converted))),
+        (converted.to_dict(), Engine(get_variant_name(converted))),
     ]
     if get_ctranslate2_unsupported_reason(config) is None:
         found.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
@@ -104,7 +104,7 @@ def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedM
     """Write what CTranslate2 runs into an empty folder; None for an engine of torch."""
     if not engine.ctranslate2:
         return None
-    inputs = random_inputs(config, Load(1, 1, 1, 1))  # each trial brings its own
+    inputs = make_random_inputs(config, Workload(1, 1, 1, 1))  # each trial brings its own
     return write_ctranslate2_folder(config, build_model(config, engine), inputs, folder, engine.int8)
 
 
@@ -112,9 +112,9 @@ def peak_of(
     args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: ExportedModel | None, batch: int
 ) -> int:
     """Return the peak of a batch in bytes."""
-    load = Load(batch, args.source_length, args.max_new_tokens, args.num_beams)
+    load = Workload(batch, args.source_length, args.max_new_tokens, args.num_beams)
     if exported is not None:
-        exported = replace(exported, inputs=random_inputs(config, load)["input_ids"].tolist())
+        exported = replace(exported, inputs=make_random_inputs(config, load)["input_ids"].tolist())
     peak = measure_peak_bytes(config, engine, load, args.num_threads, exported)
     if peak is None:
         raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")

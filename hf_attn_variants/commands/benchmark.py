@@ -199,7 +199,7 @@ def _report_serving(args: argparse.Namespace, table: Any) -> None:
 def _print_serving(table: Any) -> None:
     from ..inspection.tables import print_table
 
-    load, decodes = table.load, table.load.max_new_tokens is not None
+    workload, decodes = table.load, table.load.max_new_tokens is not None
     header = ["engine", "ms per batch", "tokens/s", "speed", *["ms to the first token"] * decodes, "peak MiB"]
     rows = []
     for row in table.rows:
@@ -208,8 +208,8 @@ def _print_serving(table: Any) -> None:
             cells.append(f"{row.first_milliseconds:,.1f}")
         cells.append("" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}")
         rows.append(cells)
-    search = f", {load.max_new_tokens} new tokens, {_format_num_beams(load.num_beams)}" if decodes else ""
-    print_table(f"{table.checkpoint}, batch {load.batch_size}, length {load.length:,}{search}", header, rows)
+    search = f", {workload.max_new_tokens} new tokens, {_format_num_beams(workload.num_beams)}" if decodes else ""
+    print_table(f"{table.checkpoint}, batch {workload.batch_size}, length {workload.length:,}{search}", header, rows)
 
 
 def _format_num_beams(num_beams: int) -> str:

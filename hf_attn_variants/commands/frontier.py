@@ -123,7 +123,7 @@ def main(args: argparse.Namespace) -> Any:
     start = None if is_audio else set_languages(processor, model.config, args.source_lang, args.target_lang)
     if start is not None:
         start.apply_to(model)
-    known = saved.rows(_make_run_key(args, options, calibration, held_out))
+    known = saved.load_rows(_make_run_key(args, options, calibration, held_out))
     try:
         with disable_progress_bars(args.disable_tqdm):
             frontier = measure_frontier(

@@ -124,7 +124,7 @@ def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], lis
     header += ["largest batch"] * (has_cache and table.memory is not None)
     rows, upstream = [], _make_upstream_row(table)
     for row in table.rows if upstream is None else (upstream, *table.rows):
-        saved, is_unchanged = table.savings(row), row.current if upstream is None else row is upstream
+        saved, is_unchanged = table.compute_savings(row), row.current if upstream is None else row is upstream
         cells = [f"{row.name}{' *' if is_unchanged else '' if row.convertible else ' -'}", f"{row.parameters:,}"]
         if details:
             cells.append(f"{row.attention_parameters:,}")
@@ -187,8 +187,8 @@ def _list_notes(table: Any, details: bool) -> list[str]:
 
 def _explain_zero_batch(table: Any) -> list[str]:
     """Return a note that explains why the largest batch is 0 in some rows, or an empty list if it is never 0."""
-    weights = table.weight_bytes(table.current)
-    if all(table.weight_bytes(row) > table.memory for row in table.rows):
+    weights = table.get_weight_bytes(table.current)
+    if all(table.get_weight_bytes(row) > table.memory for row in table.rows):
         return [f"The weights ({_format_bytes(weights)}) do not fit into {_format_bytes(table.memory)}."]
     if any(row.largest_batch == 0 for row in table.rows):
         weights_text = _format_bytes(weights)

@@ -17,7 +17,7 @@ examples (writing a new folder, and also pushing it to the Hub in one commit):
 
 The command loads the model with the classes in the installed package and saves it together with their code. It then
 compares the outputs before and after saving, using random inputs. The old code is not run."""
-RANDOM_TOKENS = 8
+NUM_RANDOM_TOKENS = 8
 _MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
 
@@ -94,7 +94,7 @@ def _refresh(source: Path, output: Path) -> float:
     from ..hub.card import refresh_card
     from ..hub.push import list_folder_files
     from ..modeling.code_builder import get_file_names
-    from ..registration import variant_model_class
+    from ..registration import get_variant_model_class
 
     config = read_config(source)
     if not config["model_type"].startswith("attn_variant_") or not config.get("architectures"):
@@ -102,7 +102,7 @@ def _refresh(source: Path, output: Path) -> float:
             f"{source} must be a repository created with this package, got model type {config['model_type']!r}. "
             "Convert the checkpoint first."
         )
-    model_class = variant_model_class(config["architectures"][0])
+    model_class = get_variant_model_class(config["architectures"][0])
     model = _load_model(model_class, source)
     with open_checkpoint(source) as reader:
         written = {CONFIG_NAME, CARD_NAME, *reader.files, *get_file_names()}
@@ -117,8 +117,8 @@ def _refresh(source: Path, output: Path) -> float:
             text = (source / CARD_NAME).read_text(encoding="utf-8")
             (stage / CARD_NAME).write_text(refresh_card(text) or text, encoding="utf-8")
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
-        after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
-        difference = _measure_difference(model, after)
+        refreshed_model = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
+        difference = _measure_difference(model, refreshed_model)
         if not difference <= _MAX_DIFFERENCE:
             raise ValueError(
                 f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
@@ -132,14 +132,15 @@ def _load_model(model_class: Any, folder: Path) -> Any:
     with convert_loading_errors(folder) as path:
         options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, info = model_class.from_pretrained(path, **options)
-    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+    if mismatched_keys := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(
-            f"The weights in {folder} must match {model_class.__name__}, but {wrong[0]} is missing or unexpected."
+            f"The weights in {folder} must match {model_class.__name__}, but {mismatched_keys[0]} is missing or "
+            "unexpected."
         )
     return model.eval()
 
 
-def _measure_difference(model: Any, other: Any) -> float:
+def _measure_difference(model: Any, other_model: Any) -> float:
     """Return the largest difference between two models' outputs on random inputs, relative to the largest output."""
     import torch
 
@@ -147,7 +148,7 @@ def _measure_difference(model: Any, other: Any) -> float:
     count = min(config.vocab_size, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
     special_ids = (config.pad_token_id, config.eos_token_id)
     words = torch.tensor([token_id for token_id in range(count) if token_id not in special_ids])
-    ids = words[torch.randint(len(words), (2, RANDOM_TOKENS), generator=generator)]
+    ids = words[torch.randint(len(words), (2, NUM_RANDOM_TOKENS), generator=generator)]
     if isinstance(config.eos_token_id, int):
         ids[:, -1] = config.eos_token_id  # BART classifies by the end-of-sequence token, which must occur once
     inputs = {"input_ids": ids[None] if name.endswith("ForMultipleChoice") else ids}
@@ -158,6 +159,6 @@ def _measure_difference(model: Any, other: Any) -> float:
     if takes_target and not name.endswith(("ForSequenceClassification", "ForQuestionAnswering")):
         inputs["decoder_input_ids"] = ids
     with torch.no_grad():
-        outputs = zip(model(**inputs).to_tuple(), other(**inputs).to_tuple(), strict=True)
+        outputs = zip(model(**inputs).to_tuple(), other_model(**inputs).to_tuple(), strict=True)
     pairs = [(a.float(), b.float()) for a, b in outputs if isinstance(a, torch.Tensor)]
     return max(float((a - b).abs().max() / a.abs().max().clamp_min(1)) for a, b in pairs)

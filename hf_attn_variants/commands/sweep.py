@@ -38,8 +38,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.output_dir is None and not args.dry_run:
         parser.error("--output_dir is required unless --dry_run is set.")
-    if wrong := [text for text in args.set if "=" not in text.strip("=")]:
-        parser.error(f"--set must be NAME=VALUE, got {wrong[0]}.")
+    if invalid_settings := [text for text in args.set if "=" not in text.strip("=")]:
+        parser.error(f"--set must be NAME=VALUE, got {invalid_settings[0]}.")
     args.set = dict(text.split("=", 1) for text in args.set)
     return args
 
@@ -101,7 +101,7 @@ def _check_models(runs: Sequence[Any]) -> None:
     from ..training.engine.settings import NewModelSettings
 
     for run in {run.contestant: run for run in runs}.values():  # all seeds of a variant use the same model
-        command, *words = run.commands(Path("RUN"))[0]
+        command, *words = run.build_commands(Path("RUN"))[0]
         settings = load_command(command).parse_args(words)
         try:
             if run.convert is not None:
@@ -114,7 +114,7 @@ def _check_models(runs: Sequence[Any]) -> None:
 
 def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
     for run in runs:
-        *conversion, training = run.commands(output_dir / run.folder)
+        *conversion, training = run.build_commands(output_dir / run.folder)
         launch = [*run.launch, "-m", "attn_variants"] if run.launch else ["attn-variants"]
         commands = [*(["attn-variants", *words] for words in conversion), [*launch, *training]]
         print(f"# {run.name}", *map(shlex.join, commands), sep="\n")

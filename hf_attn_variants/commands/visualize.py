@@ -68,28 +68,28 @@ def main(args: argparse.Namespace) -> Path:
     numbers = {attention.layer for attention in maps.attentions}
     if missing := sorted(set(args.layers or ()) - numbers):
         raise ValueError(f"--layers must be between 0 and {max(numbers)}, got {', '.join(map(str, missing))}.")
-    shown = tuple(attention for attention in maps.attentions if attention.layer in (args.layers or numbers))
+    shown_attentions = tuple(attention for attention in maps.attentions if attention.layer in (args.layers or numbers))
     with staged_folder(output_dir) as stage:
-        page = render_attention_page(replace(maps, attentions=shown), Path(args.model_name_or_path).name)
+        page = render_attention_page(replace(maps, attentions=shown_attentions), Path(args.model_name_or_path).name)
         (stage / HTML_FILE).write_text(page, encoding="utf-8")
     if maps.is_cut:
         print(f"The text was truncated to {args.max_length} tokens (--max_length).")
-    print(f"Plotted {len(shown)} attention modules. Open {output_dir / HTML_FILE} in a browser.")
+    print(f"Plotted {len(shown_attentions)} attention modules. Open {output_dir / HTML_FILE} in a browser.")
     return output_dir / HTML_FILE
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
-    from ..registration import variant_config_class, variant_model_class
+    from ..registration import get_variant_config_class, get_variant_model_class
     from ..training.engine.models import check_max_length, load_config, load_model, load_tokenizer
     from ..training.engine.settings import ModelSettings
 
     logging.set_verbosity_error()  # modules that do not affect the attention, such as the pooler, may be missing
     settings = ModelSettings(model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name)
     config = load_config(settings)
-    config_class = variant_config_class(config.model_type)
-    model_class = variant_model_class((config.architectures or [config_class.auto_classes["AutoModel"]])[0])
+    config_class = get_variant_config_class(config.model_type)
+    model_class = get_variant_model_class((config.architectures or [config_class.auto_classes["AutoModel"]])[0])
     config = config_class.from_upstream(config)
     tokenizer = load_tokenizer(settings, config)
     check_max_length(args.max_length, config, tokenizer)

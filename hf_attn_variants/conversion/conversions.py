@@ -59,7 +59,7 @@ from .layer_choice import (
     compute_matching_shares,
     exclude_matching_layers,
 )
-from .make_plan import ConversionPlan, get_calibration_blocker, make_plan
+from .plan import ConversionPlan, get_calibration_blocker, make_plan
 from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
 from .writing import OutputFolder, compute_converted_tensors, read_generation_config
 

@@ -25,7 +25,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.ops.variant_attention import AttentionHeads
 from ..progress import progress_bar
-from ..registration import max_input_length, variant_config_class
+from ..registration import get_max_input_length, get_variant_config_class
 from .attention_modules import AttentionModule
 from .calibration_settings import Calibration
 from .checkpoint.tensor_files import TensorEntry
@@ -111,7 +111,7 @@ def check_supports_cache_budget(config: Mapping[str, Any]) -> None:
         ValueError: if it belongs to another model.
     """
     architecture = next(iter(config.get("architectures") or ()), "")
-    has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).get_rank_fields()
+    has_latents = "cross_kv_lora_rank" in get_variant_config_class(config.get("model_type", "")).get_rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
             "`kv_cache_bytes` is only supported for encoder-decoders with latents, which cache source and generated "
@@ -278,7 +278,7 @@ def compute_matching_shares(
     config, texts = model.config, calibration.texts[:MAX_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     encoder = (model.get_encoder() if _get_encoder_prefix(plan) else model.base_model).eval().to(device)
-    length = min(MAX_TOKENS, max_input_length(config) or MAX_TOKENS)
+    length = min(MAX_TOKENS, get_max_input_length(config) or MAX_TOKENS)
     encoded, segments = tokenize_texts(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)

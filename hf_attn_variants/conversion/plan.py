@@ -41,7 +41,7 @@ from ..modeling.mechanisms.talking_heads import (
     get_talking_heads_prefixes,
     has_talking_heads,
 )
-from ..registration import is_native, variant_config_class, variant_model_class
+from ..registration import get_variant_config_class, get_variant_model_class, is_native
 from .attention_modules import (
     AttentionModule,
     build_attention_modules,
@@ -230,11 +230,11 @@ def make_plan(
     # `extend_positions` has already changed the number of positions in the configuration and the tensors.
     has_other_changes = dtype is not None or POSITION_FIELDS[0] in changes
     changes = {name: value for name, value in changes.items() if name not in POSITION_FIELDS}
-    config_class = variant_config_class(config.get("model_type", ""))
+    config_class = get_variant_config_class(config.get("model_type", ""))
     changes = drop_default_value_head_dim(config_class, config, changes)
     _check_fields(config_class, config, changes, has_other_changes)
     architecture = next(iter(config.get("architectures") or ()), None)
-    model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
+    model_class = get_variant_model_class(architecture or config_class.auto_classes["AutoModel"])
     error_message = "The original model's configuration is invalid"
     if model_class.config_class is not config_class:
         raise ValueError(

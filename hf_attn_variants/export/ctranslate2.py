@@ -264,7 +264,7 @@ def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVoca
         _register_whisper_tokens(spec, vocab, config, model.generation_config)
     else:
         bias = tensors.get("final_logits_bias", torch.zeros(1, len(vocab.vocabulary))).flatten().clone()
-        bias[vocab.never] = FORBIDDEN_BIAS
+        bias[vocab.suppressed_tokens] = FORBIDDEN_BIAS
         if bias.any():
             spec.decoder.projection.bias = bias
         spec.register_source_vocabulary(vocab.vocabulary)
@@ -280,7 +280,10 @@ def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVoca
 def _register_whisper_tokens(spec: Any, vocab: TokenizerVocab, config: Any, generation: Any) -> None:
     """Set the vocabulary, forbidden tokens, languages and alignment heads in a Whisper specification."""
     spec.register_vocabulary(vocab.vocabulary)
-    spec.config.suppress_ids, spec.config.suppress_ids_begin = vocab.never, vocab.never_first
+    spec.config.suppress_ids, spec.config.suppress_ids_begin = (
+        vocab.suppressed_tokens,
+        vocab.initially_suppressed_tokens,
+    )
     spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
     heads = getattr(generation, "alignment_heads", None)
     # As in CTranslate2's converter, the default is all heads in the upper half of the layers.
@@ -327,11 +330,13 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
             parts = [layer.self_attention, *([layer.attention] if name == "decoder" else []), layer.ffn]
             for index, part in enumerate(parts):
                 part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{index}.layer_norm.weight"]
-            inner = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
-            layer.ffn.linear_0.weight = tensors[f"{inner}.{'wi_0' if config.is_gated_act else 'wi'}.weight"]
-            layer.ffn.linear_1.weight = tensors[f"{inner}.wo.weight"]
+            feed_forward_name = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
+            layer.ffn.linear_0.weight = tensors[
+                f"{feed_forward_name}.{'wi_0' if config.is_gated_act else 'wi'}.weight"
+            ]
+            layer.ffn.linear_1.weight = tensors[f"{feed_forward_name}.wo.weight"]
             if config.is_gated_act:
-                layer.ffn.linear_0_noact.weight = tensors[f"{inner}.wi_1.weight"]
+                layer.ffn.linear_0_noact.weight = tensors[f"{feed_forward_name}.wi_1.weight"]
             # All layers of T5 share the relative position bias of the first layer, but each layer of UMT5 has its own.
             positions_layer = number if architecture == "umt5" else 0
             positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"

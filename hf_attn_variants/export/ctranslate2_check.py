@@ -19,7 +19,7 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_table import look_up_field
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name
-from ..registration import max_input_length
+from ..registration import get_max_input_length
 from .plain import get_transformers_class_name
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
 
 
 # Whisper's special tokens, and the number of seconds between consecutive timestamp tokens.
-TRANSCRIPT, NO_TIMES = "<|startoftranscript|>", "<|notimestamps|>"
+TRANSCRIPT_TOKEN, NO_TIMESTAMPS_TOKEN = "<|startoftranscript|>", "<|notimestamps|>"
 TIMESTAMP_SECONDS = 0.02
 
 
@@ -87,18 +87,18 @@ class TokenizerVocab:
         prompt: The ids that the decoder reads first, which are the start token and forced tokens.
         end: The id of the end-of-sequence token.
         unknown: The text of the unknown token.
-        never: The ids that are never generated.
-        never_first: The ids that are not generated as the first token.
+        suppressed_tokens: The ids that are never generated.
+        initially_suppressed_tokens: The ids that are not generated as the first token.
     """
 
     vocabulary: list[str]
     prompt: list[int]
     end: int
     unknown: str
-    never: list[int]
-    never_first: list[int]
+    suppressed_tokens: list[int]
+    initially_suppressed_tokens: list[int]
 
-    def texts(self, ids: list[int]) -> list[str]:
+    def get_texts(self, ids: list[int]) -> list[str]:
         """Return the texts of the given token ids."""
         return [self.vocabulary[token] for token in ids]
 
@@ -134,38 +134,38 @@ def read_tokenizer_vocab(
         )
     is_whisper = config.transformers_model_types[0] == "whisper"
     vocabulary = _build_vocabulary(tokenizer, config.vocab_size, is_whisper)
-    prompt, never = [start], sorted(generation.suppress_tokens or [])
-    never_first = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
+    prompt, suppressed_tokens = [start], sorted(generation.suppress_tokens or [])
+    initially_suppressed_tokens = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
     if is_whisper:
-        if missing := [token for token in (TRANSCRIPT, NO_TIMES) if token not in vocabulary]:
+        if missing := [token for token in (TRANSCRIPT_TOKEN, NO_TIMESTAMPS_TOKEN) if token not in vocabulary]:
             raise ValueError(
                 f"The tokenizer of a Whisper model must have {' and '.join(missing)}. Use its original tokenizer."
             )
-        prompt = [vocabulary.index(TRANSCRIPT), vocabulary.index(NO_TIMES)]
+        prompt = [vocabulary.index(TRANSCRIPT_TOKEN), vocabulary.index(NO_TIMESTAMPS_TOKEN)]
     else:
         # Like `generate`, this ignores the end-of-sequence token in `bad_words_ids`.
         single_words = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
-        never = sorted({*never, *single_words})
+        suppressed_tokens = sorted({*suppressed_tokens, *single_words})
         if generation.forced_bos_token_id is not None:
             prompt.append(generation.forced_bos_token_id)
     unknown = tokenizer.unk_token if tokenizer.unk_token in vocabulary else vocabulary[ends[0]]
-    return TokenizerVocab(vocabulary, prompt, ends[0], unknown, never, never_first)
+    return TokenizerVocab(vocabulary, prompt, ends[0], unknown, suppressed_tokens, initially_suppressed_tokens)
 
 
 def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
     """Return a distinct text for each of `size` token ids. Ids that the tokenizer does not use get a placeholder."""
     ids = sorted({*tokenizer.get_vocab().values()})
     known_ids = [token for token in ids if token < size]
-    if surplus := len(ids) - len(known_ids):
+    if num_surplus_ids := len(ids) - len(known_ids):
         message = "The model's vocabulary has %d tokens. %d additional tokens in the tokenizer are not exported."
-        logger.warning(message, size, surplus)
+        logger.warning(message, size, num_surplus_ids)
     names: Any = tokenizer.convert_ids_to_tokens(known_ids)
     ids_by_name: dict[str, int] = {}
     for token, name in zip(known_ids, names, strict=True):
         if name is not None:
             ids_by_name.setdefault(name, token)
     texts = {token: name for name, token in ids_by_name.items()}
-    first_timestamp = tokenizer.get_vocab().get(NO_TIMES, size) + 1 if is_whisper else size
+    first_timestamp = tokenizer.get_vocab().get(NO_TIMESTAMPS_TOKEN, size) + 1 if is_whisper else size
     for token in range(size):
         if token not in texts:
             seconds = (token - first_timestamp) * TIMESTAMP_SECONDS
@@ -224,7 +224,7 @@ def describe_translator_usage(folder: str, vocab: TokenizerVocab, generation: Ge
         config: The configuration of the model.
     """
     options = _make_translator_options(vocab, generation)
-    if (num_positions := max_input_length(config)) is not None and num_positions <= DEFAULT_MAX_LENGTH:
+    if (num_positions := get_max_input_length(config)) is not None and num_positions <= DEFAULT_MAX_LENGTH:
         options.setdefault("max_decoding_length", num_positions - 1)
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     language = ""
@@ -247,7 +247,7 @@ def describe_whisper_usage(folder: str, vocab: TokenizerVocab, generation: Gener
     """
     prompt, has_language = _make_whisper_prompt(vocab, generation)
     options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
-    lengths = [length - len(prompt) for length in (generation.max_length, max_input_length(config)) if length]
+    lengths = [length - len(prompt) for length in (generation.max_length, get_max_input_length(config)) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
         options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -270,7 +270,7 @@ def _make_whisper_prompt(vocab: TokenizerVocab, generation: GenerationConfig) ->
     """
     languages = list(getattr(generation, "lang_to_id", None) or {})
     if not languages:
-        return [TRANSCRIPT, NO_TIMES], True
+        return [TRANSCRIPT_TOKEN, NO_TIMESTAMPS_TOKEN], True
     setting, task = (getattr(generation, name, None) for name in ("language", "task"))
     setting = str(setting or "").lower()
     # `generate` only reads `forced_decoder_ids` if neither `language` nor `task` is set.
@@ -280,7 +280,7 @@ def _make_whisper_prompt(vocab: TokenizerVocab, generation: GenerationConfig) ->
     language = next((token for token in candidates if token in languages), None)
     task = task or ("translate" if "<|translate|>" in forced else "transcribe")
     middle = [language or ("<|en|>" if "<|en|>" in languages else languages[0]), f"<|{task}|>"]
-    prompt = [TRANSCRIPT, *(token for token in middle if token in vocab.vocabulary), NO_TIMES]
+    prompt = [TRANSCRIPT_TOKEN, *(token for token in middle if token in vocab.vocabulary), NO_TIMESTAMPS_TOKEN]
     return prompt, language is not None or middle[0] not in vocab.vocabulary
 
 
@@ -288,9 +288,9 @@ def _make_translator_options(vocab: TokenizerVocab, generation: GenerationConfig
     """Convert a generation config to options of `Translator.translate_batch` for one text."""
     options: dict[str, Any] = {"beam_size": 1} | _make_call_options(TRANSLATOR_OPTIONS, generation)
     if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
-        options["suppress_sequences"] = [vocab.texts(words) for words in sequences]
+        options["suppress_sequences"] = [vocab.get_texts(words) for words in sequences]
     if forced := vocab.prompt[1:]:
-        options["target_prefix"] = [vocab.texts(forced)]
+        options["target_prefix"] = [vocab.get_texts(forced)]
     return options
 
 
@@ -322,7 +322,7 @@ def list_unsupported_settings(generation: GenerationConfig, is_whisper: bool) ->
 TEXT_LENGTHS, MAX_NEW_TOKENS, NUM_WINDOWS = (3, 17, 9, 6), 24, 2
 # If the logits of two tokens differ by less than this, the order of summation can decide which token is generated (a
 # tie).
-TIE = 1e-3
+MAX_TIE_MARGIN = 1e-3
 
 
 @dataclass(frozen=True)
@@ -364,16 +364,24 @@ class Agreement:
         """Compare the model's output with the token ids from CTranslate2."""
         same = same_tokens = 0
         first = None
-        for number, (row, other) in enumerate(zip(expected.tokens, actual, strict=True)):
-            pairs = zip(row, [*other, *[-1] * len(row)], strict=False)
-            split = next((position for position, (one, two) in enumerate(pairs) if one != two), None)
+        for number, (row, actual_row) in enumerate(zip(expected.tokens, actual, strict=True)):
+            pairs = zip(row, [*actual_row, *[-1] * len(row)], strict=False)
+            split = next(
+                (
+                    position
+                    for position, (expected_token, actual_token) in enumerate(pairs)
+                    if expected_token != actual_token
+                ),
+                None,
+            )
             is_tie = split is not None and (
-                other[split : split + 1] == [expected.second[number][split]] and expected.margins[number][split] < TIE
+                actual_row[split : split + 1] == [expected.second[number][split]]
+                and expected.margins[number][split] < MAX_TIE_MARGIN
             )
             same += split is None or is_tie
             same_tokens += len(row) if split is None or is_tie else split
             if split is not None and not is_tie and first is None:
-                first = number, split, row[split], other[split] if split < len(other) else -1
+                first = number, split, row[split], actual_row[split] if split < len(actual_row) else -1
         return Agreement(len(actual), same, sum(map(len, expected.tokens)), same_tokens, first)
 
 
@@ -384,11 +392,11 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     if model.main_input_name == "input_features":
         shape = (NUM_WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
-    learned: Any = tokenizer.convert_tokens_to_ids(sorted(list_learned_tokens(tokenizer)))
-    learned = [token for token in learned if token < config.vocab_size]
-    drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
-    texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]
-    limit = max_input_length(config)
+    token_ids: Any = tokenizer.convert_tokens_to_ids(sorted(list_learned_tokens(tokenizer)))
+    token_ids = [token for token in token_ids if token < config.vocab_size]
+    random_ids = [torch.randint(len(token_ids), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
+    texts: Any = [tokenizer.decode([token_ids[index] for index in indices]) for indices in random_ids]
+    limit = get_max_input_length(config)
     rows = [tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"] for text in texts]
     tensors, masks = [torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows]
     ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=config.pad_token_id or 0)
@@ -397,7 +405,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
 
 def get_max_generated_tokens(model: AttnVariantModelMixin, vocab: TokenizerVocab) -> int:
     """Return the maximum number of tokens to generate, which is limited by the decoder's number of positions."""
-    limit = max_input_length(model.config)
+    limit = get_max_input_length(model.config)
     return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(vocab.prompt))
 
 
@@ -408,17 +416,17 @@ def generate_greedily(
     """Decode greedily with a model, and return its output with at most `get_max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
-    generated = read = torch.tensor([vocab.prompt] * len(states[0]))
+    generated = decoder_input = torch.tensor([vocab.prompt] * len(states[0]))
     arguments = {"encoder_outputs": states, "attention_mask": inputs.get("attention_mask"), "use_cache": True}
     steps: list[Any] = []
     cache = None
     for step in range(get_max_generated_tokens(model, vocab)):
-        output = callable_model(decoder_input_ids=read, **arguments, **{get_cache_name(): cache})
+        output = callable_model(decoder_input_ids=decoder_input, **arguments, **{get_cache_name(): cache})
         cache, logits = get_cache(output), output.logits[:, -1]
-        logits[:, [*vocab.never, *(vocab.never_first if step == 0 else [])]] = -torch.inf
+        logits[:, [*vocab.suppressed_tokens, *(vocab.initially_suppressed_tokens if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
-        read = steps[-1].indices[:, :1]
-        generated = torch.cat([generated, read], 1)
+        decoder_input = steps[-1].indices[:, :1]
+        generated = torch.cat([generated, decoder_input], 1)
         if (generated[:, len(vocab.prompt) :] == vocab.end).any(1).all():
             break
     rows: list[list[int]] = generated[:, len(vocab.prompt) :].tolist()
@@ -466,10 +474,10 @@ def generate_with_ctranslate2(
         ids = [list(result.sequences_ids[0]) for result in results]
         return [[*row, vocab.end] if len(row) < max_tokens else row for row in ids]
     rows = [
-        vocab.texts(row[mask.bool()].tolist())
+        vocab.get_texts(row[mask.bool()].tolist())
         for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     ]
-    prefix = vocab.texts(vocab.prompt[1:])
+    prefix = vocab.get_texts(vocab.prompt[1:])
     results = ctranslate2.Translator(os.fspath(folder), **options).translate_batch(
         rows,
         target_prefix=[prefix] * len(rows) if prefix else None,

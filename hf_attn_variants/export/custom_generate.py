@@ -6,13 +6,13 @@ from pathlib import Path
 from ..files import check_output_dir, staged_folder
 from ..modeling.code_builder import build_single_file
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 # The modules outside `modeling/` from which definitions are taken.
 MODULES = (
-    PACKAGE / "shared_memory" / "custom_generate.py",
-    PACKAGE / "shared_memory" / "installation.py",
-    PACKAGE / "shared_memory" / "attention.py",
-    PACKAGE / "model_properties.py",
+    PACKAGE_FOLDER / "shared_memory" / "custom_generate.py",
+    PACKAGE_FOLDER / "shared_memory" / "installation.py",
+    PACKAGE_FOLDER / "shared_memory" / "attention.py",
+    PACKAGE_FOLDER / "model_properties.py",
 )
 CARD = """\
 ---

@@ -8,12 +8,12 @@ import torch
 
 from ..conversion.attention_modules import find_stored_prefix
 from ..conversion.checkpoint.tensor_files import CheckpointReader
-from ..inspection.costs import variant_config
+from ..inspection.costs import make_variant_config
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.mechanism import PREFIXES
-from ..registration import variant_model_class
+from ..registration import get_variant_model_class
 
 # The fields of the extensions that a projection can express.
 FOLDED_FIELDS = frozenset(
@@ -33,7 +33,7 @@ class FoldedReader(CheckpointReader):
         super().__init__(reader.folder, reader.files, reader.index_metadata)
         self._reader, self.entries = reader, dict(reader.entries)
         # For each weight and bias of a projection: the extension, the role, and the rows with this role.
-        self._folds: dict[str, list[tuple[Any, str, slice]]] = {}
+        self._foldings: dict[str, list[tuple[Any, str, slice]]] = {}
         for site, path, module in model.named_attention_modules():
             core: Any = module.get_submodule(site.core)
             prefix = find_stored_prefix(model, f"{path}.{site.query}.weight", reader.entries) + path
@@ -43,28 +43,34 @@ class FoldedReader(CheckpointReader):
                 names = {
                     part: ".".join(filter(None, (prefix, site.core, name, part))) for part in extension.state_dict()
                 }
-                extension.load_state_dict({part: self._reader.read(full) for part, full in names.items()}, assign=True)
-                self.entries = {full: entry for full, entry in self.entries.items() if full not in names.values()}
+                extension.load_state_dict(
+                    {part: self._reader.read(stored_name) for part, stored_name in names.items()}, assign=True
+                )
+                self.entries = {
+                    stored_name: entry
+                    for stored_name, entry in self.entries.items()
+                    if stored_name not in names.values()
+                }
                 rows = dict.fromkeys(site.projections, slice(None))
                 if site.is_fused:
                     ends = list(accumulate(core.heads.fused_rows, initial=0))
                     rows |= dict(zip(("query", "key", "value"), map(slice, ends, ends[1:]), strict=False))
                 for role, linear in site.projections.items():
                     for part in ("weight", "bias"):
-                        folds = self._folds.setdefault(f"{prefix}.{linear}.{part}", [])
-                        folds.append((extension, role, rows[role]))
+                        foldings = self._foldings.setdefault(f"{prefix}.{linear}.{part}", [])
+                        foldings.append((extension, role, rows[role]))
 
     @torch.no_grad()
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
         tensor = self._reader.read(name)
-        for extension, role, rows in self._folds.get(name, ()):
+        for extension, role, rows in self._foldings.get(name, ()):
             tensor[rows] = extension.fold(role, tensor[rows])
         return tensor
 
     def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
-        return iter([self.read(name).flatten()]) if name in self._folds else self._reader.iterate_chunks(name)
+        return iter([self.read(name).flatten()]) if name in self._foldings else self._reader.iterate_chunks(name)
 
 
 def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tuple[CheckpointReader, dict[str, Any]]:
@@ -77,8 +83,8 @@ def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tupl
     remaining = {name: value for name, value in config.items() if name not in FOLDED_FIELDS}
     if all(config.get(name) is None for name in config.keys() - remaining.keys()):
         return reader, remaining
-    model_config = variant_config(config)
+    model_config = make_variant_config(config)
     architecture = next(iter(config.get("architectures") or ()), None)
     with torch.device("meta"):
-        model = variant_model_class(architecture or model_config.auto_classes["AutoModel"])(model_config)
+        model = get_variant_model_class(architecture or model_config.auto_classes["AutoModel"])(model_config)
     return FoldedReader(reader, model), remaining

@@ -43,7 +43,7 @@ from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cache
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
-from ..registration import max_input_length
+from ..registration import get_max_input_length
 from . import onnx_decoder
 from .onnx_decoder import BRANCH_INPUT, get_data_path, merge_decoders
 from .onnx_int8 import (
@@ -63,9 +63,14 @@ from .plain import get_transformers_class_name, make_transformers_config, resolv
 
 TensorDict = dict[str, torch.Tensor]
 # The names of dimensions with variable sizes.
-BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
-SEQUENCE, CHOICES = "sequence_length", "num_choices"
-FIRST_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model", "decoder_model_merged"
+BATCH_AXIS, SOURCE_AXIS, TARGET_AXIS, PAST_AXIS = (
+    "batch_size",
+    "encoder_sequence_length",
+    "decoder_sequence_length",
+    "past_length",
+)
+SEQUENCE_AXIS, CHOICES_AXIS = "sequence_length", "num_choices"
+FIRST_CALL_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model", "decoder_model_merged"
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,14 @@ class ExportGraph:
     Args:
         name: The name of the file without extension.
         module: A module that computes a dictionary of outputs from a dictionary of inputs.
-        inputs: A function that creates example inputs of the given sizes, {name: tensor}.
+        make_inputs: A function that creates example inputs of the given sizes, {name: tensor}.
         axes: The dimensions with variable sizes, {input: {index of the dimension: name}}.
         longest: The maximum sizes of these dimensions, {name: size}. All others are not limited.
     """
 
     name: str
     module: nn.Module
-    inputs: Callable[[ExampleSizes], TensorDict]
+    make_inputs: Callable[[ExampleSizes], TensorDict]
     axes: dict[str, dict[int, str]]
     longest: dict[str, int]
 
@@ -115,14 +120,18 @@ def build_model_graphs(
         model.config,
         {site.get_stack_name(model.config) for site, _, _ in model.named_attention_modules()},
     )
-    longest = max_input_length(config)
-    limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
+    longest = get_max_input_length(config)
+    limits = (
+        {}
+        if longest is None
+        else {SEQUENCE_AXIS: longest, SOURCE_AXIS: longest, TARGET_AXIS: longest, PAST_AXIS: longest - 1}
+    )
     if stacks == {"encoder"}:
         graph = _build_encoder_graph(model, limits)
         if pooling is None:
             return [graph]
         if model.base_model is model and "attention_mask" in graph.axes:
-            return [replace(graph, module=_SentenceEncoder(model, pooling, normalize))]
+            return [replace(graph, module=_SentenceEncoderForExport(model, pooling, normalize))]
     if pooling is not None:
         raise ValueError(
             f"`pooling` is only supported for text encoders without a head, got "
@@ -148,7 +157,7 @@ def build_model_graphs(
     return [_build_encoder_stack_graph(model, limits), *_build_decoder_graphs(model, limits)]
 
 
-class _Encoder(nn.Module):
+class _EncoderForExport(nn.Module):
     """Runs a model or an encoder with a dictionary of inputs."""
 
     def __init__(self, model: PreTrainedModel):
@@ -161,7 +170,7 @@ class _Encoder(nn.Module):
         return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
-class _SentenceEncoder(nn.Module):
+class _SentenceEncoderForExport(nn.Module):
     """Runs an encoder, and pools its last hidden states into one embedding per text."""
 
     def __init__(self, model: PreTrainedModel, pooling: str, normalize: bool):
@@ -181,7 +190,7 @@ class _SentenceEncoder(nn.Module):
         return {"sentence_embedding": embeddings, "last_hidden_state": states}
 
 
-class _Decoder(nn.Module):
+class _DecoderForExport(nn.Module):
     """Runs the first call of a decoder without a cache, or a decoding step with the tensors of a cache."""
 
     def __init__(self, model: PreTrainedModel, is_step: bool):
@@ -217,41 +226,43 @@ def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Expo
     # RoBERTa accepts token type ids, but has only one token type.
     if "token_type_ids" in inspect.signature(model.forward).parameters and model.config.type_vocab_size > 1:
         names.append("token_type_ids")
-    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SEQUENCE}
+    axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: SEQUENCE_AXIS}
     if has_choices:
-        axes = {0: BATCH, 1: CHOICES, 2: SEQUENCE}
+        axes = {0: BATCH_AXIS, 1: CHOICES_AXIS, 2: SEQUENCE_AXIS}
 
-    def inputs(sizes: ExampleSizes) -> TensorDict:
+    def make_inputs(sizes: ExampleSizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
         example = _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, *shape)
         return {name: example[name] for name in names}
 
-    return ExportGraph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
+    return ExportGraph("model", _EncoderForExport(model), make_inputs, dict.fromkeys(names, axes), limits)
 
 
 def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> ExportGraph:
     """Build the graph for the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
-    axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
+    axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: SOURCE_AXIS}
 
-    def inputs(sizes: ExampleSizes) -> TensorDict:
+    def make_inputs(sizes: ExampleSizes) -> TensorDict:
         example = (
             _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, sizes.batch, sizes.source)
         )
         return {name: example[name] for name in names}
 
-    return ExportGraph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
+    return ExportGraph(
+        "encoder_model", _EncoderForExport(model.get_encoder()), make_inputs, dict.fromkeys(names, axes), limits
+    )
 
 
 def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[ExportGraph]:
     """Build the graphs for the first call of a decoder and for a decoding step."""
     reads_audio = model.main_input_name == "input_features"
-    first, step = _Decoder(model, False), _Decoder(model, True)
-    source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
+    first, step = _DecoderForExport(model, False), _DecoderForExport(model, True)
+    source = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: SOURCE_AXIS}
     mask = {} if reads_audio else {"encoder_attention_mask": source}
 
-    def first_inputs(sizes: ExampleSizes) -> TensorDict:
+    def make_first_inputs(sizes: ExampleSizes) -> TensorDict:
         length = model.config.max_source_positions if reads_audio else sizes.source
         source_text, target_text = (
             _make_text_inputs(model, sizes.batch, length),
@@ -261,22 +272,25 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 
-    def step_inputs(sizes: ExampleSizes) -> TensorDict:
-        inputs = first_inputs(sizes)
+    def make_step_inputs(sizes: ExampleSizes) -> TensorDict:
+        inputs = make_first_inputs(sizes)
         past = {name.replace("present", "past_key_values"): tensor for name, tensor in first(inputs).items()}
         del past["logits"], inputs["encoder_hidden_states"]
         return inputs | {"input_ids": inputs["input_ids"][:, -1:]} | past
 
-    axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
-    self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
+    axes = mask | {"input_ids": {0: BATCH_AXIS, 1: TARGET_AXIS}, "encoder_hidden_states": source}
+    self_axes, cross_axes = (
+        {0: BATCH_AXIS, 2: PAST_AXIS},
+        ({0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 2: SOURCE_AXIS}),
+    )
     names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
     # The inputs have the same order as the outputs because Optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
     return [
-        ExportGraph(FIRST_NAME, first, first_inputs, axes, limits),
-        ExportGraph(STEP_NAME, step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
+        ExportGraph(FIRST_CALL_NAME, first, make_first_inputs, axes, limits),
+        ExportGraph(STEP_NAME, step, make_step_inputs, mask | {"input_ids": {0: BATCH_AXIS}} | cache_axes, limits),
     ]
 
 
@@ -341,7 +355,7 @@ def _make_audio_inputs(model: PreTrainedModel, sizes: ExampleSizes) -> TensorDic
 
 
 # The subfolder of the graphs, the suffix of dynamically quantized files, and the file for OpenVINO.
-FOLDER, INT8_SUFFIX, OPENVINO_NAME = "onnx", "_quantized", "model_openvino_int8.onnx"
+ONNX_FOLDER, INT8_SUFFIX, OPENVINO_NAME = "onnx", "_quantized", "model_openvino_int8.onnx"
 # The number of tokens that are generated to compare graphs.
 MAX_COMPARED_TOKENS = 32
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -377,8 +391,8 @@ class OnnxExport:
         """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: {self.architecture} as ONNX graphs, opset {self.opset}"]
         for name, (error, inputs) in self.graphs.items():
-            shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
-            lines.append(f"  {name:<33} within {error:.0e} of torch; inputs: {shown}")
+            input_list = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
+            lines.append(f"  {name:<33} within {error:.0e} of torch; inputs: {input_list}")
         return "\n".join(lines + ([] if self.int8 is None else self.int8.summary()))
 
 
@@ -495,7 +509,7 @@ def _check_options(
 
 def _list_data_files(folder: Path) -> None:
     """List the graphs with a second file in config.json, where transformers.js looks for them."""
-    large = [path.name for path in sorted((folder / FOLDER).glob("*.onnx")) if get_data_path(path).exists()]
+    large = [path.name for path in sorted((folder / ONNX_FOLDER).glob("*.onnx")) if get_data_path(path).exists()]
     if large:
         config = load_json(folder / CONFIG_NAME)
         config["transformers.js_config"] = {"use_external_data_format": dict.fromkeys(large, True)}
@@ -509,9 +523,9 @@ def _write_graphs(graphs: list[ExportGraph], opset: int, stage: Path) -> dict[st
         {file: (largest difference, names of the inputs)}.
     """
     written = {}
-    (stage / FOLDER).mkdir()
+    (stage / ONNX_FOLDER).mkdir()
     for graph in progress_bar(graphs, desc="graphs"):
-        file = f"{FOLDER}/{graph.name}.onnx"
+        file = f"{ONNX_FOLDER}/{graph.name}.onnx"
         _write_graph(graph, opset, stage / file)
         written[file] = _compute_largest_difference(graph, stage / file), list(graph.axes)
     if len(graphs) > 1:
@@ -524,7 +538,7 @@ def _write_graphs(graphs: list[ExportGraph], opset: int, stage: Path) -> dict[st
 
 def _merge_decoder_files(stage: Path, suffix: str) -> str:
     """Merge the decoder graphs, whose files have the given suffix, and return the name of the new file."""
-    first, step, merged = (f"{FOLDER}/{name}{suffix}.onnx" for name in (FIRST_NAME, STEP_NAME, MERGED_NAME))
+    first, step, merged = (f"{ONNX_FOLDER}/{name}{suffix}.onnx" for name in (FIRST_CALL_NAME, STEP_NAME, MERGED_NAME))
     merge_decoders(stage / first, stage / step, stage / merged)
     return merged
 
@@ -533,7 +547,7 @@ def _write_int8_graphs(
     model: PreTrainedModel, graphs: list[ExportGraph], texts: ComparisonTexts, stage: Path
 ) -> Int8Export:
     """Write an int8 graph for each graph, and compare them with the float32 graphs."""
-    threads, names, folder = torch.get_num_threads(), list(graphs[0].axes), stage / FOLDER
+    threads, names, folder = torch.get_num_threads(), list(graphs[0].axes), stage / ONNX_FOLDER
     files = [(folder / f"{graph.name}.onnx", folder / f"{graph.name}{INT8_SUFFIX}.onnx") for graph in graphs]
     if texts.calibration:
         files = [(files[0][0], folder / OPENVINO_NAME)]
@@ -546,9 +560,9 @@ def _write_int8_graphs(
         batches = make_text_batches(texts.validation, stage, model.config, names)
         inputs = f"{len(texts.validation)} texts"
     else:
-        random_inputs = graphs[0].inputs(ExampleSizes(batch=16, source=32))
+        random_inputs = graphs[0].make_inputs(ExampleSizes(batch=16, source=32))
         batches, inputs = [{name: tensor.numpy() for name, tensor in random_inputs.items()}], "random inputs"
-    written = [f"{FOLDER}/{path.name}" for _, path in files]
+    written = [f"{ONNX_FOLDER}/{path.name}" for _, path in files]
     if len(graphs) == 1:
         compare = compare_with_openvino if texts.calibration else compare_encoders
         result = compare(*files[0], batches, threads)
@@ -578,7 +592,7 @@ def _write_graph(graph: ExportGraph, opset: int, path: Path) -> None:
         name: Dim(name, max=graph.longest.get(name)) for axes in graph.axes.values() for name in axes.values()
     }
     shapes = {name: {index: dimensions[axis] for index, axis in axes.items()} for name, axes in graph.axes.items()}
-    inputs = {name: graph.inputs(EXPORT_SIZES)[name] for name in graph.axes}
+    inputs = {name: graph.make_inputs(EXPORT_SIZES)[name] for name in graph.axes}
     # The exporter logs and warns about details that users cannot change.
     with raise_log_level("torch.onnx"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -609,7 +623,7 @@ def _compute_largest_difference(graph: ExportGraph, path: Path) -> float:
         ValueError: If the difference is too large.
     """
     session = load_graph(path, torch.get_num_threads())
-    inputs = {name: graph.inputs(CHECK_SIZES)[name] for name in graph.axes}
+    inputs = {name: graph.make_inputs(CHECK_SIZES)[name] for name in graph.axes}
     expected: dict[str, torch.Tensor] = graph.module(inputs)
     arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
     # A merged decoder also has the inputs of its other branch, which does not read them.
@@ -620,7 +634,7 @@ def _compute_largest_difference(graph: ExportGraph, path: Path) -> float:
             arrays[item.name] = np.zeros([size if isinstance(size, int) else 1 for size in item.shape], np.float32)
     outputs: list[Any] = session.run(list(expected), arrays)
     pairs = [(torch.from_numpy(output), expected[name]) for name, output in zip(expected, outputs, strict=True)]
-    differences = [((one - other).abs().max(), other.abs().max()) for one, other in pairs]
+    differences = [((actual - expected).abs().max(), expected.abs().max()) for actual, expected in pairs]
     for name, (difference, largest) in zip(expected, differences, strict=True):
         if not difference <= MAX_RELATIVE_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import AutoTokenizer
 
-from ..registration import max_input_length
+from ..registration import get_max_input_length
 from ..text_files import is_table, read_lines
 from .onnx_decoder import get_data_path, save_graph
 
@@ -100,7 +100,7 @@ def make_text_batches(
         batch_size: The number of texts per batch.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    length = min(MAX_TOKENS, max_input_length(config) or MAX_TOKENS)
+    length = min(MAX_TOKENS, get_max_input_length(config) or MAX_TOKENS)
     batches = []
     for first in range(0, len(texts), batch_size):
         batch = tokenizer(
@@ -264,14 +264,14 @@ def compare_decoders(
     for batch in batches:
         tokens = batch["tokens"]
         inputs = {name: array for name, array in batch.items() if name != "tokens"}
-        likeliest = []
+        most_likely_tokens = []
         for encoder, decoder in sessions:
             [states] = encoder.run(["last_hidden_state"], inputs)
-            given = {"encoder_hidden_states": states, "input_ids": np.maximum(tokens[:, :-1], 0)}
+            decoder_inputs = {"encoder_hidden_states": states, "input_ids": np.maximum(tokens[:, :-1], 0)}
             if "attention_mask" in inputs:
-                given["encoder_attention_mask"] = inputs["attention_mask"]
-            likeliest.append(decoder.run(["logits"], given)[0].argmax(-1))
+                decoder_inputs["encoder_attention_mask"] = inputs["attention_mask"]
+            most_likely_tokens.append(decoder.run(["logits"], decoder_inputs)[0].argmax(-1))
         real = tokens[:, 1:] >= 0
-        equal += int((likeliest[0] == likeliest[1])[real].sum())
+        equal += int((most_likely_tokens[0] == most_likely_tokens[1])[real].sum())
         total += int(real.sum())
     return "equal tokens", equal / max(total, 1)

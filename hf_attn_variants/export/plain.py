@@ -23,12 +23,12 @@ from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import OutputFolder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
-from ..inspection.costs import list_used_fields, variant_config
+from ..inspection.costs import list_used_fields, make_variant_config
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import get_file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS
 from ..modeling.mechanisms.mechanism import NONE
-from ..registration import PREFIX, variant_model_class
+from ..registration import PREFIX, get_variant_model_class
 from .folding import fold_extensions
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def resolve_source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantMo
     Raises:
         ValueError: If the architecture is not supported.
     """
-    model_config = variant_config(config)
+    model_config = make_variant_config(config)
     architecture = next(iter(config.get("architectures") or ()), None)
-    return variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
+    return get_variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
 def get_transformers_class_name(model_class: type) -> str:
@@ -116,10 +116,11 @@ class PlainExport:
 
     def summary(self) -> str:
         """Return a printable summary."""
-        before, after = self.parameters
+        sizes_before, sizes_after = self.parameters
         lines = [f"Wrote {self.output_dir}: {self.architecture} without remote code"]
         lines += [f"  {name:<27} {old} -> {new or 'none'}" for name, (old, new) in self.heads.items()]
-        lines.append(f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})")
+        change = (sizes_after - sizes_before) / max(sizes_before, 1)
+        lines.append(f"  {'parameters':<27} {sizes_before:,} -> {sizes_after:,} ({change:+.1%})")
         if left_out := [name for name in self.files_left_out if name not in REMOTE_CODE_FILES]:
             lines.append(f"  {'left out':<27} {', '.join(left_out)}")
         return "\n".join(lines)
@@ -171,7 +172,7 @@ def export_transformers(
         with output_folder.write({}) as (stage, _):
             make_transformers_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
-        before, after = (
+        sizes_before, sizes_after = (
             sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
         )
     ranks = dict.fromkeys(plan.config.get_rank_fields())
@@ -181,7 +182,7 @@ def export_transformers(
         os.fspath(output_dir),
         get_transformers_class_name(plan.model_class),
         changed,
-        (before, after),
+        (sizes_before, sizes_after),
         output_folder.left_out,
     )
 

@@ -29,9 +29,9 @@ from ..inspection.costs import (
     describe_scores,
     get_values_by_layer,
     list_used_fields,
-    variant_config,
+    make_variant_config,
 )
-from ..inspection.tables import describe_talking_projections, format_layers, talking_heads_by_place
+from ..inspection.tables import describe_talking_projections, format_layers, get_talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import (
@@ -61,22 +61,22 @@ from ..modeling.mechanisms.talking_heads import (
     has_talking_heads,
 )
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
-from ..registration import is_native, supported_model_types, variant_config_class, variant_model_class
+from ..registration import get_variant_config_class, get_variant_model_class, is_native, list_supported_model_types
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that contain the name of a file or folder.
 PATH_ARGUMENT = re.compile(r".*_(file|files|dir)")
-PART = r"""[^\s/\\"'`<>|;,()\[\]{}]"""
+PATH_PART = r"""[^\s/\\"'`<>|;,()\[\]{}]"""
 # Paths within a text, which are absolute paths or home folder paths with at least two parts, Windows paths, or server
 # paths.
 PATH_IN_TEXT = re.compile(
-    rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
-    rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
+    rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PATH_PART}+/)*|\.{{0,2}}/(?:{PATH_PART}+/)+){PATH_PART}*"
+    rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PATH_PART}+[/\\]+)*{PATH_PART}*|(?<![\w\\])\\\\{PATH_PART}+(?:\\+{PATH_PART}+)+"
 )
 # Home folders on any system. They are removed because they contain a user name.
-HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
+HOME_FOLDER = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
 # Users and passwords in URLs, Hub tokens, and the signatures at the end of signed URLs.
-SECRETS = (
+SECRET_PATTERNS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
     (
@@ -100,7 +100,7 @@ def contains_local_path(text: str) -> bool:
 
 def contains_secret(text: str) -> bool:
     """Return whether a text contains an access token, or a URL with a password."""
-    return any(pattern.search(text) for pattern, _ in SECRETS)
+    return any(pattern.search(text) for pattern, _ in SECRET_PATTERNS)
 
 
 def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
@@ -117,9 +117,9 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
     if not is_report and VOCABULARY_FIELDS.fullmatch(name):
         return value
     if isinstance(value, dict):
-        return {key: remove_local_paths(inner, str(key), is_report) for key, inner in value.items()}
+        return {key: remove_local_paths(item, str(key), is_report) for key, item in value.items()}
     if isinstance(value, list):
-        return [remove_local_paths(inner, name, is_report) for inner in value]
+        return [remove_local_paths(item, name, is_report) for item in value]
     if not isinstance(value, str):
         return value
     is_path_field, is_path = PATH_ARGUMENT.fullmatch(name) is not None, LOCAL_PATH.match(value) is not None
@@ -149,13 +149,13 @@ def redact_json_file(path: Path, is_report: bool) -> bytes | None:
 
 
 def _remove_secrets(text: str) -> str:
-    for pattern, replacement in SECRETS:
+    for pattern, replacement in SECRET_PATTERNS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _get_basename(path: str) -> str:
-    if HOME.fullmatch(path):
+    if HOME_FOLDER.fullmatch(path):
         return "~"  # the name of the user is private
     # A Windows path can contain both types of slashes. On other systems, a name can contain a backslash.
     windows = re.match(r"[A-Za-z]:|\\\\", path)
@@ -183,22 +183,27 @@ def build_step_template_values(steps: Sequence[Step], base_model: str | None) ->
         "quality", and their "heads" only contain changed values. Training steps also have "data", "no_gain" and
         "rows".
     """
-    all_facts = []
+    template_values = []
     for index, step in enumerate(steps):
         verb, title = _get_verb_and_title(step)
-        facts: dict[str, Any] = {**step, "verb": verb, "title": title}
+        step_values: dict[str, Any] = {**step, "verb": verb, "title": title}
         if step["kind"] == "conversion":
             heads = step.get("heads", {})
-            facts["heads"] = {name: pair for name, pair in heads.items() if pair[0] != pair[1]} or heads
-            facts["origin"] = base_model if index == 0 and base_model else step.get("source", "a checkpoint")
-            facts["quality"] = Quality.from_dict(step.get("quality", {}))
+            step_values["heads"] = {name: pair for name, pair in heads.items() if pair[0] != pair[1]} or heads
+            step_values["origin"] = base_model if index == 0 and base_model else step.get("source", "a checkpoint")
+            step_values["quality"] = Quality.from_dict(step.get("quality", {}))
         else:
-            before, after = step.get("initial_eval_loss"), step.get("eval_loss")
-            facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
-            facts["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
-            facts["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
-        all_facts.append(facts)
-    return all_facts
+            initial_loss, final_loss = step.get("initial_eval_loss"), step.get("eval_loss")
+            step_values["no_gain"] = (
+                bool(step.get("steps"))
+                and initial_loss is not None
+                and final_loss is not None
+                and final_loss >= initial_loss
+            )
+            step_values["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
+            step_values["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
+        template_values.append(step_values)
+    return template_values
 
 
 def starts_from_model(step: Step) -> bool:
@@ -279,18 +284,18 @@ def _get_task_name(training: Step) -> str | None:
 
 
 # {key/value head field: prefixes of the fields for the same encoder or decoder}.
-OF_STACKS = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
+PREFIXES_BY_HEADS_FIELD = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 OWN_TAGS = (
     *("attn-variants", "multi-query-attention", "grouped-query-attention"),
     *("multi-head-latent-attention", "talking-heads-attention"),
 )
-ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
-MARKS = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
+HTML_ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+MARKDOWN_CHARACTERS = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
 
 
-def plain(value: Any) -> str:
+def escape_markdown(value: Any) -> str:
     """Format a value as one line of text, and escape the special characters of Markdown and HTML."""
-    return MARKS.sub(r"\\\g<0>", " ".join(str(value).split()).translate(ENTITIES))
+    return MARKDOWN_CHARACTERS.sub(r"\\\g<0>", " ".join(str(value).split()).translate(HTML_ENTITIES))
 
 
 def format_inline_code(value: Any) -> str:
@@ -368,11 +373,11 @@ def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
     return bool(changes) and is_plain and all(pair == [None, variant.hidden_size] for pair in changes)
 
 
-def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
+def get_auto_class_name(architecture: str, config: Mapping[str, Any]) -> str:
     """Return the name of the Transformers Auto class that loads a model."""
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
-    if config["model_type"] in supported_model_types():
-        auto_classes = variant_config_class(config["model_type"]).auto_classes
+    if config["model_type"] in list_supported_model_types():
+        auto_classes = get_variant_config_class(config["model_type"]).auto_classes
         # A class can belong to several Auto classes. These are only used if the class does not belong to any other.
         unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
         candidates = [auto_name for auto_name, model in auto_classes.items() if model in (name, architecture)]
@@ -388,7 +393,12 @@ def _describe_set_fields(variant: Any, fields: Sequence[str], tag: str) -> list[
 
     The type is `fact`, which is "pattern" or "kernel".
     """
-    prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
+    prefixes = [
+        prefix
+        for heads, stack_prefixes in PREFIXES_BY_HEADS_FIELD.items()
+        if heads in fields
+        for prefix in stack_prefixes
+    ]
     rows = [row for row in VARIANT_FIELDS if tag in row.tags and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
     return [_describe_field(variant, name) for name in names if getattr(variant, name, None) is not None]
@@ -418,8 +428,8 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, the number of layers, and the layers with a value."""
     layers = get_values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _get_value(variant, name), "words": get_card_value_description(name), "layers": len(layers)}
-    return facts | {"having": layers_with_value, "name": getattr(variant, name)}
+    values = {"value": _get_value(variant, name), "words": get_card_value_description(name), "layers": len(layers)}
+    return values | {"having": layers_with_value, "name": getattr(variant, name)}
 
 
 def _get_value(variant: Any, name: str) -> Any:
@@ -432,11 +442,11 @@ TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 TEMPLATE_VALUES: dict[str, Any] = {
     "oldest_run": OLDEST_TESTED,
     "newest_run": NEWEST_TESTED,
-    "plain": plain,
+    "plain": escape_markdown,
     "code": format_inline_code,
 }
-MARK = GENERATED_CARD + "{version}; digest {digest} -->"
-MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
+DIGEST_MARK = GENERATED_CARD + "{version}; digest {digest} -->"
+DIGEST_MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
 # The paragraph about the code in the template and in cards, and the repository loaded by the example on a card.
 CODE_PATTERN = re.compile(
     r"^The attention is not part of [tT]ransformers[:.] .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
@@ -445,7 +455,7 @@ REPO_ID_PATTERN = re.compile(r'\.from_pretrained\(\s*"([^"\n]+)"')
 # The lines of the example that pin commits if the code is in another repository.
 PINNED_LINE = re.compile(r'\n    (?:code_)?revision="[^"]*",')
 # Names of results that are not scores, but describe the run.
-NO_SCORE = re.compile(
+NON_SCORE_PATTERN = re.compile(
     r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
 )
 # The prefix of the scores, the name, and the file arguments of each split.
@@ -534,7 +544,7 @@ def generate_model_card(
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
     variant, facts = _load_variant(config)
-    is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
+    is_sentence_model, loader = (folder / "modules.json").is_file(), get_auto_class_name(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
     with convert_to_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
@@ -639,12 +649,12 @@ def _select_hub_ids(names: Any) -> list[str] | str | None:
 
 def add_digest_mark(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
+    return f"{text}\n{DIGEST_MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
 
 def is_unedited_card(text: str) -> bool:
     """Return whether a card was generated by `generate_model_card` and has not been edited since then."""
-    match = MARK_PATTERN.search(text)
+    match = DIGEST_MARK_PATTERN.search(text)
     return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
 
 
@@ -652,7 +662,7 @@ def refresh_card(text: str) -> str | None:
     """Update the paragraph about the code in a generated card, or return None if the card was edited by hand."""
     if not is_unedited_card(text):
         return None
-    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_unedited_card` found it
+    mark: Any = DIGEST_MARK_PATTERN.search(text)  # it exists, because `is_unedited_card` found it
     repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
@@ -675,7 +685,7 @@ def build_eval_results(training: Step | None, task: str | None) -> list[EvalResu
     for prefix, split, files in SCORE_SPLITS:
         items = (training or {}).items()
         scores = {name.removeprefix(prefix): value for name, value in items if name.startswith(prefix)}
-        names = [name for name in scores if not NO_SCORE.fullmatch(name)]
+        names = [name for name in scores if not NON_SCORE_PATTERN.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
         data: Any = (describe_dataset(training, files) if training and names else None) or HELD_OUT_DATASET
         for name in names:
@@ -686,10 +696,10 @@ def build_eval_results(training: Step | None, task: str | None) -> list[EvalResu
 
 def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """Return a model's variant configuration and its facts, or (None, None) if the architecture is not supported."""
-    if config["model_type"] not in supported_model_types():
+    if config["model_type"] not in list_supported_model_types():
         return None, None
-    variant, table = variant_config(config), compute_cost_table(config)
-    fields = list_used_fields(variant_model_class(table.architecture), variant)
+    variant, table = make_variant_config(config), compute_cost_table(config)
+    fields = list_used_fields(get_variant_model_class(table.architecture), variant)
     return variant, build_variant_template_values(variant, fields, table)
 
 
@@ -785,17 +795,17 @@ def _compute_diagram_width(queries: list[str], keys: list[str]) -> int:
 
 def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Draw the talking-heads projections on one line, or on one line per place if they differ between places."""
-    by_place = {
+    settings_by_place = {
         prefix: [_format_projection_chain(get_num_query_heads(config, prefix), talking) for talking in layers]
-        for prefix, layers in talking_heads_by_place(config, kv_fields).items()
+        for prefix, layers in get_talking_heads_by_place(config, kv_fields).items()
     }
-    if len({chain for chains in by_place.values() for chain in chains}) == 1:
-        return next(chain for chains in by_place.values() for chain in chains)
+    if len({chain for chains in settings_by_place.values() for chain in chains}) == 1:
+        return next(chain for chains in settings_by_place.values() for chain in chains)
     lines = []
-    for prefix, chains in by_place.items():
+    for prefix, chains in settings_by_place.items():
         for chain in dict.fromkeys(filter(None, chains)):
-            where = f", {format_layers(chains, chain)}" if len({*chains}) > 1 else ""
-            lines.append(f"{PLACE_WORDINGS[prefix].place}{where}: {chain}")
+            suffix = f", {format_layers(chains, chain)}" if len({*chains}) > 1 else ""
+            lines.append(f"{PLACE_WORDINGS[prefix].place}{suffix}: {chain}")
     return "\n".join(lines)
 
 

@@ -57,11 +57,11 @@ __all__ = ["PushPlan", "PushResult", "check_visibility", "plan_push", "push_chec
 # Patterns of training files and folders that are not pushed.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # Reports that contain local paths, which are removed before a push.
-WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
+REDACTED_FILES = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
 # Suffixes of text files, which are pushed unchanged. Short files are checked for local paths because they can be
 # private notes.
-NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
-MOST_NOTES_BYTES = 2**20
+NOTES_SUFFIXES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
+MAX_NOTES_BYTES = 2**20
 WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 # Advice for HTTP status codes for which the messages of the Hub do not contain any.
@@ -243,7 +243,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
             try:
-                content = redact_json_file(path, name in WITHOUT_PATHS)
+                content = redact_json_file(path, name in REDACTED_FILES)
                 files[name] = path.stat().st_size if content is None else len(content)
             except (ValueError, OSError, RecursionError):  # local paths cannot be removed from it
                 left_out[name] = "cannot be read"
@@ -316,7 +316,7 @@ def push_checkpoint(
         if remote_card is not None and not overwrite_card:
             _check_remote_card(repo_id, remote_card, plan.card)
         code_commit = None if plan.code_repo is None else _push_code(api, plan.code_repo, plan.code, private)
-        stale = [name for name in existing if WEIGHT_FILE.fullmatch(name) or name in WITHOUT_PATHS]
+        stale = [name for name in existing if WEIGHT_FILE.fullmatch(name) or name in REDACTED_FILES]
         stale += [name for name in existing if plan.code_repo is not None and name in get_file_names()]
         stale = sorted(name for name in stale if name not in plan.files)
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
@@ -420,12 +420,12 @@ def _get_planned_payload(plan: PushPlan, name: str, code_commit: str | None) -> 
 
 def _get_payload(folder: Path, name: str) -> str | bytes:
     """Return the path of a file to upload, or its content if private data must be removed."""
-    return redact_json_file(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
+    return redact_json_file(folder / name, name in REDACTED_FILES) or str((folder / name).resolve())
 
 
 def _read_short_text(path: Path) -> str:
     """Return the content of a short text file, or an empty string for all other files."""
-    if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
+    if path.suffix.lower() not in NOTES_SUFFIXES or path.stat().st_size > MAX_NOTES_BYTES:
         return ""
     return path.read_text(encoding="utf-8", errors="replace")
 

@@ -227,8 +227,8 @@ def _iterate_mixing_stages(
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
     reads_keys = _get_kv_head_indices(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
-    no_values = key.new_zeros(1, 1, key.shape[2], 1)
-    weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
+    placeholder_values = key.new_zeros(1, 1, key.shape[2], 1)
+    weights = attention_with_weights(query, key, placeholder_values, mask, position_bias, **without_weights_proj)[1]
     if logits_proj is not None:
         repeated = key.repeat_interleave(heads // key.shape[1], dim=1)
         logits = options["scaling"] * query @ repeated.mT if score is None else score(query, key)  # [1, h_k, n, m]

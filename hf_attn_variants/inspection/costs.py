@@ -46,7 +46,7 @@ from ..modeling.mechanisms.talking_heads import (
 )
 from ..modeling.ops.variant_attention import VariantAttention
 from ..native.native_model import NativeModelMixin
-from ..registration import variant_config_class, variant_model_class
+from ..registration import get_variant_config_class, get_variant_model_class
 from .tables import describe_talking_projections, select_place_prefixes
 
 
@@ -79,7 +79,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
     return read_config(folder)
 
 
-WRONG_CONFIGURATION = "The configuration is invalid"
+INVALID_CONFIGURATION_MESSAGE = "The configuration is invalid"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class VariantCost:
         parameters: The number of parameters. Tied parameters are counted once.
         attention_parameters: The number of parameters in the attention modules.
         flops_per_token: The result of `flops_per_token`, which for a decoder applies to the next generated token.
-        kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
+        kv_cache_bytes_per_token: The result of `compute_kv_cache_bytes_per_token`.
         kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
         largest_batch: The number of sequences whose caches fit into `memory` together with the weights. None if
             the model has no cache or `memory` is not set.
@@ -154,15 +154,15 @@ class CostTable:
         """The cache size of the checkpoint in bytes with its current class, which may be a Transformers class."""
         return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
 
-    def weight_bytes(self, row: VariantCost) -> int:
+    def get_weight_bytes(self, row: VariantCost) -> int:
         """Return the size of a variant's parameters in bytes."""
-        return row.parameters * bytes_per_element(self.dtype)
+        return row.parameters * get_bytes_per_element(self.dtype)
 
-    def savings(self, row: VariantCost) -> dict[str, int | None]:
+    def compute_savings(self, row: VariantCost) -> dict[str, int | None]:
         """Return a variant's savings compared with the unchanged checkpoint. Negative numbers are additional costs."""
         current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
         cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
-        saved = {"weight_bytes": self.weight_bytes(current) - self.weight_bytes(row), "kv_cache_bytes": cache}
+        saved = {"weight_bytes": self.get_weight_bytes(current) - self.get_weight_bytes(row), "kv_cache_bytes": cache}
         flops = {
             f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in current.flops_per_token.items()
         }
@@ -171,11 +171,11 @@ class CostTable:
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON values, including the `savings` of each row."""
         values = asdict(self)
-        values["rows"] = [asdict(row) | {"savings": self.savings(row)} for row in self.rows]
+        values["rows"] = [asdict(row) | {"savings": self.compute_savings(row)} for row in self.rows]
         return values
 
 
-def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
+def make_variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
     """Return the variant configuration that a `config.json` describes.
 
     Args:
@@ -186,12 +186,12 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         ValueError: If the architecture is not supported, a value is invalid, or a Transformers checkpoint has layers
             of different sizes (`per_layer_config`).
     """
-    config_class = variant_config_class(config.get("model_type", ""))
+    config_class = get_variant_config_class(config.get("model_type", ""))
     if config.get("per_layer_config") and config["model_type"] != config_class.model_type:
         raise ValueError(
             "`per_layer_config` (layers of different sizes) is only supported for checkpoints from this package."
         )
-    with convert_to_value_error(WRONG_CONFIGURATION):
+    with convert_to_value_error(INVALID_CONFIGURATION_MESSAGE):
         return config_class.from_upstream(dict(config), **fields)
 
 
@@ -200,7 +200,7 @@ def get_values_by_layer(config: Any, field: str) -> list[Any]:
     return [config.get_layer_value(field, layer) for layer in range(config.get_num_layers(field))]
 
 
-def variant_name(config: Any, field: str = HeadSharing.field) -> str:
+def get_variant_name(config: Any, field: str = HeadSharing.field) -> str:
     """Return the name of the attention variant in a configuration.
 
     Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64" and
@@ -226,8 +226,8 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
         parts.append(f"values of {config.value_head_dim}")
     parts += describe_scores(config, (field,)) + describe_extensions(config, (field,))
     parts += [
-        "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
-        for kind, where in describe_talking_projections(config, (field,))
+        "talking heads" + ("" if kind == BOTH else f" ({kind})") + suffix
+        for kind, suffix in describe_talking_projections(config, (field,))
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
@@ -272,14 +272,14 @@ def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
     """
     prefixes, texts = select_place_prefixes(config, fields), list[Any]()
     for extension in ATTENTION_EXTENSIONS:
-        text, places = (
+        text, prefixes_with_extension = (
             FIELD_TEXTS[extension.field].card,
-            [p for p in prefixes if extension.find_requesting_field(config, p)],
+            [prefix for prefix in prefixes if extension.find_requesting_field(config, prefix)],
         )
         texts += (
             [text]
-            if len(places) == len(prefixes)
-            else [f"{text} in {PLACE_WORDINGS[place].place}" for place in places]
+            if len(prefixes_with_extension) == len(prefixes)
+            else [f"{text} in {PLACE_WORDINGS[place].place}" for place in prefixes_with_extension]
         )
     return texts
 
@@ -326,23 +326,23 @@ def compute_cost_table(
         >>> table = compute_cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
         >>> {row.name: row.kv_cache_bytes for row in table.rows}
     """
-    current = variant_config(config)
+    current = make_variant_config(config)
     source_length = (get_num_audio_positions(current) or length) if source_length is None else source_length
     check_sizes(batch_size=batch_size, length=length, source_length=source_length, num_beams=num_beams, memory=memory)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
-    model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
-    field = kv_heads_field(model_class, current)
-    itemsize = bytes_per_element(dtype)
+    model_class = get_variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
+    field = get_varied_heads_field(model_class, current)
+    itemsize = get_bytes_per_element(dtype)
     sizes, rows, upstream_bytes = (itemsize, length, source_length, num_beams), [], None
     for fields in iterate_variant_fields(current, field, list_kv_head_counts(current, field)):
-        variant = variant_config(config, **fields)
-        with convert_to_value_error(WRONG_CONFIGURATION), torch.device("meta"):
+        variant = make_variant_config(config, **fields)
+        with convert_to_value_error(INVALID_CONFIGURATION_MESSAGE), torch.device("meta"):
             model = untie_output_embeddings(model_class(variant), config)
         is_current = _get_variant_values(variant) == _get_variant_values(current)
-        description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
+        description = (get_variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
         rows.append(VariantCost(*description, **_compute_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
-            upstream_bytes = kv_cache_bytes(model, *sizes, repeats_source=True)
+            upstream_bytes = compute_kv_cache_bytes(model, *sizes, repeats_source=True)
     architecture = (config.get("architectures") or [model_class.__name__])[0]
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
     if table.current.kv_cache_bytes is None and (num_beams > 1 or memory is not None):
@@ -350,7 +350,7 @@ def compute_cost_table(
         raise ValueError(f"`{argument}` is not supported for {architecture}, which has no key/value cache. Remove it.")
     if upstream_bytes is None or batch_size * upstream_bytes == table.current.kv_cache_bytes:
         return table
-    largest = largest_batch(memory, itemsize * table.current.parameters, upstream_bytes)
+    largest = compute_largest_batch(memory, itemsize * table.current.parameters, upstream_bytes)
     return replace(table, upstream_kv_cache_bytes=batch_size * upstream_bytes, upstream_largest_batch=largest)
 
 
@@ -359,14 +359,17 @@ def _compute_costs(
 ) -> dict[str, Any]:
     """Count the costs of a model, and return them as fields of `VariantCost`."""
     itemsize, length, source_length, _ = sizes
-    parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
+    parameters, cache = (
+        sum(parameter.numel() for parameter in model.parameters()),
+        compute_kv_cache_bytes(model, *sizes),
+    )
     return {
         "parameters": parameters,
         "attention_parameters": count_attention_parameters(model),
-        "flops_per_token": flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
-        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, itemsize),
+        "flops_per_token": count_flops_per_token(model, length, source_length, decodes=True, batch_size=batch_size),
+        "kv_cache_bytes_per_token": compute_kv_cache_bytes_per_token(model, itemsize),
         "kv_cache_bytes": None if cache is None else batch_size * cache,
-        "largest_batch": largest_batch(memory, itemsize * parameters, cache),
+        "largest_batch": compute_largest_batch(memory, itemsize * parameters, cache),
     }
 
 
@@ -425,25 +428,25 @@ def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict
     of the width, and this latent combined with a self-attention latent that is as large as a multi-query cache. For
     other models, the only variant has latents with a quarter of the width.
     """
-    width, as_multi_query = current.hidden_size, 2 * current.get_attention_head_dim()
+    width, multi_query_values = current.hidden_size, 2 * current.get_attention_head_dim()
     quarter = max(1, width // 4)
     if "cross_kv_lora_rank" in ranks:
         yield {"cross_kv_lora_rank": width}
         yield {"cross_kv_lora_rank": quarter}
-        yield {"cross_kv_lora_rank": quarter, "kv_lora_rank": min(width, as_multi_query)}
+        yield {"cross_kv_lora_rank": quarter, "kv_lora_rank": min(width, multi_query_values)}
     else:
         yield from ({name: quarter} for name in ranks)
 
 
 def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the key/value head fields and rank fields that the attention modules of a model class use."""
-    with convert_to_value_error(WRONG_CONFIGURATION), torch.device("meta"):
+    with convert_to_value_error(INVALID_CONFIGURATION_MESSAGE), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attention_modules()]
     used = {site.kv_heads_field for site in sites} | {site.rank_field for site in sites}
     return tuple(name for name in (*config.get_kv_heads_fields(), *config.get_rank_fields()) if name in used)
 
 
-def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
+def get_varied_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
     """Return the name of the key/value head field to vary: the decoder's, or the encoder's if there is no decoder."""
     return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
@@ -488,11 +491,11 @@ def _is_convertible(source: Any, target: Any) -> bool:
 def _has_unconvertible_attention(config: Any) -> bool:
     """Return whether the attention in a configuration has parameters that cannot be converted."""
     values = [getattr(config, name) for name in (*config.get_kernel_fields(), *config.get_pattern_fields())]
-    by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
-    by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
+    head_dependent_names = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
+    head_dependent_names += [name for name in PATTERNS if get_pattern_class(name).learned]
     prefixes = [p for p in look_up_field(AdditiveScore.field)[1].prefixes if hasattr(config, p + AdditiveScore.field)]
     has_scores = any(get_score_name(config, prefix) is not None for prefix in prefixes)
-    return has_scores or config.value_head_dim is not None or any(name in values for name in by_head)
+    return has_scores or config.value_head_dim is not None or any(name in values for name in head_dependent_names)
 
 
 def get_score_name(config: Any, prefix: str) -> str | None:
@@ -504,7 +507,7 @@ def get_score_name(config: Any, prefix: str) -> str | None:
 # The minimum number of bytes per value in a kernel's state, because sums are stored in float32 even in half precision.
 STATE_ITEMSIZE = 4
 # The names of linear layers that run once per sequence, regardless of its length.
-ONCE_PER_SEQUENCE = re.compile(
+ONCE_PER_SEQUENCE_PATTERN = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
 )
@@ -536,7 +539,7 @@ def untie_output_embeddings(model: AttnVariantModelMixin, config: Mapping[str, A
     return model
 
 
-def bytes_per_element(dtype: str) -> int:
+def get_bytes_per_element(dtype: str) -> int:
     """Return the number of bytes per element for a floating-point dtype.
 
     Args:
@@ -551,7 +554,7 @@ def bytes_per_element(dtype: str) -> int:
     return torch_dtype.itemsize
 
 
-def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
+def compute_kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
     """Return the cache size per token (see `compute_cache_bytes_per_token`), with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attention_modules():
@@ -562,7 +565,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     return compute_cache_bytes_per_token(model.config, sizes)
 
 
-def kv_cache_bytes(
+def compute_kv_cache_bytes(
     model: AttnVariantModelMixin,
     itemsize: int,
     length: int,
@@ -601,7 +604,7 @@ def kv_cache_bytes(
     return None if cache is None else sum(cache.values())
 
 
-def largest_batch(memory: int | None, weight_bytes: int, cache_bytes: int | None) -> int | None:
+def compute_largest_batch(memory: int | None, weight_bytes: int, cache_bytes: int | None) -> int | None:
     """Return the largest batch whose caches fit into memory together with the weights, or 0 if the weights do not fit.
 
     Args:
@@ -617,7 +620,7 @@ def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
     return module.get_submodule(site.core)
 
 
-def flops_per_token(
+def count_flops_per_token(
     model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
 ) -> dict[str, int]:
     """Return the number of floating-point operations per token in a forward pass.
@@ -673,9 +676,9 @@ def flops_per_token(
             parts.append(_count_attention_flops(core, key_value, attended))
         extras = [core.compression, core.score, *get_extensions(core).values()]
         parts += [extra.count_flops() for extra in extras if extra is not None]
-        for per_key, per_query in parts:
-            flops[key_stack] += runs * per_key
-            flops[stack] += runs * per_query
+        for flops_per_key, flops_per_query in parts:
+            flops[key_stack] += runs * flops_per_key
+            flops[stack] += runs * flops_per_query
     for name, linear in linears.items():
         if not runs_once_per_sequence(model, name):
             parent = name.split(".")[0] if config.is_encoder_decoder else None
@@ -694,11 +697,11 @@ def _count_attention_flops(
         key_value: The key and value projections that are not counted elsewhere.
         num_attended_keys: The number of keys that a query attends to.
     """
-    heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
+    heads, flops_per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
         key_features, query_features = core.kernel.count_flops(heads, num_attended_keys)
-        return per_key + heads.key * key_features, heads.query * query_features
-    return per_key, 2 * num_attended_keys * (heads.query * heads.head_dim + heads.output * heads.value_dim)
+        return flops_per_key + heads.key * key_features, heads.query * query_features
+    return flops_per_key, 2 * num_attended_keys * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
@@ -752,4 +755,4 @@ def runs_once_per_sequence(model: nn.Module, name: str) -> bool:
     """Return whether the linear layer with this name runs once per sequence instead of once per token."""
     if name.split(".")[0] == "classifier":
         return not type(model).__name__.endswith("ForTokenClassification")
-    return ONCE_PER_SEQUENCE.fullmatch(name) is not None
+    return ONCE_PER_SEQUENCE_PATTERN.fullmatch(name) is not None

@@ -41,25 +41,25 @@ from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..progress import is_interactive, progress_bar
-from ..registration import max_input_length, variant_model_class
+from ..registration import get_max_input_length, get_variant_model_class
 from .costs import (
+    compute_kv_cache_bytes_per_token,
     get_values_by_layer,
+    get_variant_name,
+    get_varied_heads_field,
     has_latents,
-    kv_cache_bytes_per_token,
-    kv_heads_field,
     list_kv_head_counts,
-    variant_config,
-    variant_name,
+    make_variant_config,
 )
 from .held_out import MEASURES, make_held_out_set
 from .speed import disable_early_stopping, make_timed_function, time_run
 
-Fields = dict[str, Any]
+VariantFields = dict[str, Any]
 # The maximum number of key/value head counts to try by default.
 MAX_COUNTS = 4
 
 
-def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields]:
+def list_default_variants(config: Any, field: str, decodes: bool) -> list[VariantFields]:
     """Return the configuration fields of the variants to try by default.
 
     For an encoder-decoder, these are cross-attention latents, starting with cached encoder outputs, combined with
@@ -76,7 +76,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     # A conversion merges whole groups of heads in each layer.
     counts = [count for count in list_kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
-    options: list[Fields] = []
+    options: list[VariantFields] = []
     if has_latents(config, field):
         pass  # smaller latents are only tried on request because the original projections are lost
     elif "cross_kv_lora_rank" in config.get_rank_fields() and decodes:
@@ -99,7 +99,7 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Fields
     )
 
 
-def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
+def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> list[VariantFields]:
     """Return the configuration fields of the variants with the requested values.
 
     Each head count is tried separately, and ranks are tried in all combinations.
@@ -113,14 +113,14 @@ def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> li
     return _remove_duplicates([*options, *heads])
 
 
-def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
+def _remove_duplicates(options: Iterable[VariantFields]) -> list[VariantFields]:
     """Return the distinct options, without values that are None."""
-    distinct: list[Fields] = []
+    distinct_options: list[VariantFields] = []
     for option in options:
         fields = {name: value for name, value in option.items() if value is not None}
-        if fields and fields not in distinct:
-            distinct.append(fields)
-    return distinct
+        if fields and fields not in distinct_options:
+            distinct_options.append(fields)
+    return distinct_options
 
 
 def load_source_model(
@@ -144,8 +144,8 @@ def load_source_model(
     """
     folder = resolve_checkpoint_folder(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
-    config = variant_config(raw)
-    model_class = variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
+    config = make_variant_config(raw)
+    model_class = get_variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
     reads_audio = model_class.main_input_name == "input_features"
     if reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if reads_audio else ("text", "calibration_file")
@@ -179,7 +179,7 @@ def select_variants(
         )
     if requested:
         return list_requested_variants(requested)
-    field = kv_heads_field(type(model), config)
+    field = get_varied_heads_field(type(model), config)
     decodes = any(site.kv_heads_field == field and site.get_stack_name(config) == "decoder" for site in sites)
     if not (options := list_default_variants(config, field, decodes)):
         raise ValueError("There is no variant to try. Set the ranks.")
@@ -206,14 +206,14 @@ def select_held_out_examples(
     if size < 2:
         raise ValueError(f"`held_out_size` must be at least 2, got {size}.")
     used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(all_examples)))
-    rest = [example for example in examples if example not in used]
-    if len(rest) >= min(calibration.num_held_out, len(examples)):
-        chosen = random.Random(seed).sample(rest, min(size, len(rest)))
+    remaining_examples = [example for example in examples if example not in used]
+    if len(remaining_examples) >= min(calibration.num_held_out, len(examples)):
+        chosen = random.Random(seed).sample(remaining_examples, min(size, len(remaining_examples)))
     else:
         # The same random selection as in `calibration.batches`, so that these examples are not used for fitting.
         count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
-        drawn = torch.randperm(count, generator=generator).tolist()[: calibration.num_held_out]
-        chosen = [_pair_with_targets(calibration)[i] for i in drawn[:size]]
+        indices = torch.randperm(count, generator=generator).tolist()[: calibration.num_held_out]
+        chosen = [_pair_with_targets(calibration)[i] for i in indices[:size]]
     inputs, targets = zip(*chosen, strict=True)
     if calibration.audio is not None:
         return replace(calibration, audio=inputs)
@@ -228,7 +228,7 @@ def _pair_with_targets(calibration: Calibration) -> list[tuple[Any, str | None]]
 
 NamedTensors = dict[str, torch.Tensor]
 # The path of an attention module and its head counts (those of all layers if layers share a latent).
-Key = tuple[str, Any]
+AttentionKey = tuple[str, Any]
 
 
 class LazyConvertedAttention:
@@ -250,13 +250,13 @@ class LazyConvertedAttention:
         self.source, self.seed = source, seed
         self.calibration = set_length_statistics(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
-        self._tensors: dict[Key, NamedTensors] = {}
-        self._errors: dict[Key, float | None] = {}
+        self._tensors: dict[AttentionKey, NamedTensors] = {}
+        self._errors: dict[AttentionKey, float | None] = {}
         # The calibration batches from the first conversion. Later conversions reuse them with their generated targets.
         self._batches: Any = None
         self._store_attention_modules(source, {})
 
-    def config(self, fields: Mapping[str, Any]) -> Any:
+    def get_config(self, fields: Mapping[str, Any]) -> Any:
         """Return the base model's configuration with the given fields changed.
 
         Raises:
@@ -265,18 +265,18 @@ class LazyConvertedAttention:
         config: Any = self.source.config
         return type(config).from_upstream(config, **fields)
 
-    def model(self, fields: Mapping[str, Any]) -> AttnVariantModelMixin:
+    def build_model(self, fields: Mapping[str, Any]) -> AttnVariantModelMixin:
         """Return the variant with these fields. Its unchanged parameters share memory with the base model.
 
         Raises:
             ValueError: If the base model cannot be converted to the variant.
         """
-        config = self.config(fields)
-        if missing := self._unconverted_fields(config, fields):
+        config = self.get_config(fields)
+        if missing := self._get_unconverted_fields(config, fields):
             self._convert(missing)
         parameters = self.source.named_parameters(remove_duplicate=False)
         tensors = {name: parameter.detach() for name, parameter in parameters}
-        changed = [(key, source_key) for key, source_key in self._attention_keys(config) if key != source_key]
+        changed = [(key, source_key) for key, source_key in self._get_attention_keys(config) if key != source_key]
         for _, source_key in changed:
             for name in self._tensors[source_key]:
                 tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is only removed once
@@ -291,54 +291,56 @@ class LazyConvertedAttention:
         plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
         source = make_source_loader_for_model(reader, self.source)
         result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
-        fits, self._batches = result.attentions, result.batches or self._batches
-        tensors = compute_converted_tensors(plan, reader, fits)
+        fitted_attention, self._batches = result.attentions, result.batches or self._batches
+        tensors = compute_converted_tensors(plan, reader, fitted_attention)
         converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
-        errors = {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
+        errors = {path: attention.details.get("output_relative_error") for path, attention in fitted_attention.items()}
         self._store_attention_modules(converted, errors)
 
-    def attention_error(self, fields: Mapping[str, Any]) -> float | None:
+    def get_attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative output error of the attention modules that differ from the base model.
 
         The errors were measured on the held-out calibration examples. Returns None if any error is unknown.
         """
-        keys = self._attention_keys(self.config(fields))
+        keys = self._get_attention_keys(self.get_config(fields))
         errors: Any = [self._errors.get(key) for key, source_key in keys if key != source_key]
         return None if None in errors else sum(errors) / max(len(errors), 1)
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
         """Return whether all attention modules of the variant are already stored, so that no conversion is needed."""
-        return not self._unconverted_fields(self.config(fields), fields)
+        return not self._get_unconverted_fields(self.get_config(fields), fields)
 
-    def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _get_unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields whose attention modules have not been stored yet."""
-        absent = {key[0] for key, _ in self._attention_keys(config) if key not in self._tensors}
-        sites = [site for site, path, _ in self.source.named_attention_modules() if path in absent]
+        missing_paths = {key[0] for key, _ in self._get_attention_keys(config) if key not in self._tensors}
+        sites = [site for site, path, _ in self.source.named_attention_modules() if path in missing_paths]
         names = {name for site in sites for name in (site.kv_heads_field, site.rank_field)}
         missing = {name: value for name, value in fields.items() if name in names}
-        by_layer = {name: v for name, v in (fields.get("per_layer_values") or {}).items() if name in names}
-        return missing | ({"per_layer_values": by_layer} if by_layer else {})
+        per_layer_values = {name: v for name, v in (fields.get("per_layer_values") or {}).items() if name in names}
+        return missing | ({"per_layer_values": per_layer_values} if per_layer_values else {})
 
-    def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
+    def _get_attention_keys(self, config: Any) -> list[tuple[AttentionKey, AttentionKey]]:
         """Return the keys of each attention module in the variant with this configuration, and in the base model."""
         attentions = [(site, path) for site, path, _ in self.source.named_attention_modules()]
         return [
-            (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
+            (self._get_attention_key(config, site, path), self._get_attention_key(self.source.config, site, path))
             for site, path in attentions
         ]
 
-    def _attention_key(self, config: Any, site: AttentionSite, path: str) -> Key:
+    def _get_attention_key(self, config: Any, site: AttentionSite, path: str) -> AttentionKey:
         """Return the key of the attention module at a path in a model with this configuration."""
 
-        def heads(path: str) -> Any:
+        def get_heads(path: str) -> Any:
             counts = site.get_heads(config, path)
             # A module with cached encoder outputs has the same tensors as a module without a latent.
             return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
-        if not site.shares_latent or heads(path).rank is None:
-            return path, heads(path)
+        if not site.shares_latent or get_heads(path).rank is None:
+            return path, get_heads(path)
         return path, tuple(
-            heads(sharing) for other, sharing, _ in self.source.named_attention_modules() if other is site
+            get_heads(sharing)
+            for other_site, sharing, _ in self.source.named_attention_modules()
+            if other_site is site
         )
 
     def _store_attention_modules(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
@@ -352,7 +354,7 @@ class LazyConvertedAttention:
         parameters = {name: parameter.detach() for name, parameter in named}
         for site, path, _ in model.named_attention_modules():
             key, shared = (
-                self._attention_key(model.config, site, path),
+                self._get_attention_key(model.config, site, path),
                 f"{site.get_latent_projection_path(path)}.weight",
             )
             if key not in self._tensors:
@@ -379,7 +381,7 @@ class FrontierRow:
         attention_error: The mean relative output error of the changed attention modules on the held-out calibration
             examples. 0 if no outputs change, and None if the error is unknown.
         parameters: The number of parameters.
-        kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token` for float32.
+        kv_cache_bytes_per_token: The result of `compute_kv_cache_bytes_per_token` for float32.
         kv_cache_bytes: The cache size in bytes for a text with the frontier's lengths, or None if there is no cache.
         milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or per forward pass if the model
             does not decode. The variant and the base model are timed alternately, and the base model's time is
@@ -483,29 +485,32 @@ def measure_frontier(
     length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = LazyConvertedAttention(source.eval(), calibration, seed), source.eval()
     for fields in variants:
-        attentions.config(fields)
+        attentions.get_config(fields)
     with convert_to_value_error(
         f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"
     ):
         text = make_held_out_set(source, calibration.processor, held_out)
-        losses = text.losses(source)
+        losses = text.compute_losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
     settings = _describe_calibration(attentions.calibration, seed)
     header = (checkpoint, type(source).__name__, text.measure, len(losses), settings)
     _check_loss(losses, checkpoint, saved_rows)
-    measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, saved_rows), lengths)
+    timer = _make_timer(source, length, source_length, saved_rows)
+    measurer = _VariantMeasurer(text.compute_losses, losses, timer, lengths)
     remaining = [fields for fields in variants if all(dict(fields) != row.fields for row in saved_rows[1:])]
     # Variants with many changes come first because later ones can reuse their modules.
     order = sorted(remaining, key=lambda fields: -sum(n != source.config.hidden_size for n in fields.values()))
-    rows, conversions = [*saved_rows] or [measurer.row(source, {}, 0.0)], 0
+    rows, conversions = [*saved_rows] or [measurer.measure(source, {}, 0.0)], 0
     report = on_row or (lambda frontier, left: None)
     report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
-            name = _format_variant_name(type(source), attentions.config(fields), fields)
+            name = _format_variant_name(type(source), attentions.get_config(fields), fields)
             conversions += not attentions.is_converted(fields)
             bar.set_description(f"trying {name}", refresh=is_interactive())
-            rows.append(measurer.row(attentions.model(fields), dict(fields), attentions.attention_error(fields)))
+            rows.append(
+                measurer.measure(attentions.build_model(fields), dict(fields), attentions.get_attention_error(fields))
+            )
             report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_interactive())
@@ -525,7 +530,7 @@ def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]
 
 def _limit_lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return `length` and `source_length`, limited to the model's number of positions."""
-    limit = max_input_length(config) or sys.maxsize
+    limit = get_max_input_length(config) or sys.maxsize
     if calibration.audio is not None:  # an audio encoder always reads all positions
         return min(length, limit), source_length or config.max_source_positions
     return min(length, limit), min(source_length or length, limit)
@@ -563,16 +568,18 @@ def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 class _VariantMeasurer:
     """Measures variants and compares them with the losses of the base model."""
 
-    losses: Callable[[AttnVariantModelMixin], torch.Tensor]
-    source: torch.Tensor  # the losses of the base model, [texts, 2]
-    milliseconds: Callable[[AttnVariantModelMixin], float]
+    compute_losses: Callable[[AttnVariantModelMixin], torch.Tensor]
+    source_losses: torch.Tensor  # the losses of the base model, [texts, 2]
+    estimate_milliseconds: Callable[[AttnVariantModelMixin], float]
     lengths: dict[str, int]
 
-    def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
+    def measure(
+        self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None
+    ) -> FrontierRow:
         """Measure a variant and return its row."""
-        losses = self.losses(model)
-        above, error = _compute_mean_loss_difference(losses, self.source)
-        cache = kv_cache_bytes_per_token(model, FLOAT32_BYTES)
+        losses = self.compute_losses(model)
+        above, error = _compute_mean_loss_difference(losses, self.source_losses)
+        cache = compute_kv_cache_bytes_per_token(model, FLOAT32_BYTES)
         return FrontierRow(
             name=_format_variant_name(type(model), model.config, fields),
             fields=fields,
@@ -583,18 +590,18 @@ class _VariantMeasurer:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             kv_cache_bytes_per_token=cache,
             kv_cache_bytes=None if cache is None else sum(self.lengths[site] * size for site, size in cache.items()),
-            milliseconds=self.milliseconds(model),
+            milliseconds=self.estimate_milliseconds(model),
         )
 
 
 def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
     """Return the name of a variant, which describes the decoder and, if it is changed, the encoder."""
-    field = kv_heads_field(model_class, config)
-    name = variant_name(config, field)
-    by_layer = fields.get("per_layer_values") or {}
-    if field.startswith("encoder_") or not any(key.startswith("encoder_") for key in (*fields, *by_layer)):
+    field = get_varied_heads_field(model_class, config)
+    name = get_variant_name(config, field)
+    per_layer_values = fields.get("per_layer_values") or {}
+    if field.startswith("encoder_") or not any(key.startswith("encoder_") for key in (*fields, *per_layer_values)):
         return name
-    return f"{name} + encoder {variant_name(config, f'encoder_{field}')}"
+    return f"{name} + encoder {get_variant_name(config, f'encoder_{field}')}"
 
 
 def _compute_mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
@@ -614,8 +621,10 @@ def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     """Set `on_frontier` for all rows for which no other row is at least as good in both size and loss."""
 
     def is_dominated(row: FrontierRow) -> bool:
-        better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
-        return any((other.size, other.loss_above) != (row.size, row.loss_above) for other in better)
+        better = (
+            other_row for other_row in rows if other_row.size <= row.size and other_row.loss_above <= row.loss_above
+        )
+        return any((other_row.size, other_row.loss_above) != (row.size, row.loss_above) for other_row in better)
 
     return [replace(row, on_frontier=not is_dominated(row)) for row in rows]
 
@@ -628,20 +637,20 @@ def _make_timer(
     The model and the base model are timed alternately, so that other load on the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
-    read = min(source_length if decodes else length, max_input_length(source.config) or sys.maxsize)
+    input_length = min(source_length if decodes else length, get_max_input_length(source.config) or sys.maxsize)
     source_milliseconds = [row.milliseconds for row in saved_rows[:1]]
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
         decoding = (TIMED_TOKENS, 1) if decodes else None
-        work = make_timed_function(disable_early_stopping(model), TIMED_BATCH, read, decoding)
+        run_model = make_timed_function(disable_early_stopping(model), TIMED_BATCH, input_length, decoding)
 
-        def milliseconds() -> float:
-            first, end = time_run(work, str(model.device))
+        def measure_milliseconds() -> float:
+            first, end = time_run(run_model, str(model.device))
             if first is None or not decodes:  # a forward pass has no first token
                 return end * 1e3
             return (end - first) * 1e3 / (TIMED_TOKENS - 1)
 
-        return milliseconds
+        return measure_milliseconds
 
     time_source = make_timer(source)
 
@@ -700,7 +709,7 @@ class FrontierFile:
                 return
         check_output_dir(path.parent)
 
-    def rows(self, call_arguments: Mapping[str, Any]) -> list[FrontierRow]:
+    def load_rows(self, call_arguments: Mapping[str, Any]) -> list[FrontierRow]:
         """Return the rows from an interrupted call with the same arguments.
 
         Args:

@@ -12,7 +12,7 @@ from .frontier import Frontier, FrontierRow
 from .held_out import MEASURES
 
 # {type of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
-KINDS = {
+VARIANT_STYLES = {
     "base model": ("black", "*"),
     "latents": ("#0072B2", "o"),
     "fewer key/value heads": ("#D55E00", "s"),
@@ -39,7 +39,7 @@ def plot_frontier(frontier: Frontier, loss_limit: float | None = None) -> Figure
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = frontier.rows
-    for kind, (color, marker) in KINDS.items():
+    for kind, (color, marker) in VARIANT_STYLES.items():
         members = [row for row in rows if _get_variant_type(row) == kind]
         if members:
             axes.errorbar(
@@ -79,7 +79,7 @@ def plot_frontier(frontier: Frontier, loss_limit: float | None = None) -> Figure
 
 
 def _get_variant_type(row: FrontierRow) -> str:
-    """Return the type (a key of `KINDS`) of the variant in a row."""
+    """Return the type (a key of `VARIANT_STYLES`) of the variant in a row."""
     if not row.fields:
         return "base model"
     names = {*row.fields, *(row.fields.get("per_layer_values") or {})}
@@ -110,10 +110,10 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss_limit: float | Non
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
     width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
-    occupied = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
+    occupied_boxes = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
     if loss_limit is not None:
         limit = transform.transform((rows[0].size, loss_limit))[1]
-        occupied.append((0.0, limit - 0.003, 1.0, limit + 0.003))
+        occupied_boxes.append((0.0, limit - 0.003, 1.0, limit + 0.003))
     for row, (x, y) in zip(rows, points, strict=True):
         candidates: list[Any] = []
         name = row.name.removeprefix("MHA + ")
@@ -122,10 +122,10 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss_limit: float | Non
             low = y + dy / height - LINE_HEIGHT / 4
             box = (left, low, left + len(name) * LETTER_WIDTH, low + LINE_HEIGHT)
             outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
-            covered = sum(_compute_overlap_area(box, other) for other in occupied)
+            covered = sum(_compute_overlap_area(box, other_box) for other_box in occupied_boxes)
             candidates.append((covered + 10 * outside, len(candidates), box, (dx, dy)))
         _, _, box, offset = min(candidates)
-        occupied.append(box)
+        occupied_boxes.append(box)
         axes.annotate(
             name,
             (row.size, row.loss_above),
@@ -137,10 +137,10 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss_limit: float | Non
         )
 
 
-def _compute_overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
+def _compute_overlap_area(first: Sequence[float], second: Sequence[float]) -> float:
     """Return 100 times the area in which two boxes (left, bottom, right, top) overlap."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     return max(width, 0.0) * max(height, 0.0) * 100
 
 

@@ -69,7 +69,7 @@ class HeldOutSet:
     is_multi_label: bool = False
 
     @torch.inference_mode()
-    def losses(self, model: PreTrainedModel) -> torch.Tensor:
+    def compute_losses(self, model: PreTrainedModel) -> torch.Tensor:
         """Return the summed loss and the number of words or predictions for each text, as float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
         arguments = with_known_encoder_outputs if self._is_encoder_of(model) else without_known_encoder_outputs
@@ -81,10 +81,10 @@ class HeldOutSet:
                 losses.append(_cross_entropy(_get_logits(output)[0], labels, self.measure == "next words"))
             else:
                 source = [answer.to(device) for answer in self.source[i]]
-                losses.append(self._compute_difference(self.answers(output, batch), source, batch))
+                losses.append(self._compute_difference(self.compute_answers(output, batch), source, batch))
         return torch.cat(losses).double().cpu()
 
-    def answers(self, output: Any, batch: ModelInputs) -> list[torch.Tensor]:
+    def compute_answers(self, output: Any, batch: ModelInputs) -> list[torch.Tensor]:
         """Compute the log-probabilities, scores [b, scores] or embeddings [b, D] from a model output."""
         if self.measure == "scores":
             return [output.logits.float()]
@@ -109,8 +109,10 @@ class HeldOutSet:
             error = ((predictions[0] - source[0]).square() / self._variance.to(source[0])).mean(-1)
             return torch.stack([error, torch.ones_like(error)], 1)
         losses = []
-        for ours, theirs in zip(predictions, source, strict=True):
-            divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b], or [b, n] for tokens or labels
+        for converted_answers, source_answers in zip(predictions, source, strict=True):
+            divergence = (
+                (source_answers.exp() * (source_answers - converted_answers)).nan_to_num().sum(-1)
+            )  # [b], or [b, n] for tokens or labels
             if divergence.ndim == 1 or self.is_multi_label:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
                 losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
@@ -154,7 +156,7 @@ def make_held_out_set(model: PreTrainedModel, processor: Any, examples: Calibrat
         examples: The texts with their targets and lengths, or the audio files.
 
     Returns:
-        The batches. `HeldOutSet.losses` evaluates any variant on them.
+        The batches. `HeldOutSet.compute_losses` evaluates any variant on them.
 
     Raises:
         OSError: If an audio file cannot be read.
@@ -175,14 +177,14 @@ def make_held_out_set(model: PreTrainedModel, processor: Any, examples: Calibrat
     chunks: Any = [order[start : start + size] for start in range(0, len(order), size)]
     if measure == "targets" and examples.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
-    held = HeldOutSet(
+    held_out_set = HeldOutSet(
         measure,
         [_make_batch(model, tokenizer, examples, rows, measure) for rows in chunks],
         is_multi_label=get_logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
-        held.source = list(_compute_source_outputs(model, held))
-    return held
+        held_out_set.source = list(_compute_source_outputs(model, held_out_set))
+    return held_out_set
 
 
 @torch.no_grad()
@@ -199,10 +201,10 @@ def _make_held_out_audio(model: Any, feature_extractor: Any, examples: Calibrati
             tokens = batch["decoder_input_ids"], batch["decoder_attention_mask"]
             batch["labels"] = make_next_token_labels(*tokens, model.generation_config)
         batches.append(batch)
-    held = HeldOutSet(measure, batches, encoder=model.get_encoder() if decodes else None)
+    held_out_set = HeldOutSet(measure, batches, encoder=model.get_encoder() if decodes else None)
     if not decodes:
-        held.source = list(_compute_source_outputs(model, held))
-    return held
+        held_out_set.source = list(_compute_source_outputs(model, held_out_set))
+    return held_out_set
 
 
 def _select_measure(model: PreTrainedModel) -> str:
@@ -247,9 +249,11 @@ def _make_batch(
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     elif measure == "masked words":
         ids, generator = batch["input_ids"], torch.Generator().manual_seed(indices[0])
-        drawn = torch.rand(ids.shape, generator=generator).masked_fill(encoded["special_tokens_mask"] == 1, 2.0)
+        random_values = torch.rand(ids.shape, generator=generator).masked_fill(
+            encoded["special_tokens_mask"] == 1, 2.0
+        )
         # At least one word of each text is masked.
-        masked = (drawn < MASKED_SHARE) | (drawn == drawn.min(1, keepdim=True).values)
+        masked = (random_values < MASKED_SHARE) | (random_values == random_values.min(1, keepdim=True).values)
         batch["labels"] = ids.masked_fill(~masked, IGNORED)
         batch["input_ids"] = ids.masked_fill(masked, tokenizer.mask_token_id)
     return batch
@@ -280,7 +284,7 @@ def _compute_source_outputs(model: PreTrainedModel, held_out_set: HeldOutSet) ->
     """Yield the base model's outputs for each batch, on the CPU."""
     for batch in held_out_set.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
-        yield [answer.cpu() for answer in held_out_set.answers(output, batch)]
+        yield [answer.cpu() for answer in held_out_set.compute_answers(output, batch)]
 
 
 def _get_logits(output: Any) -> list[torch.Tensor]:

@@ -58,10 +58,10 @@ class Spread:
     seeds: tuple[int, ...]
 
     @classmethod
-    def from_scores(cls, by_seed: Mapping[int, float], mean: float) -> "Spread":
+    def from_scores(cls, scores_by_seed: Mapping[int, float], mean: float) -> "Spread":
         """Return the given mean with the standard deviation of {seed: score}."""
-        deviation = statistics.stdev(by_seed.values()) if len(by_seed) > 1 else None
-        return cls(mean, deviation, tuple(sorted(by_seed)))
+        deviation = statistics.stdev(scores_by_seed.values()) if len(scores_by_seed) > 1 else None
+        return cls(mean, deviation, tuple(sorted(scores_by_seed)))
 
 
 @dataclass
@@ -141,17 +141,17 @@ def _check_compatible(runs: Sequence[GlueRun]) -> None:
     tasks: dict[str, GlueRun] = {}
     models: dict[tuple[str, str], GlueRun] = {}
     for run in runs:
-        if other := seen.get((run.task, run.model, run.seed)):
+        if earlier_run := seen.get((run.task, run.model, run.seed)):
             raise ValueError(
-                f"{other.folder} and {run.folder} are both runs of {run.task} with the model {run.model} and seed "
-                f"{run.seed}. Pass only one of them."
+                f"{earlier_run.folder} and {run.folder} are both runs of {run.task} with the model {run.model} and "
+                f"seed {run.seed}. Pass only one of them."
             )
         seen[run.task, run.model, run.seed] = run
         first = tasks.setdefault(run.task, run)
-        for what, old, new in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
+        for aspect, old, new in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
             if old != new:
                 raise ValueError(
-                    f"{first.folder} and {run.folder} are both runs of {run.task}, but their {what} differ "
+                    f"{first.folder} and {run.folder} are both runs of {run.task}, but their {aspect} differ "
                     f"({_format_value(old)} and {_format_value(new)}). Evaluate both on the same dev set, or pass "
                     "only one of them."
                 )
@@ -210,11 +210,11 @@ def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[
 
 def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     """Return the scores of each model, sorted by the number of tasks and then by the average, in descending order."""
-    by_model: dict[str, dict[str, dict[int, float]]] = {}
+    scores_by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
-        by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
+        scores_by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
     scores = []
-    for model, tasks in by_model.items():
+    for model, tasks in scores_by_model.items():
         names = [name for name in GLUE_METRICS if name in tasks]
         spreads = {name: Spread.from_scores(tasks[name], statistics.fmean(tasks[name].values())) for name in names}
         missing = [name for name in GLUE_METRICS if name not in tasks]

@@ -21,16 +21,16 @@ from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from ..modeling.mechanisms.patterns.window_pattern import SlidingWindowPattern
 from ..progress import progress_bar
-from ..registration import max_input_length, variant_model_class
+from ..registration import get_max_input_length, get_variant_model_class
 from .costs import (
     check_sizes,
     get_num_audio_positions,
+    get_variant_name,
+    get_varied_heads_field,
     has_latents,
     iterate_variant_fields,
-    kv_heads_field,
     list_kv_head_counts,
-    variant_config,
-    variant_name,
+    make_variant_config,
 )
 
 # The number of seconds until the first token (None for a forward pass) and until the end.
@@ -121,8 +121,10 @@ def _check_decoded_match(
     (tokens, logits), (expected_tokens, expected_logits) = actual, expected
     # Each text is compared up to and including the first different token, because the order of summation can decide a
     # tie between tokens.
-    same = (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
-    _compare(error_message, logits[same], expected_logits[same])
+    matches_so_far = (
+        (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
+    )
+    _compare(error_message, logits[matches_so_far], expected_logits[matches_so_far])
 
 
 def _compare(error_message: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -308,7 +310,7 @@ def measure_speed(
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
     )
-    current = variant_config(config)
+    current = make_variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
         raise ValueError(f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type}.")
@@ -345,18 +347,18 @@ def build_verified_models(
         ValueError: If a variant does not fit the model or its outputs are wrong.
     """
     _check_device(device)
-    current = variant_config(config)
+    current = make_variant_config(config)
     auto_class = select_timed_auto_class(config, current)
-    model_class = variant_model_class(current.auto_classes[auto_class])
-    field = kv_heads_field(model_class, current)
+    model_class = get_variant_model_class(current.auto_classes[auto_class])
+    field = get_varied_heads_field(model_class, current)
     rows = list(_iterate_head_and_latent_fields(config, current, field, kv_heads, talking_heads, latents))
     rows += _list_window_and_kernel_fields(field, windows, kernels)
     models: dict[str, tuple[dict[str, Any], Any]] = {}
     if config["model_type"] != type(current).model_type:
         models["transformers"] = {}, prepare_for_timing(make_upstream_model(config, auto_class), device)
     for fields in rows:
-        variant = variant_config(config, **fields)
-        models[variant_name(variant, field)] = fields, prepare_for_timing(model_class(variant), device)
+        variant = make_variant_config(config, **fields)
+        models[get_variant_name(variant, field)] = fields, prepare_for_timing(model_class(variant), device)
     check_outputs(models, lambda: prepare_for_timing(model_class(current), device), "Seq2Seq" in auto_class)
     return {name: (fields, model.to(getattr(torch, dtype))) for name, (fields, model) in models.items()}
 
@@ -398,7 +400,7 @@ def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven
     """Return the break-even point of cached encoder outputs, or None if they were not timed."""
     exact = {"cross_kv_lora_rank": current.hidden_size}
     baselines = [row for row in rows if row.name in ("transformers", HeadSharing.label)]
-    pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in baselines if row.fields == exact]
+    pairs: list[tuple[Any, Any]] = [(row, baseline) for row in rows for baseline in baselines if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None
     # The last baseline is this package's multi-head model if there is one, because it follows "transformers".
@@ -448,7 +450,7 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
     Raises:
         ValueError: If the model does not support this number of positions.
     """
-    positions = get_num_audio_positions(config) if auto_class in AUDIO_AUTO_CLASSES else max_input_length(config)
+    positions = get_num_audio_positions(config) if auto_class in AUDIO_AUTO_CLASSES else get_max_input_length(config)
     default = positions if auto_class in AUDIO_AUTO_CLASSES else DEFAULT_LENGTH
     length: Any = default if requested is None else requested
     if positions is not None and length > positions:
@@ -518,14 +520,16 @@ def check_outputs(
         ValueError: If the outputs of a model are wrong.
     """
     if "transformers" in models:
-        ours, upstream = build_multi_head_model(), models["transformers"][1]
-        ours.load_state_dict(upstream.state_dict())
-        names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
+        variant_model, upstream = build_multi_head_model(), models["transformers"][1]
+        variant_model.load_state_dict(upstream.state_dict())
+        names = f"{type(variant_model).__name__} and {type(upstream).__name__} with the same weights"
         if decodes:
-            _check_decoded_match(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
+            _check_decoded_match(
+                f"{names} decode differently", _decode_greedily(variant_model), _decode_greedily(upstream)
+            )
         else:
-            inputs = _make_random_inputs(ours)
-            outputs = (_compute_output(model, inputs) for model in (ours, upstream))
+            inputs = _make_random_inputs(variant_model)
+            outputs = (_compute_output(model, inputs) for model in (variant_model, upstream))
             _compare(f"{names} have different outputs", *outputs)
     for name, (_, model) in models.items():
         if decodes and name != "transformers" and supports_decoder_cache(model.config):
@@ -554,9 +558,9 @@ def disable_early_stopping(model: Any) -> Any:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Return the device, number of threads, load and package versions for reports."""
-    on_cuda = torch.device(device).type == "cuda"
+    is_on_cuda = torch.device(device).type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(device) if is_on_cuda else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ from ..modeling.fields.field_table import PLACE_WORDINGS
 from ..modeling.mechanisms.head_sharing import get_kv_heads_field
 from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_talking_heads_prefixes
 
-GAP = "  "
+COLUMN_SEPARATOR = "  "
 
 
 def get_output_width() -> int | None:
@@ -62,11 +62,11 @@ def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[st
     lines = max(map(len, headers))
     for line in range(lines):
         words = [([""] * (lines - len(header)) + list(header))[line] for header in headers]
-        print(GAP.join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
-    print(GAP.join("-" * width for width in widths))
+        print(COLUMN_SEPARATOR.join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
+    print(COLUMN_SEPARATOR.join("-" * width for width in widths))
     for row in zip(*cells, strict=True):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print(GAP.join([first.strip().ljust(widths[0]), *others]))
+        print(COLUMN_SEPARATOR.join([first.strip().ljust(widths[0]), *others]))
 
 
 def _split_columns(widths: Sequence[int], limit: int | None, split_before: int | None) -> Iterator[list[int]]:
@@ -91,7 +91,7 @@ def _compute_column_widths(headers: Sequence[Sequence[str]], cells: Sequence[Seq
 
 def _compute_line_width(widths: Sequence[int]) -> int:
     """Return the width of a line with columns of these widths."""
-    return sum(widths) + len(GAP) * (len(widths) - 1)
+    return sum(widths) + len(COLUMN_SEPARATOR) * (len(widths) - 1)
 
 
 def _wrap(text: str, width: int | None) -> list[str]:
@@ -118,7 +118,7 @@ def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]
     )
 
 
-def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
+def get_talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
     """Return {prefix: talking-heads settings of each layer} for the places that `select_place_prefixes` returns."""
     return {
         prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.get_num_layers(prefix + KIND))]
@@ -142,14 +142,14 @@ def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tup
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    by_place = talking_heads_by_place(config, fields)
-    kinds = [talking.kind for layers in by_place.values() for talking in layers]
+    settings_by_place = get_talking_heads_by_place(config, fields)
+    kinds = [talking.kind for layers in settings_by_place.values() for talking in layers]
     if len({*kinds}) == 1:
         return [] if kinds[0] is None else [(kinds[0], "")]
     places_by_kind: dict[str, list[str]] = {}
-    for prefix, layers in by_place.items():
-        by_layer = [talking.kind for talking in layers]
-        for kind in dict.fromkeys(filter(None, by_layer)):
-            some = f" ({format_layers(by_layer, kind)})" if len({*by_layer}) > 1 else ""
-            places_by_kind.setdefault(kind, []).append(PLACE_WORDINGS[prefix].here + some)
+    for prefix, layers in settings_by_place.items():
+        kinds_by_layer = [talking.kind for talking in layers]
+        for kind in dict.fromkeys(filter(None, kinds_by_layer)):
+            layer_note = f" ({format_layers(kinds_by_layer, kind)})" if len({*kinds_by_layer}) > 1 else ""
+            places_by_kind.setdefault(kind, []).append(PLACE_WORDINGS[prefix].here + layer_note)
     return [(kind, f" in {' and '.join(places)}") for kind, places in places_by_kind.items()]

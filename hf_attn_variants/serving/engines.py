@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
+from ..inspection.costs import get_variant_name, get_varied_heads_field, has_latents, make_variant_config
 from ..inspection.speed import AUDIO_AUTO_CLASSES, make_upstream_model, prepare_for_timing, select_timed_auto_class
 from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
-from ..registration import variant_model_class
+from ..registration import get_variant_model_class
 from ..shared_memory.share import share_memory
 
 CTRANSLATE2 = "CTranslate2"
@@ -25,7 +25,7 @@ def get_ctranslate2_unsupported_reason(
     from ..export.ctranslate2_check import check_ctranslate2_support
 
     try:
-        check_ctranslate2_support(get_served_model_class(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(get_served_model_class(config), make_variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
@@ -55,7 +55,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The batch that each engine serves.
 
     Args:
@@ -92,10 +92,10 @@ def list_engines(
         ValueError: if a field is unknown or not valid, two engines have the same name, or `names` contains an unknown
             engine.
     """
-    current = variant_config(config)
+    current = make_variant_config(config)
     is_upstream = config["model_type"] != type(current).model_type
     can_share = is_upstream and is_generative(config)
-    baseline = "transformers" if is_upstream else variant_name(current, _get_heads_field(config))
+    baseline = "transformers" if is_upstream else get_variant_name(current, _get_heads_field(config))
     engines = [Engine(baseline)]
     if can_share:
         engines.append(Engine("share_memory", shared=True))
@@ -107,8 +107,8 @@ def list_engines(
     if has_ctranslate2({}):
         engines += _list_ctranslate2_engines("" if is_upstream else f"{baseline}, ", None)
     for fields in conversions:
-        converted = variant_config(config, **fields)
-        name = variant_name(converted, _get_heads_field(config))
+        converted = make_variant_config(config, **fields)
+        name = get_variant_name(converted, _get_heads_field(config))
         engines += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
         # The export multiplies latents into the weights, and the model without latents is already included.
         if has_ctranslate2(fields) and not has_latents(converted):
@@ -128,7 +128,7 @@ def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> 
 
 def get_served_auto_class(config: Mapping[str, Any]) -> str:
     """Return the name of the Auto class for the served model."""
-    return select_timed_auto_class(config, variant_config(config))
+    return select_timed_auto_class(config, make_variant_config(config))
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:
@@ -138,18 +138,18 @@ def is_generative(config: Mapping[str, Any]) -> bool:
 
 def get_served_model_class(config: Mapping[str, Any]) -> type:
     """Return the class from this package for the served model."""
-    return variant_model_class(variant_config(config).auto_classes[get_served_auto_class(config)])
+    return get_variant_model_class(make_variant_config(config).auto_classes[get_served_auto_class(config)])
 
 
 def _get_heads_field(config: Mapping[str, Any]) -> str:
-    return kv_heads_field(get_served_model_class(config), variant_config(config))
+    return get_varied_heads_field(get_served_model_class(config), make_variant_config(config))
 
 
 def _remove_latents(config: Any) -> Any:
     """Return a variant configuration without latents."""
     ranks = config.get_rank_fields()
-    by_layer = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
-    return type(config)(**{**config.to_dict(), **dict.fromkeys(ranks), "per_layer_values": by_layer or None})
+    per_layer_values = {name: values for name, values in (config.per_layer_values or {}).items() if name not in ranks}
+    return type(config)(**{**config.to_dict(), **dict.fromkeys(ranks), "per_layer_values": per_layer_values or None})
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
@@ -158,7 +158,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     For a CTranslate2 engine, the result is the float32 model to export, which is from this package and has no latents.
     """
     torch.manual_seed(0)
-    current = variant_config(config, **(engine.fields or {}))
+    current = make_variant_config(config, **(engine.fields or {}))
     is_unconverted = engine.fields is None and not engine.ctranslate2
     if is_unconverted and config["model_type"] != type(current).model_type:
         model = make_upstream_model(config, get_served_auto_class(config))
@@ -176,9 +176,9 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     return model
 
 
-def random_inputs(config: Mapping[str, Any], workload: Load) -> dict[str, torch.Tensor]:
+def make_random_inputs(config: Mapping[str, Any], workload: Workload) -> dict[str, torch.Tensor]:
     """Return random inputs, which are `input_ids` [b, n] and `attention_mask` or, for audio, `input_features`."""
-    current: Any = variant_config(config)
+    current: Any = make_variant_config(config)
     generator = torch.Generator().manual_seed(0)
     if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
         shape = (
@@ -192,7 +192,7 @@ def random_inputs(config: Mapping[str, Any], workload: Load) -> dict[str, torch.
 
 
 def make_torch_call(
-    model: Any, inputs: dict[str, torch.Tensor], workload: Load, compiled: bool = False
+    model: Any, inputs: dict[str, torch.Tensor], workload: Workload, compiled: bool = False
 ) -> Callable[[int | None], None]:
     """Return a function that serves a batch with torch. Its argument is the value of `max_new_tokens`, or None."""
     options: dict[str, Any] = {"num_beams": workload.num_beams, "do_sample": False}

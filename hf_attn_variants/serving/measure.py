@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..inspection.costs import check_sizes, kv_heads_field, list_kv_head_counts, variant_config
+from ..inspection.costs import check_sizes, get_varied_heads_field, list_kv_head_counts, make_variant_config
 from ..inspection.speed import describe_machine, get_round_order, resolve_timed_length
 from ..progress import progress_bar
 from .engines import (
     CTRANSLATE2,
     Engine,
-    Load,
+    Workload,
     build_model,
     get_ctranslate2_unsupported_reason,
     get_served_auto_class,
     get_served_model_class,
     is_generative,
     list_engines,
+    make_random_inputs,
     make_torch_call,
-    random_inputs,
 )
 from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # The times or peak memory of two engines count as equal if they differ by less than this factor.
-EQUAL_FACTOR = 1.05
+MAX_EQUAL_TIME_RATIO = 1.05
 TimedCall = Callable[[Any], None]
 
 
@@ -74,7 +74,7 @@ class ServingTable:
     """
 
     checkpoint: str
-    load: Load
+    workload: Workload
     rows: list[ServingRow]
     left_out: dict[str, str]
     machine: dict[str, Any]
@@ -127,24 +127,24 @@ def measure_serving(
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
-    length = resolve_timed_length(length, variant_config(config), get_served_auto_class(config))
-    load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
-    threads, inputs = torch.get_num_threads(), random_inputs(config, load)
+    length = resolve_timed_length(length, make_variant_config(config), get_served_auto_class(config))
+    workload = Workload(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
+    threads, inputs = torch.get_num_threads(), make_random_inputs(config, workload)
     left_out = _explain_left_out_engines(get_ctranslate2_unsupported_reason(config), engines)
     conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(
         config, conversions, lambda row: get_ctranslate2_unsupported_reason(config, row) is None, compiles, engines
     )
     with tempfile.TemporaryDirectory() as stage:
-        runs, exported = _build_engines(config, timed, load, inputs, Path(stage), left_out)
+        runs, exported = _build_engines(config, timed, workload, inputs, Path(stage), left_out)
         timed = [engine for engine in timed if engine.name in runs]
-        times, firsts = _time_engines(runs, load, rounds)
+        times, firsts = _time_engines(runs, workload, rounds)
         runs.clear()  # frees the memory for the processes that run single engines
         gc.collect()
-        peaks, without_peak = _measure_peak_memory(config, timed if peak_memory else [], load, threads, exported)
-    rows = [_build_row(engine, load, times[engine.name], firsts[engine.name], peaks) for engine in timed]
+        peaks, without_peak = _measure_peak_memory(config, timed if peak_memory else [], workload, threads, exported)
+    rows = [_build_row(engine, workload, times[engine.name], firsts[engine.name], peaks) for engine in timed]
     rows = [replace(row, speedup=rows[0].milliseconds / row.milliseconds) for row in rows]
-    return ServingTable(checkpoint, load, rows, left_out, describe_machine("cpu"), without_peak)
+    return ServingTable(checkpoint, workload, rows, left_out, describe_machine("cpu"), without_peak)
 
 
 def _explain_left_out_engines(unsupported_reason: str | None, names: Sequence[str] | None) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _explain_left_out_engines(unsupported_reason: str | None, names: Sequence[st
 def _measure_peak_memory(
     config: Mapping[str, Any],
     engines: Sequence[Engine],
-    workload: Load,
+    workload: Workload,
     threads: int,
     exported: Mapping[str, ExportedModel],
 ) -> tuple[dict[str, int | None], dict[str, str]]:
@@ -175,7 +175,7 @@ def _measure_peak_memory(
 def _build_engines(
     config: Mapping[str, Any],
     engines: Sequence[Engine],
-    workload: Load,
+    workload: Workload,
     inputs: dict[str, torch.Tensor],
     stage: Path,
     left_out: dict[str, str],
@@ -207,7 +207,7 @@ def _build_engines(
 
 def _build_row(
     engine: Engine,
-    workload: Load,
+    workload: Workload,
     seconds: list[float],
     first_token_seconds: list[float],
     peak_bytes: Mapping[str, int | None],
@@ -221,17 +221,17 @@ def _build_row(
 
 def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
     """Return the fields for conversions to the given numbers of key/value heads, or to a quarter of the heads."""
-    current = variant_config(config)
-    field = kv_heads_field(get_served_model_class(config), current)
+    current = make_variant_config(config)
+    field = get_varied_heads_field(get_served_model_class(config), current)
     if counts is None:
-        heads, possible = current.get_query_heads(field), list_kv_head_counts(current, field)
+        heads, possible_counts = current.get_query_heads(field), list_kv_head_counts(current, field)
         is_upstream = config["model_type"] != type(current).model_type
-        counts = [count for count in possible if is_upstream and count < heads and 4 * count <= heads][:1]
+        counts = [count for count in possible_counts if is_upstream and count < heads and 4 * count <= heads][:1]
     return [{field: count} for count in counts]
 
 
 def _time_engines(
-    runs: Mapping[str, TimedCall], workload: Load, rounds: int
+    runs: Mapping[str, TimedCall], workload: Workload, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the times of all rounds for each engine and, for generative models, the times until the first tokens."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -261,10 +261,16 @@ def recommend_engine(table: ServingTable) -> str:
     Example:
         "Recommended for batch 4, length 512, ..., this machine: int8 (1.80 times transformers, 620 MiB)."
     """
-    load = table.load
-    generated = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens"
-    beams = "" if load.max_new_tokens is None else f" ({load.num_beams} beams)" if load.num_beams > 1 else " (greedy)"
-    conditions = f"batch {load.batch_size}, length {load.length:,}{generated}{beams}, this machine"
+    workload = table.load
+    generated = "" if workload.max_new_tokens is None else f", {workload.max_new_tokens} new tokens"
+    beams = (
+        ""
+        if workload.max_new_tokens is None
+        else f" ({workload.num_beams} beams)"
+        if workload.num_beams > 1
+        else " (greedy)"
+    )
+    conditions = f"batch {workload.batch_size}, length {workload.length:,}{generated}{beams}, this machine"
     unconverted = [row for row in table.rows if row.engine.fields is None]
     best = _select_fastest_with_least_memory(unconverted)
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
@@ -292,7 +298,7 @@ def _select_fastest_with_least_memory(rows: Sequence[ServingRow]) -> ServingRow:
     peaks = [row.peak_bytes for row in fastest if row.peak_bytes is not None]
     if len(peaks) < len(fastest):
         return fastest[0]
-    return next(row for row in fastest if (row.peak_bytes or 0) <= EQUAL_FACTOR * min(peaks))
+    return next(row for row in fastest if (row.peak_bytes or 0) <= MAX_EQUAL_TIME_RATIO * min(peaks))
 
 
 def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
@@ -301,16 +307,18 @@ def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
     Their median times are close, or their interquartile ranges overlap.
     """
     fastest = min(rows, key=lambda row: row.milliseconds)
-    most, latest = EQUAL_FACTOR * fastest.milliseconds, _compute_quartiles(fastest)[1]
-    return [row for row in rows if row.milliseconds <= most or _compute_quartiles(row)[0] <= latest]
+    max_milliseconds, third_quartile = MAX_EQUAL_TIME_RATIO * fastest.milliseconds, _compute_quartiles(fastest)[1]
+    return [
+        row for row in rows if row.milliseconds <= max_milliseconds or _compute_quartiles(row)[0] <= third_quartile
+    ]
 
 
 def _compute_quartiles(row: ServingRow) -> tuple[float, float]:
     """Return the first and third quartiles of the times in a row."""
     if len(row.all_milliseconds) == 1:
         return row.milliseconds, row.milliseconds
-    first, _, third = statistics.quantiles(row.all_milliseconds, n=4, method="inclusive")
-    return first, third
+    first_quartile, _, third_quartile = statistics.quantiles(row.all_milliseconds, n=4, method="inclusive")
+    return first_quartile, third_quartile
 
 
 def _format_memory(row: ServingRow) -> str:
@@ -348,8 +356,12 @@ def plot_serving(table: ServingTable) -> "Figure":
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
-    load = table.load
-    search = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens, beams {load.num_beams}"
-    title = f"{Path(table.checkpoint).name}: batch {load.batch_size}, length {load.length:,}{search}"
+    workload = table.load
+    search = (
+        ""
+        if workload.max_new_tokens is None
+        else f", {workload.max_new_tokens} new tokens, beams {workload.num_beams}"
+    )
+    title = f"{Path(table.checkpoint).name}: batch {workload.batch_size}, length {workload.length:,}{search}"
     figure.suptitle(title, parse_math=False)  # a $ in a name must not start a formula
     return figure

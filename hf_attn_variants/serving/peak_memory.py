@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from .engines import Engine, Load
+    from .engines import Engine, Workload
 
 # Tokens that CTranslate2 requires in the vocabulary of a Whisper model.
-TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
+TRANSCRIPT_TOKEN, NO_TIMESTAMPS_TOKEN, END_TOKEN = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
 # The file that contains the peak memory of the process, and the file to which "5" is written to reset the peak memory
 # (see proc(5)).
 STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -78,7 +78,7 @@ def write_ctranslate2_folder(
     prompt = [start]
     if is_audio := "input_features" in inputs:
         no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
-        vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
+        vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT_TOKEN, NO_TIMESTAMPS_TOKEN, END_TOKEN
         prompt.append(no_times)
     tokens = TokenizerVocab(vocabulary, prompt, end, vocabulary[0], [end], [])
     spec = build_model_specification(model, tokens, config["model_type"])
@@ -129,7 +129,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 
 
 def measure_peak_bytes(
-    config: Mapping[str, Any], engine: "Engine", workload: "Load", threads: int, exported: ExportedModel | None
+    config: Mapping[str, Any], engine: "Engine", workload: "Workload", threads: int, exported: ExportedModel | None
 ) -> int | None:
     """Measure the peak memory of a process that serves one batch with an engine, including all libraries.
 
@@ -198,11 +198,11 @@ def main() -> None:
     else:
         import torch
 
-        from .engines import Engine, Load, build_model, make_torch_call, random_inputs
+        from .engines import Engine, Workload, build_model, make_random_inputs, make_torch_call
 
         torch.set_num_threads(threads)
-        config, batch, engine = task["config"], Load(**load), Engine(**task["engine"])
-        run = make_torch_call(build_model(config, engine), random_inputs(config, batch), batch, engine.compiled)
+        config, batch, engine = task["config"], Workload(**load), Engine(**task["engine"])
+        run = make_torch_call(build_model(config, engine), make_random_inputs(config, batch), batch, engine.compiled)
     CLEAR_FILE.write_text("5")
     run(load["max_new_tokens"])
     [peak] = [line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:")]

@@ -16,8 +16,19 @@ from typing import Any
 
 from ..files import read_file
 
-CONVERT, MODEL = "convert", "model_name_or_path"
-KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")
+CONVERT_KEY, MODEL = "convert", "model_name_or_path"
+SWEEP_KEYS = (
+    "title",
+    "command",
+    "launch",
+    "seeds",
+    "metrics",
+    "flags",
+    CONVERT_KEY,
+    "variants",
+    "references",
+    "grid",
+)
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 # Training flags. "convert" maps to the flags of the preceding conversion, or to None if there is no conversion.
 Flags = dict[str, Any]
@@ -75,7 +86,7 @@ def merge_flags(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> Flags:
     merged = dict(base)
     for name, value in overrides.items():
         lower_value = merged.get(name)
-        if name == CONVERT and value is None and lower_value:
+        if name == CONVERT_KEY and value is None and lower_value:
             merged[MODEL] = lower_value.get(MODEL)  # without a conversion, train the unconverted model
         merged[name] = {**lower_value, **value} if isinstance(lower_value, dict) and isinstance(value, dict) else value
     return merged
@@ -116,22 +127,22 @@ def _substitute_variables(value: Any, variables: Mapping[str, Any]) -> Any:
     If a text consists of a single `${NAME}`, the result is the variable's value, which is not converted to text.
     """
     if isinstance(value, dict):
-        return {key: _substitute_variables(inner, variables) for key, inner in value.items()}
+        return {key: _substitute_variables(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [_substitute_variables(inner, variables) for inner in value]
+        return [_substitute_variables(item, variables) for item in value]
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
         raise ValueError(
             f"{value!r} uses the variable `{unknown[0]}`, which is not defined under `variables`. Add it."
         )
-    whole = VARIABLE.fullmatch(value)
-    return variables[whole[1]] if whole else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
+    full_match = VARIABLE.fullmatch(value)
+    return variables[full_match[1]] if full_match else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
 
 
 def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
-    if unknown := [str(key) for key in content if key not in KEYS]:
-        keys = f"variables, {', '.join(KEYS)}"
+    if unknown := [str(key) for key in content if key not in SWEEP_KEYS]:
+        keys = f"variables, {', '.join(SWEEP_KEYS)}"
         raise ValueError(f"Unknown key `{unknown[0]}`. The valid keys are {keys}. Put flags under `flags`.")
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
@@ -143,7 +154,7 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
     seeds, base = _as_list(content.get("seeds", 0)), _check_mapping(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
         raise ValueError("The file must contain `variants` or a `grid`, and `seeds` must not be empty.")
-    base |= {CONVERT: content[CONVERT]} if CONVERT in content else {}
+    base |= {CONVERT_KEY: content[CONVERT_KEY]} if CONVERT_KEY in content else {}
     return Sweep(title, command, launch, seeds, metrics, base, variants or {"": {}}, references, grid)
 
 
@@ -158,18 +169,18 @@ def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     points = [_parse_scalar(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of distinct values or an object, got {values}.")
-    flag = axis.removeprefix(f"{CONVERT}.")
-    return {point: {flag: point} if flag == axis else {CONVERT: {flag: point}} for point in points}
+    flag = axis.removeprefix(f"{CONVERT_KEY}.")
+    return {point: {flag: point} if flag == axis else {CONVERT_KEY: {flag: point}} for point in points}
 
 
-def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
-    items = _check_mapping(value, where).items()
-    return {str(name): _check_mapping(flags, f"{where}, `{name}`") for name, flags in items}
+def _parse_named_flags(value: Any, location: str) -> dict[str, Flags]:
+    items = _check_mapping(value, location).items()
+    return {str(name): _check_mapping(flags, f"{location}, `{name}`") for name, flags in items}
 
 
-def _check_mapping(value: Any, where: str) -> dict[Any, Any]:
+def _check_mapping(value: Any, location: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where} must be a mapping with entries of the form `NAME: VALUE`, got {value!r}.")
+        raise ValueError(f"{location} must be a mapping with entries of the form `NAME: VALUE`, got {value!r}.")
     return value or {}
 
 
@@ -224,7 +235,7 @@ class SweepRun:
         name = re.sub(r"[^a-z0-9.=_-]+", "-", self.contestant.lower()).strip("-.") or "run"
         return Path("runs") / name / f"seed-{self.seed}"
 
-    def commands(self, folder: Path) -> list[list[str]]:
+    def build_commands(self, folder: Path) -> list[list[str]]:
         """Return the command lines of the run: the conversion, if there is one, followed by training."""
         command, *flags = self.train
         output = ["--output_dir", str(folder / TRAINED)]
@@ -253,12 +264,12 @@ def plan_runs(sweep: Sweep, get_command_module: Callable[[str], ModuleType]) -> 
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(
-                    f"`{MODEL}` must be set under `{CONVERT}` because the sweep trains the converted model."
+                    f"`{MODEL}` must be set under `{CONVERT_KEY}` because the sweep trains the converted model."
                 )
             train = _build_command(sweep.command, flags, seed, get_command_module)
-            words = None if convert is None else _build_command(CONVERT, convert, seed, get_command_module)
+            words = None if convert is None else _build_command(CONVERT_KEY, convert, seed, get_command_module)
             run = SweepRun(contestant, variant, point, seed, sweep.launch, train, words)
-            for line in run.commands(Path("RUN")):
+            for line in run.build_commands(Path("RUN")):
                 _check_command_line(line, get_command_module(line[0]))
         except ValueError as error:
             raise ValueError(f"{contestant!r}: {error}") from None
@@ -272,7 +283,7 @@ def plan_runs(sweep: Sweep, get_command_module: Callable[[str], ModuleType]) -> 
 
 def get_axis_name(axis: str) -> str:
     """Return the display name of a grid axis, which is the axis name without the "convert." prefix."""
-    return axis.removeprefix(f"{CONVERT}.")
+    return axis.removeprefix(f"{CONVERT_KEY}.")
 
 
 def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
@@ -287,7 +298,7 @@ def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], di
         for (variant, flags), point in itertools.product(parts.items(), multipliers):
             axis_flags = (sweep.grid[axis][value] for axis, value in point.items())
             merged = functools.reduce(merge_flags, (flags, *axis_flags), sweep.base)
-            convert = merged.pop(CONVERT, None)
+            convert = merged.pop(CONVERT_KEY, None)
             yield variant, point, merged, convert
 
 

@@ -31,9 +31,9 @@ class RunFolder:
         self.record: dict[str, Any] = {"launch": run.launch, "train": run.train, "convert": run.convert}
         self.results: dict[str, Any] | None = None
         self.failure: str | None = None  # the reason why the run failed in this process
-        self.read()
+        self.load_record()
 
-    def read(self) -> None:
+    def load_record(self) -> None:
         """Read the stored results, which another process may have written.
 
         Raises:
@@ -65,7 +65,7 @@ class RunFolder:
         old_handler = signal.signal(signal.SIGTERM, _raise_terminated_error)
         try:
             with suppress(FolderInUseError), lock_folder(str(self.path), 0):
-                self.read()
+                self.load_record()
                 if self.results is None:
                     self._run_unfinished_commands()
         finally:
@@ -85,7 +85,7 @@ class RunFolder:
 
     def _list_unfinished_commands(self) -> list[list[str]]:
         """Return the commands that are not finished. Training resumes from its last checkpoint, if there is one."""
-        *conversion, training = self.run.commands(self.path)
+        *conversion, training = self.run.build_commands(self.path)
         for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left behind by a killed conversion
             shutil.rmtree(leftover)
         trained, program = self.path / TRAINED, ["-m", "attn_variants"]
@@ -141,9 +141,9 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "bla
 
 def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the results of a sweep as a dictionary of JSON values. The contestants are in the order of the runs."""
-    grouped: dict[str, list[RunFolder]] = {}
+    folders_by_contestant: dict[str, list[RunFolder]] = {}
     for folder in folders:
-        grouped.setdefault(folder.run.contestant, []).append(folder)
+        folders_by_contestant.setdefault(folder.run.contestant, []).append(folder)
     contestants = [
         {
             "name": name or sweep.command,
@@ -153,7 +153,7 @@ def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any
             "spread": _compute_spreads([folder.results for folder in runs if folder.results]),
             "runs": {str(folder.run.seed): folder.results for folder in runs if folder.results},
         }
-        for name, runs in grouped.items()
+        for name, runs in folders_by_contestant.items()
     ]
     defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported_metrics(contestants)
     # Curves are plotted over the first grid axis that has several numeric values.
@@ -250,8 +250,10 @@ def _format_cell(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ""
     values = [spread[name] for name in ("mean", "min", "max")]
-    mean, least, most = (f"{value:,.{0 if value == int(value) else 4 if abs(value) < 10 else 1}f}" for value in values)
-    return mean if spread["min"] == spread["max"] else f"{mean} ({least} to {most})"
+    mean, minimum, maximum = (
+        f"{value:,.{0 if value == int(value) else 4 if abs(value) < 10 else 1}f}" for value in values
+    )
+    return mean if spread["min"] == spread["max"] else f"{mean} ({minimum} to {maximum})"
 
 
 def _is_number(value: Any) -> bool:

@@ -16,10 +16,10 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
 from hf_attn_variants.inspection.costs import (
     compute_cost_table,
+    compute_kv_cache_bytes_per_token,
     count_attention_parameters,
-    flops_per_token,
-    kv_cache_bytes_per_token,
-    variant_name,
+    count_flops_per_token,
+    get_variant_name,
 )
 
 LENGTH, SOURCE = 7, 5
@@ -50,14 +50,16 @@ def model_of(architecture, head, variant):
 def test_encoder_flops_equal_the_torch_counter(architecture, variant):
     model = model_of(architecture, BASES[architecture.name], variant)
     ids = torch.randint(5, 60, (2, LENGTH))
-    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    assert count_flops_per_token(model, LENGTH, LENGTH) == {
+        "encoder": counted(lambda: model(input_ids=ids)) / ids.numel()
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_encoder_decoder_flops_equal_the_torch_counter(variant):
     model = model_of(T5, "T5ForConditionalGeneration", variant)
     source, target = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, LENGTH))
-    flops = flops_per_token(model, LENGTH, SOURCE)
+    flops = count_flops_per_token(model, LENGTH, SOURCE)
     together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
     # the encoder, and the latents, keys and values of cross-attention
@@ -90,7 +92,9 @@ def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
     """Check sums once per key/value head, their use per query head, and the constant state size."""
     model = BERT.model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
     ids = torch.randint(5, 60, (2, LENGTH))
-    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    assert count_flops_per_token(model, LENGTH, LENGTH) == {
+        "encoder": counted(lambda: model(input_ids=ids)) / ids.numel()
+    }
     head = {"is_decoder": True}
     decoder = BERT.model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
     cache = get_cache(decoder(ids, use_cache=True))
@@ -110,7 +114,7 @@ def test_linformer_flops_equal_the_torch_counter():
     is_counted = counted(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0  # on a CPU: from torch 2.15 on
     fused = 0 if is_counted else 4 * 5 * 48 * model.config.num_hidden_layers
     result = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
-    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
+    assert count_flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
 
 
 def test_hybrid_flops_include_the_window():
@@ -138,7 +142,7 @@ def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields
     head = BASES[architecture.name]
     model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
-    result = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
+    result = count_flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
     assert result == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
 
 
@@ -155,11 +159,11 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
     def step(**given):
         kept.update(model(decoder_input_ids=token, use_cache=True, **given))
 
-    first = flops_per_token(model, 1, SOURCE, decodes=True, batch_size=2)
+    first = count_flops_per_token(model, 1, SOURCE, decodes=True, batch_size=2)
     executed = counted(lambda: step(input_ids=source))
     assert executed == first["encoder"] * source.numel() + first["decoder"] * 2
     for length in range(2, 5):
-        flops = flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
+        flops = count_flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
         states = (kept["encoder_last_hidden_state"],)
         executed = counted(lambda: step(encoder_outputs=states, **with_cache(kept[get_cache_name()])))  # noqa: B023
         assert executed == flops["decoder"] * 2, length
@@ -168,7 +172,7 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
 def test_whole_texts_use_the_expanded_form_of_latents():
     model = model_of(T5, "T5ForConditionalGeneration", "mha")
     latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
-    plain, result = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
+    plain, result = count_flops_per_token(model, LENGTH, SOURCE), count_flops_per_token(latents, LENGTH, SOURCE)
     width, kv, layers = 40, 2 * 12 * 8, 2
     assert result["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
     assert result["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
@@ -188,14 +192,16 @@ def test_latent_parameters_are_counted_as_attention():
 def test_decoder_only_model_is_counted_as_a_decoder():
     model = model_of(BERT, "BertLMHeadModel", "gqa")
     ids = torch.randint(5, 60, (1, LENGTH))
-    assert flops_per_token(model, LENGTH, LENGTH) == {"decoder": counted(lambda: model(ids, use_cache=False)) / LENGTH}
+    assert count_flops_per_token(model, LENGTH, LENGTH) == {
+        "decoder": counted(lambda: model(ids, use_cache=False)) / LENGTH
+    }
 
 
 def test_sequence_level_heads_are_not_counted_per_token():
     base = model_of(BERT, "BertModel", "mha")
     classifier = model_of(BERT, "BertForSequenceClassification", "mha")
     tokens = model_of(BERT, "BertForTokenClassification", "mha")
-    flops = [flops_per_token(model, 4, 4)["encoder"] for model in (base, classifier, tokens)]
+    flops = [count_flops_per_token(model, 4, 4)["encoder"] for model in (base, classifier, tokens)]
     assert flops[0] == flops[1] and flops[2] == flops[0] + 2 * tokens.classifier.weight.numel()
 
 
@@ -218,13 +224,15 @@ def test_counted_parameters_and_cache_equal_those_of_models(architecture):
     for row in table.rows:
         model = architecture.model(head, **row.fields)
         assert row.parameters == sum(p.numel() for p in model.parameters()), row.name
-        assert variant_name(model.config) == row.name
+        assert get_variant_name(model.config) == row.name
         if architecture is not T5:
             assert row.kv_cache_bytes is None
             continue
         cache = generated_cache(model, steps=10, source=4, batch=3)
         assert row.kv_cache_bytes == cache, row.name
-    assert table.savings(table.rows[5])["weight_bytes"] == 4 * (table.rows[0].parameters - table.rows[5].parameters)
+    assert table.compute_savings(table.rows[5])["weight_bytes"] == 4 * (
+        table.rows[0].parameters - table.rows[5].parameters
+    )
 
 
 def generated_cache(model, steps, source, batch):
@@ -284,7 +292,7 @@ def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     assert (first[3], first[4]) == ("0 B (0%)", str(table.upstream_largest_batch))
     assert own[4] == f"{table.current.largest_batch}"
     saved = table.upstream_kv_cache_bytes - table.current.kv_cache_bytes
-    assert table.savings(table.current)["kv_cache_bytes"] == saved
+    assert table.compute_savings(table.current)["kv_cache_bytes"] == saved
     assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
     assert "`share_memory`" in printed
     for memory, output_text in (
@@ -403,7 +411,7 @@ def test_models_without_cache_support_have_no_cache_row():
     config = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"])
     table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
-    assert kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None
+    assert compute_kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None
 
 
 @pytest.mark.parametrize(

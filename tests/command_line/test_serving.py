@@ -16,7 +16,14 @@ from torch._dynamo.utils import counters
 
 from hf_attn_variants import cli
 from hf_attn_variants.serving import engines, measure, peak_memory
-from hf_attn_variants.serving.engines import Engine, Load, build_model, list_engines, make_torch_call, random_inputs
+from hf_attn_variants.serving.engines import (
+    Engine,
+    Workload,
+    build_model,
+    list_engines,
+    make_random_inputs,
+    make_torch_call,
+)
 from hf_attn_variants.serving.measure import ServingRow, ServingTable, measure_serving, recommend_engine
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
@@ -73,11 +80,11 @@ def test_each_engine_generates_the_requested_number_of_tokens(architecture, monk
 
 @pytest.mark.usefixtures("small_maps")
 def test_engines_with_equal_weights_generate_equal_tokens():
-    config, load = config_of(T5), Load(2, 8, 5, 3)
+    config, load = config_of(T5), Workload(2, 8, 5, 3)
     written = {}
     for engine in list_engines(config, [], NO):
-        model, inputs = build_model(config, engine), random_inputs(config, load)
-        assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
+        model, inputs = build_model(config, engine), make_random_inputs(config, load)
+        assert torch.equal(inputs["input_ids"], make_random_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
     assert all(item.shape == (2, 6) for item in written.values())  # no text ends by itself
@@ -90,7 +97,7 @@ def test_engines_with_equal_weights_generate_equal_tokens():
 def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
     # The captured graph runs without compilation, so no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
-    config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
+    config, load = config_of(architecture), Workload(2, 20 if architecture is WHISPER else 8, 5, 1)
     actual = list_engines(config, [], NO, compiles=True)
     assert [item.name for item in actual if item.compiled] == [
         "transformers, compiled",
@@ -98,7 +105,7 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
         "int8, compiled",
         "share_memory, int8, compiled",
     ]
-    inputs, graphs = random_inputs(config, load), 0
+    inputs, graphs = make_random_inputs(config, load), 0
     for engine in (item for item in actual if item.compiled):
         torch._dynamo.reset()
         counters.clear()
@@ -128,9 +135,9 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
 
     from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
-    config, load = config_of(T5), Load(2, 8, 5, 1)
+    config, load = config_of(T5), Workload(2, 8, 5, 1)
     [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
-    model, inputs = build_model(config, engine), random_inputs(config, load)
+    model, inputs = build_model(config, engine), make_random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
     exported = write_ctranslate2_folder(config, model, inputs, tmp_path, False)
     rows = [[f"<{number}>" for number in row] for row in exported.inputs]
@@ -178,7 +185,7 @@ def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
 def test_failure_of_the_only_engine_raises_an_error():
     if not peak_memory.CLEAR_FILE.exists():
         pytest.skip("this system says no peak")
-    engine, load = Engine("transformers"), Load(1, 8, 3, 1)
+    engine, load = Engine("transformers"), Workload(1, 8, 3, 1)
     with pytest.raises(ValueError, match=r"The process for transformers failed \(status 1\).*attn_variant_marian"):
         peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
@@ -206,7 +213,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
 def test_order_of_engines_varies_between_rounds():
     order = []
     runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
-    measure._time_engines(runs, Load(1, 1, None, 1), rounds=4)
+    measure._time_engines(runs, Workload(1, 1, None, 1), rounds=4)
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
     pairs = {pair for item in rounds for pair in itertools.pairwise(item)}
@@ -323,7 +330,7 @@ def table_of(peaks=None, rounds=None, **milliseconds):
         )
         for name, time in milliseconds.items()
     ]
-    return ServingTable("t5", Load(1, 64, 32, 1), rows, {}, {})
+    return ServingTable("t5", Workload(1, 64, 32, 1), rows, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -387,7 +394,7 @@ def test_missing_decoder_start_token_raises_an_error(tmp_path):
     config = config_of(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))
     with pytest.raises(ValueError, match=r"config\.json must contain `decoder_start_token_id`"):
-        write_ctranslate2_folder(config, model, random_inputs(config, Load(1, 8, 2, 1)), tmp_path, False)
+        write_ctranslate2_folder(config, model, make_random_inputs(config, Workload(1, 8, 2, 1)), tmp_path, False)
 
 
 def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_attn_variants import AttnVariantModernBertModel, convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import generate_model_card
-from hf_attn_variants.inspection.costs import count_attention_parameters, flops_per_token
+from hf_attn_variants.inspection.costs import count_attention_parameters, count_flops_per_token
 from hf_attn_variants.training.engine.trainable_parameters import add_lora
 
 HEADS, HEAD_DIM, WIDTH, LAYERS = 12, 4, 48, 2
@@ -153,7 +153,9 @@ def test_costs_count_the_rows_of_a_fused_layer(source):
     )
     # The local layer attends to two tokens on each side and to the token itself.
     attention = 2 * 2 * (100 + 5) * HEADS * HEAD_DIM
-    assert flops_per_token(model, 100, 100) == {"encoder": 2 * (LAYERS * (rows + WIDTH) * WIDTH + others) + attention}
+    assert count_flops_per_token(model, 100, 100) == {
+        "encoder": 2 * (LAYERS * (rows + WIDTH) * WIDTH + others) + attention
+    }
 
 
 def test_lora_adapts_the_fused_layer_of_both_models(source):

@@ -27,7 +27,7 @@ from hf_attn_variants.hub.push import plan_push
 from hf_attn_variants.inspection.costs import compute_cost_table, read_checkpoint_config
 from hf_attn_variants.inspection.frontier import list_default_variants
 from hf_attn_variants.modeling.transformers_internals import get_cache_name
-from hf_attn_variants.registration import variant_config_class
+from hf_attn_variants.registration import get_variant_config_class
 
 MODELS = {"eurobert": make_eurobert, "t5gemma": make_t5gemma}
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
@@ -237,11 +237,11 @@ def test_cost_table_counts_the_cache_of_t5gemma_as_transformers_stores_it(save):
 
 @EVERY_MODEL
 def test_frontier_tries_only_heads(name):
-    config = variant_config_class(name).from_upstream(MODELS[name]().config)
+    config = get_variant_config_class(name).from_upstream(MODELS[name]().config)
     variants = list_default_variants(config, "num_key_value_heads", decodes=name == "t5gemma")
     assert variants == [{"num_key_value_heads": 2}, {"num_key_value_heads": 1}]
     with pytest.raises(ValueError, match=f"`talking_heads` is not supported for '{name}' models"):
-        variant_config_class(name).from_upstream(config, talking_heads="both")
+        get_variant_config_class(name).from_upstream(config, talking_heads="both")
 
 
 @EVERY_MODEL
@@ -255,6 +255,6 @@ def test_card_says_that_no_remote_code_is_needed(save, tmp_path, name):
 
 
 def test_saved_configuration_is_that_of_transformers(tmp_path):
-    config = variant_config_class("eurobert").from_upstream(EuroBertConfig(num_key_value_heads=2))
+    config = get_variant_config_class("eurobert").from_upstream(EuroBertConfig(num_key_value_heads=2))
     config.save_pretrained(tmp_path)
     assert EuroBertConfig.from_pretrained(tmp_path).to_dict() == EuroBertConfig(num_key_value_heads=2).to_dict()

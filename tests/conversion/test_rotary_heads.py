@@ -27,7 +27,7 @@ from hf_attn_variants.conversion.calibration.rotary_heads import (
     make_commuting_maps,
 )
 from hf_attn_variants.conversion.rotary_positions import RotaryPositions
-from hf_attn_variants.registration import variant_config_class, variant_model_class
+from hf_attn_variants.registration import get_variant_config_class, get_variant_model_class
 
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 FREQUENCIES = pytest.mark.parametrize("frequencies", [(1.0, 0.1), (0.3, 0.3001)], ids=["distinct", "close"])
@@ -335,7 +335,9 @@ def test_no_attention_module_is_worse_than_with_averaged_heads(tmp_path, method,
 
 def test_recorded_outputs_of_t5gemma_include_soft_capping_and_windows():
     plain = make_t5gemma()
-    native = variant_model_class(type(plain).__name__)(variant_config_class("t5gemma").from_upstream(plain.config))
+    native = get_variant_model_class(type(plain).__name__)(
+        get_variant_config_class("t5gemma").from_upstream(plain.config)
+    )
     native.load_state_dict(plain.state_dict())
     ids = torch.randint(5, 99, (2, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

@@ -106,9 +106,9 @@ def test_card_describes_all_steps_of_the_readme(tuned):
 
 
 def test_uploaded_files_name_no_local_folder(tuned):
-    from hf_attn_variants.hub.push import WITHOUT_PATHS, _get_payload
+    from hf_attn_variants.hub.push import REDACTED_FILES, _get_payload
 
-    there = {name: _get_payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
+    there = {name: _get_payload(tuned, name).decode() for name in REDACTED_FILES if (tuned / name).is_file()}
     assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
 
 

@@ -73,12 +73,12 @@ def test_combined_conversions_equal_a_single_conversion(source):
     both = {"cross_kv_lora_rank": 12, "kv_lora_rank": 8}
     for fields in ({"cross_kv_lora_rank": 12}, {"kv_lora_rank": 8}, {"kv_lora_rank": 4}, {"num_key_value_heads": 2}):
         assert not pieces.is_converted(fields)
-        made[str(fields)] = pieces.model(fields)
+        made[str(fields)] = pieces.build_model(fields)
     by_layer = {"per_layer_values": {"kv_lora_rank": [8, 4]}}
     exact = {"cross_kv_lora_rank": 32, "kv_lora_rank": 4}
     for fields in (both, by_layer, exact):
         assert pieces.is_converted(fields)
-        made[str(fields)] = pieces.model(fields)
+        made[str(fields)] = pieces.build_model(fields)
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
         assert same_tensors(made[str(fields)], at_once), fields
@@ -91,15 +91,17 @@ def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     model, calibration = source
     pieces = LazyConvertedAttention(model, calibration)
     fields = {"cross_kv_lora_rank": model.config.d_model}
-    assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
+    assert pieces.is_converted(fields) and pieces.get_attention_error(fields) == 0
     text = make_held_out_set(model, calibration.tokenizer, calibration)
-    above, error = _compute_mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
+    above, error = _compute_mean_loss_difference(
+        text.compute_losses(pieces.build_model(fields)), text.compute_losses(model)
+    )
     assert abs(above) < 1e-6 and error < 1e-6
 
 
 def test_target_loss_equals_the_loss_of_the_model(source):
     model, calibration = source
-    losses = make_held_out_set(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
+    losses = make_held_out_set(model, calibration.tokenizer, replace(calibration, batch_size=7)).compute_losses(model)
     assert losses.shape == (160, 2)
     tokenizer, total = calibration.tokenizer, torch.zeros(2, dtype=torch.float64)
     for text, target in zip(calibration.texts[:5], calibration.target_texts[:5], strict=True):
@@ -108,7 +110,7 @@ def test_target_loss_equals_the_loss_of_the_model(source):
             loss = model(tokenizer(text, return_tensors="pt").input_ids, labels=labels).loss
         total += torch.tensor([float(loss) * labels.numel(), labels.numel()])
     five = replace(calibration, texts=calibration.texts[:5], target_texts=calibration.target_texts[:5])
-    assert make_held_out_set(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
+    assert make_held_out_set(model, tokenizer, five).compute_losses(model).sum(0).tolist() == pytest.approx(
         total.tolist(), rel=1e-5
     )
 
@@ -144,11 +146,11 @@ def test_each_head_has_its_own_measure(head, measure, tokenizer):
     size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
     model = architecture.model(head, **size)
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
-    losses = text.losses(model)
+    losses = text.compute_losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
         assert losses[:, 0].abs().max() < 1e-5
-        assert text.losses(architecture.model(head, seed=1, **size))[:, 0].min() > 1e-4
+        assert text.compute_losses(architecture.model(head, seed=1, **size))[:, 0].min() > 1e-4
     if measure == "masked words":
         hidden = sum(int((batch["labels"] != IGNORED).sum()) for batch in text.batches)
         shown = sum(int((batch["input_ids"] == tokenizer.mask_token_id).sum()) for batch in text.batches)
@@ -178,15 +180,15 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
         p, q = theirs.sigmoid(), ours.sigmoid()
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean(1)
     assert text.measure == ("scores" if fields is ONE_SCORE else "predictions")
-    assert text.losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
-    assert text.losses(models[0])[:, 0].abs().max() < 1e-5
+    assert text.compute_losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+    assert text.compute_losses(models[0])[:, 0].abs().max() < 1e-5
 
 
 def test_constant_scores_are_inconclusive(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
-        text.losses(model)
+        text.compute_losses(model)
 
 
 def test_divergence_equals_kullback_leibler(tokenizer):
@@ -195,7 +197,7 @@ def test_divergence_equals_kullback_leibler(tokenizer):
     [batch] = text.batches
     theirs, ours = (model(**batch).logits.log_softmax(-1) for model in models)
     expected = nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
-    assert text.losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+    assert text.compute_losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
@@ -209,7 +211,7 @@ def test_bart_relative_is_measured_with_targets(head, tokenizer):
     model = of_head(head).model(head, vocab_size=len(tokenizer))
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
     [batch] = text.batches
-    losses = text.losses(model).sum(0)
+    losses = text.compute_losses(model).sum(0)
     assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
@@ -370,7 +372,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
     model, _ = load_source_model(str(t5), Calibration(["a", "b"]))
     text = make_held_out_set(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
-    above, error = _compute_mean_loss_difference(text.losses(converted), text.losses(model))
+    above, error = _compute_mean_loss_difference(text.compute_losses(converted), text.compute_losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
@@ -411,7 +413,7 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
-    assert result["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
+    assert result["rows"][1]["loss"] == pytest.approx(float(text.compute_losses(converted)[:, 0].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -477,18 +479,18 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     source, _ = load_source_model(str(checkpoint), given)
     pieces, text = LazyConvertedAttention(source, given), make_held_out_set(source, feature_extractor(), given)
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
-    models = [source, pieces.model(decoder), pieces.model(encoder)]
-    before = [replace(text, encoder=None).losses(model) for model in models]
+    models = [source, pieces.build_model(decoder), pieces.model(encoder)]
+    before = [replace(text, encoder=None).compute_losses(model) for model in models]
     runs = []
     forward = WhisperEncoder.forward
     monkeypatch.setattr(WhisperEncoder, "forward", lambda *args, **kwargs: runs.append(1) or forward(*args, **kwargs))
     for model, expected, count in zip(models, before, (0, 0, len(text.batches)), strict=True):
         runs.clear()
-        torch.testing.assert_close(text.losses(model), expected)
+        torch.testing.assert_close(text.compute_losses(model), expected)
         assert len(runs) == count
     # Nor does a second conversion listen again: its decoder is recorded on what the first one's source has heard.
     runs.clear()
-    pieces.model({"num_key_value_heads": 4})
+    pieces.build_model({"num_key_value_heads": 4})
     assert not runs
 
 

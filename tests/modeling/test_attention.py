@@ -18,7 +18,7 @@ TALKING_HEAD_COUNTS = [*HEAD_COUNTS, (4, 4, 6, 2), (4, 2, 3, 6), (6, 3, 2, 9)]
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
 
 
-def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=BATCH):
+def make_random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=BATCH):
     value_heads = h_v if k == h_k else k
     shapes = [(batch, h_k, queries, DIM), (batch, k, KEYS, DIM), (batch, value_heads, KEYS, DIM)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -61,7 +61,7 @@ def assert_same_with_gradients(ours, theirs, inputs, atol):
 def test_eager_attention_equals_the_formula(heads, mask_name, bias, projections):
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
-    inputs = random_inputs(h_k, k, h_v)
+    inputs = make_random_inputs(h_k, k, h_v)
     mask = masks()[mask_name]
     position_bias = torch.randn(1, h, QUERIES, KEYS, dtype=torch.float64, requires_grad=True) if bias else None
     mixes = {}
@@ -99,7 +99,7 @@ def test_eager_attention_equals_the_formula(heads, mask_name, bias, projections)
 def test_fused_attention_equals_the_formula(heads, mask_name, bias, queries, batch):
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
-    inputs = random_inputs(h_k, k, h_v, torch.float32, queries, batch)
+    inputs = make_random_inputs(h_k, k, h_v, torch.float32, queries, batch)
     mask = masks(queries, batch)[mask_name]
     position_bias = torch.randn(1, h, queries, KEYS, requires_grad=True) if bias else None
 
@@ -115,7 +115,7 @@ def test_fused_attention_equals_the_formula(heads, mask_name, bias, queries, bat
 def test_fused_attention_accepts_a_float_mask_per_head_for_one_query(heads, batch):
     h_k, k, _, h_v = heads
     torch.manual_seed(0)
-    inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1, batch=batch)
+    inputs = make_random_inputs(h_k, k, h_v, torch.float32, queries=1, batch=batch)
     mask = torch.randn(batch, h_k, 1, KEYS)
     expected, _ = attention_core(*inputs, scale=0.5, mask=mask)
     torch.testing.assert_close(
@@ -138,7 +138,7 @@ def test_float32_projections_mix_heads_of_half_precision():
 def test_causal_attention_sees_no_later_key(function, k, bias):
     """Check causal attention, also with more keys than queries: a static cache that is empty after the prompt."""
     torch.manual_seed(0)
-    query, key, value = random_inputs(4, k, 4, torch.float32)
+    query, key, value = make_random_inputs(4, k, 4, torch.float32)
     position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None
     allowed = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril()
     expected, _ = attention_core(
@@ -168,7 +168,7 @@ def test_mask_and_is_causal_are_combined(additive, bias):
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "finite"])
 def test_fully_masked_query_gives_zeros_or_uniform_weights(kind):
     """Check zeros for boolean masks and -inf, as in SDPA, and uniform weights for Transformers' finite minima."""
-    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    query, key, value = make_random_inputs(4, 2, 4, torch.float32)
     mask = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
     mask[0] = True
     if kind != "boolean":
@@ -187,7 +187,7 @@ def test_fully_masked_query_gives_zeros_or_uniform_weights(kind):
 
 @pytest.mark.parametrize("function", [attention_with_weights, fused_attention, talking_heads_attention])
 def test_integer_masks_raise_an_error(function):
-    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    query, key, value = make_random_inputs(4, 2, 4, torch.float32)
     mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)
     with pytest.raises(ValueError, match=r"torch\.int64"):
         function(query, key, value, mask, scaling=0.5)
@@ -196,7 +196,7 @@ def test_integer_masks_raise_an_error(function):
 @pytest.mark.parametrize("k, dtype", list(itertools.product([4, 2, 1], [torch.bfloat16, torch.float16])))
 def test_half_precision_attention_is_within_rounding_of_float32(k, dtype):
     torch.manual_seed(0)
-    inputs = random_inputs(4, k, 4, torch.float64)
+    inputs = make_random_inputs(4, k, 4, torch.float64)
     exact, _ = attention_core(*inputs, scale=0.5)
     projection = torch.eye(4, dtype=dtype)
     half = [tensor.detach().to(dtype) for tensor in inputs]
@@ -208,7 +208,7 @@ def test_half_precision_attention_is_within_rounding_of_float32(k, dtype):
 
 
 def test_attention_dropout_keeps_the_mean_of_weights():
-    query, key, value = random_inputs(4, 2, 4, torch.float32)
+    query, key, value = make_random_inputs(4, 2, 4, torch.float32)
     _, kept = attention_with_weights(query, key, value, scaling=0.5)
     drawn = [attention_with_weights(query, key, value, scaling=0.5, dropout=0.25)[1] for _ in range(400)]
     share = torch.stack([weights.eq(0).float().mean() for weights in drawn]).mean()

@@ -24,7 +24,7 @@ from hf_attn_variants.inspection.costs import (
     compute_cost_table,
     count_attention_parameters,
     describe_extensions,
-    variant_name,
+    get_variant_name,
 )
 from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
 from hf_attn_variants.modeling.mechanisms.clipped_softmax import set_clipping_progress
@@ -389,7 +389,7 @@ def test_cards_and_names_describe_extensions(tmp_path):
     config = BERT.config(**ALL_FIELDS, architectures=["BertModel"])
     expected = ["knocking heads", "attention sinks", "a clipped softmax", "output gates"]
     assert describe_extensions(config, ("num_key_value_heads",)) == expected
-    assert variant_name(config).endswith(" + ".join(expected))
+    assert get_variant_name(config).endswith(" + ".join(expected))
     config.save_pretrained(tmp_path)
     card = str(generate_model_card(tmp_path, "me/x"))
     assert "a clipped softmax and output gates" in card and "2306.12929" in card

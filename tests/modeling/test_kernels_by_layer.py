@@ -9,7 +9,7 @@ from relatives import ENCODER_DECODERS, WHISPER
 from transformers import AutoModel, DynamicCache, StaticCache
 
 import hf_attn_variants
-from hf_attn_variants.inspection.costs import variant_name
+from hf_attn_variants.inspection.costs import get_variant_name
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
 
 BART = ENCODER_DECODERS[0]
@@ -154,5 +154,5 @@ def test_every_parameter_of_mixed_kernels_gets_a_gradient():
 
 def test_variant_name_counts_the_layers_with_a_kernel():
     lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
-    assert variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
-    assert variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"
+    assert get_variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
+    assert get_variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"

@@ -11,7 +11,7 @@ import hf_attn_variants
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import compute_sinusoids
 from hf_attn_variants.reference.scores import sinusoidal_positions
-from hf_attn_variants.registration import max_input_length
+from hf_attn_variants.registration import get_max_input_length
 
 pytestmark = pytest.mark.cross_product
 
@@ -72,7 +72,7 @@ def test_sinusoidal_positions_support_any_length(architecture):
     ids = token_ids(2, 290)
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[0], longer(ids)[0], atol=1e-5, rtol=0)
-    assert max_input_length(model.config) is None and max_input_length(longer.config) == 300 - first
+    assert get_max_input_length(model.config) is None and get_max_input_length(longer.config) == 300 - first
 
 
 @BOTH_T5S

@@ -18,9 +18,9 @@ from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import (
     compute_cost_table,
+    compute_kv_cache_bytes,
+    compute_kv_cache_bytes_per_token,
     count_attention_parameters,
-    kv_cache_bytes,
-    kv_cache_bytes_per_token,
 )
 from hf_attn_variants.modeling.architectures.t5_family import T5FamilyAttentionMixin
 from hf_attn_variants.modeling.attention import attention_mixin
@@ -318,9 +318,9 @@ def test_value_size_changes_parameter_and_cache_counts(row):
     assert count_attention_parameters(plain) - count_attention_parameters(few) == numbers
     assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
     if tokens:
-        sizes = [sum(kv_cache_bytes_per_token(item, 4).values()) for item in (plain, few)]
+        sizes = [sum(compute_kv_cache_bytes_per_token(item, 4).values()) for item in (plain, few)]
         assert sizes[0] - sizes[1] == 4 * tokens
-        assert kv_cache_bytes(plain, 4, 7, 7) - kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
+        assert compute_kv_cache_bytes(plain, 4, 7, 7) - compute_kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
 
 
 def test_value_size_appears_in_flops_cards_and_tables(tmp_path):

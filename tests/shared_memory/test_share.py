@@ -315,7 +315,10 @@ def of_two_berts(cls):
 ERRORS = {
     "encoder": (tiny_bert, "BertModel"),
     "encoder of an encoder-decoder": (lambda: tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel"),
-    "encoder of ours": (lambda: hf_attn_variants.AttnVariantT5EncoderModel(variant_config("t5")), "T5EncoderModel"),
+    "encoder of ours": (
+        lambda: hf_attn_variants.AttnVariantT5EncoderModel(make_variant_config("t5")),
+        "T5EncoderModel",
+    ),
     "decoder": (tiny_gpt2, "GPT2Model"),
     "decoder of an encoder-decoder": (
         lambda: transformers.BartForCausalLM(tiny_model("bart").config),
@@ -344,14 +347,14 @@ def test_share_memory_errors_leave_the_model_unchanged(make, named):
     assert before is None or states_of(model) == before
 
 
-def variant_config(name, **fields):
+def make_variant_config(name, **fields):
     return getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].config}")(**FAMILIES[name].fields | fields)
 
 
 def variant_model(name, **fields):
     torch.manual_seed(0)
     cls = getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].model}")
-    return cls(variant_config(name, **fields)).eval()
+    return cls(make_variant_config(name, **fields)).eval()
 
 
 def searched(model, name):

@@ -43,7 +43,7 @@ from hf_attn_variants import (
     AttnVariantBertForPreTraining,
 )
 from hf_attn_variants.commands.training import pretrain
-from hf_attn_variants.registration import variant_model_class
+from hf_attn_variants.registration import get_variant_model_class
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, make_word_start_mask
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.models import get_vocabulary_size, make_new_config
@@ -244,7 +244,7 @@ def tiny_models():
         DistilBertForMaskedLM(DistilBertConfig(**distilbert, dropout=0.0, attention_dropout=0.0)),
     ]
     for model in models[:]:
-        ours = variant_model_class(type(model).__name__)
+        ours = get_variant_model_class(type(model).__name__)
         models.append(ours(ours.config_class.from_upstream(model.config, num_key_value_heads=2)))
     for model in models:
         torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)

@@ -197,7 +197,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
                     "between": [parts[0], ast.Constant(None), *parts[1:]],
                     "swapped": parts[::-1],
                 }[how]
-                node.value = ast.Tuple(parts, ast.Load())
+                node.value = ast.Tuple(parts, ast.Workload())
 
     class Unpacking(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:

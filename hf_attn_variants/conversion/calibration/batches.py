@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ...model_properties import DecoderInput, get_decoder_input, get_decoder_start_token, ignore_saved_length_limits
 from ...progress import progress_bar
-from ...registration import max_input_length
+from ...registration import get_max_input_length
 from ..calibration_settings import FIT_TOKENS, MAX_DEFAULT_LENGTH, Calibration
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any)
     if calibration.target_texts is not None:
         targets = _tokenize_targets(tokenizer, calibration.target_texts, NO_TOKEN_LIMIT)
         counts = [max(count, len(ids)) for count, ids in zip(counts, targets, strict=True)]
-    limit: Any = max_input_length(config) or getattr(tokenizer, "model_max_length", NO_TOKEN_LIMIT)
+    limit: Any = get_max_input_length(config) or getattr(tokenizer, "model_max_length", NO_TOKEN_LIMIT)
     untruncated_length = min(max(counts), limit if limit < NO_TOKEN_LIMIT else MAX_DEFAULT_LENGTH)
     length: int = untruncated_length if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
@@ -463,7 +463,7 @@ def _tokenize_examples(
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
     check_texts(tokenizer, texts, encoded)
-    positions = max_input_length(config)
+    positions = get_max_input_length(config)
     if should_join_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = _get_special_token_ids(tokenizer)
@@ -509,7 +509,7 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
 
 def generate_decoder_inputs(model: Any, batch: Batch, max_new_tokens: int) -> Batch:
     """Generate greedily from a batch of texts, and return the output as decoder inputs (`make_decoder_arguments`)."""
-    positions = max_input_length(model.config)
+    positions = get_max_input_length(model.config)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - 1)  # one position is reserved for the start token
     model_inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in batch.items()}

@@ -31,7 +31,7 @@ from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS
 from ...model_folder import read_json
 from ...modeling.fields.field_checks import check_integer_range
 from ...modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
-from ...registration import variant_config_class
+from ...registration import get_variant_config_class
 from .source import check_no_pickled_weights
 
 TORCH_DTYPES = {
@@ -553,5 +553,5 @@ def update_tokenizer_max_length(stage: Path, config: Mapping[str, Any], fields: 
 
 def _count_unused_positions(config: Mapping[str, Any]) -> int:
     """Return the number of unused leading positions. RoBERTa counts positions from its padding token id plus 1."""
-    after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
+    after_padding = get_variant_config_class(config.get("model_type", "")).positions_after_padding
     return config.get("pad_token_id", 1) + 1 if after_padding else 0

@@ -98,16 +98,18 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
         with the FLOPs per token and key in self-attention and in cross-attention. The dictionary is empty if this
         package does not support the architecture.
     """
-    from ...inspection.costs import flops_per_token, variant_config
+    from ...inspection.costs import count_flops_per_token, make_variant_config
 
     if config is None:
         return {}
     try:
         with torch.device("meta"):
-            meta_model = find_variant_class(model)(variant_config(config.to_dict()))
+            meta_model = find_variant_class(model)(make_variant_config(config.to_dict()))
     except ValueError:
         return {}
-    no_keys, one_key, one_source_key = (flops_per_token(meta_model, *lengths) for lengths in ((0, 0), (1, 0), (0, 1)))
+    no_keys, one_key, one_source_key = (
+        count_flops_per_token(meta_model, *lengths) for lengths in ((0, 0), (1, 0), (0, 1))
+    )
     return {
         part: (no_keys[part], (one_key[part] - no_keys[part], one_source_key[part] - no_keys[part]))
         for part in no_keys

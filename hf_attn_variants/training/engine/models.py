@@ -35,12 +35,12 @@ from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...modeling.fields.field_checks import check_relative_position_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
 from ...registration import (
-    FORMER_NAMES,
+    FORMER_CLASS_NAMES,
     PREFIX,
+    get_max_input_length,
+    get_variant_config_class,
+    get_variant_model_class,
     is_native,
-    max_input_length,
-    variant_config_class,
-    variant_model_class,
 )
 from .settings import (
     LanguageSettings,
@@ -197,7 +197,7 @@ def check_max_length(
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
         raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}.")
-    positions = max_input_length(config)
+    positions = get_max_input_length(config)
     if positions is None:  # T5 has no limit, and its tokenizer's limit is only the pretraining length
         return
     if (padded := -(-max_length // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)) > positions:
@@ -513,8 +513,8 @@ def get_saved_model_class(source: str, config: PreTrainedConfig) -> type:
     if not names:
         return AutoModel
     if names[0].startswith(PREFIX):
-        return variant_model_class(names[0])
-    architecture = getattr(transformers, FORMER_NAMES.get(names[0], names[0]), None)
+        return get_variant_model_class(names[0])
+    architecture = getattr(transformers, FORMER_CLASS_NAMES.get(names[0], names[0]), None)
     if architecture is None:
         raise ValueError(f"{source} has an unknown architecture ({names[0]!r} in its config.json).")
     return architecture
@@ -608,7 +608,7 @@ def make_new_config(
         ValueError: If a field is unknown or has an invalid value.
     """
     model_type: Any = settings.model_type  # always set for a model from scratch
-    variant_class = variant_config_class(model_type)
+    variant_class = get_variant_config_class(model_type)
     variant, overrides = collect_variant_fields(settings), parse_config_overrides(settings.config_overrides or "")
     known = variant_class.get_variant_fields()
     if unknown := [name for name in variant if name not in known]:
@@ -734,7 +734,7 @@ def find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
         ValueError: If this package has no corresponding class.
     """
     # FSDP2 adds this prefix to the class name of a sharded model.
-    return variant_model_class(type(model).__name__.removeprefix("FSDP"))
+    return get_variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
 def set_target_language(

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import ModelOutput
 
-from ...registration import variant_config_class
+from ...registration import get_variant_config_class
 from ..engine import models
 from ..engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, TrainingBatchSource, create_stream_dataloader
 from ..engine.finetune import FineTuningTask, fine_tune
@@ -376,7 +376,10 @@ def convert_to_decoder_config(
             support causal attention.
     """
     name = f"{settings.model_name_or_path or 'The new model'} ({config.model_type})"
-    if config.is_encoder_decoder or "AutoModelForCausalLM" not in variant_config_class(config.model_type).auto_classes:
+    if (
+        config.is_encoder_decoder
+        or "AutoModelForCausalLM" not in get_variant_config_class(config.model_type).auto_classes
+    ):
         raise ValueError(
             f"{name} does not support causal language modeling. Use --objective clm with one of these model types: "
             f"{', '.join(CAUSAL_LM_TYPES)}."

@@ -59,10 +59,10 @@ class TextFile:
         begin, lines, size = offset, [], 0
         try:
             with open_file(self.path) as file:
-                by_returns = has_carriage_return_line_endings(file)
+                uses_carriage_returns = has_carriage_return_line_endings(file)
                 file.seek(offset)
                 # The empty line at the end ends the last article.
-                for line in itertools.chain(_read_lines(file, by_returns), [b""]):
+                for line in itertools.chain(_read_lines(file, uses_carriage_returns), [b""]):
                     if b"\0" in line:
                         raise ValueError(
                             f"{self.path} must be UTF-8 text, but contains a null character. Convert it to UTF-8."

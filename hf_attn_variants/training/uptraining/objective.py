@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind
-from ...registration import max_input_length
+from ...registration import get_max_input_length
 from ..engine.models import iterate_attention_modules
 from ..engine.optimization import Term, compute_token_cross_entropy, sum_values_per_example
 from . import SPAN_CORRUPTION, UptrainingSettings
@@ -630,7 +630,7 @@ def check_teacher_length(
         ValueError: If the teacher has too few positions, or if `teacher_max_length` is not supported for the model or
             the loss terms.
     """
-    piece_length, positions = settings.teacher_max_length, max_input_length(teacher)
+    piece_length, positions = settings.teacher_max_length, get_max_input_length(teacher)
     has_pieces = piece_length is not None
     if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(

@@ -35,7 +35,7 @@ from ...model_properties import (
     ignore_saved_length_limits,
 )
 from ...modeling.fields.variant_config import supports_decoder_cache
-from ...registration import variant_config_class, variant_model_class
+from ...registration import get_variant_config_class, get_variant_model_class
 from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..engine import dataloaders, models
 from ..engine.finetune import FineTuningTask
@@ -426,8 +426,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         model_class = self._get_model_class(model_settings, config)
         # The variant class for an auto class reads the same input as the Transformers class.
         if not issubclass(model_class, PreTrainedModel):
-            auto_classes = variant_config_class(config.model_type).auto_classes
-            model_class = variant_model_class(auto_classes[model_class.__name__])
+            auto_classes = get_variant_config_class(config.model_type).auto_classes
+            model_class = get_variant_model_class(auto_classes[model_class.__name__])
         return get_decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
