@@ -363,8 +363,8 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
     free_bytes = shutil.disk_usage(_find_existing_ancestor(output_dir)).free
     if free_bytes < needed:
         raise OSError(
-            f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only {free_bytes / 2**20:,.0f} MiB "
-            "are free. Free some space, or choose a folder on another disk."
+            f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only "
+            f"{free_bytes / 2**20:,.0f} MiB are free. Free some space, or choose a folder on another disk."
         )
 
 

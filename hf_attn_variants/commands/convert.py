@@ -18,8 +18,8 @@ from ..conversion.calibration_settings import (
     AUDIO_CALIBRATION_SIZE,
     CALIBRATION_SIZE,
     FIT_DEFAULTS,
-    LONGEST,
     MAX_AUDIO_LENGTH,
+    MAX_DEFAULT_LENGTH,
     PASSAGE_LENGTH,
     QUICK_AUDIO_SIZE,
     QUICK_SIZE,
@@ -108,7 +108,7 @@ TEXT_FLAGS = {
     Flag("source_lang"): "for mBART, M2M100 and NLLB: source language, named as in the tokenizer",
     Flag("target_lang"): "for mBART, M2M100 and NLLB: target language, named as in the tokenizer",
     Flag("max_length", int): "maximum number of tokens, to which examples are truncated (default: the length of the "
-    f"longest example, up to the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for "
+    f"longest example, up to the number of positions in the model or, if unlimited, {MAX_DEFAULT_LENGTH}; {PASSAGE_LENGTH} for "
     "passages)",
 }
 PASSAGES_HELP = (

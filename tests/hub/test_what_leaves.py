@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.hub.card import format_inline_code, generate_model_card, plain, remove_local_paths
+from hf_attn_variants.hub.card import escape_markdown, format_inline_code, generate_model_card, remove_local_paths
 from hf_attn_variants.hub.push import _get_payload
 
 HOME = "/home/alice/secret-project"
@@ -174,9 +174,11 @@ def check_body(card):
 
 
 def test_escaping_distinguishes_text_and_code():
-    assert plain("a|b <c> & _d_ e_f *g* [h](i) `j`\nk") == (r"a\|b &lt;c&gt; &amp; \_d\_ e_f \*g\* \[h\](i) \`j\` k")
-    assert plain("stsb") == "stsb" and plain("cosine_with_restarts") == "cosine_with_restarts"
-    assert plain("# x") == r"\# x" and plain(0.5) == "0.5"
+    assert escape_markdown("a|b <c> & _d_ e_f *g* [h](i) `j`\nk") == (
+        r"a\|b &lt;c&gt; &amp; \_d\_ e_f \*g\* \[h\](i) \`j\` k"
+    )
+    assert escape_markdown("stsb") == "stsb" and escape_markdown("cosine_with_restarts") == "cosine_with_restarts"
+    assert escape_markdown("# x") == r"\# x" and escape_markdown(0.5) == "0.5"
     assert format_inline_code("a") == "`a`" and format_inline_code("a `b` ``c``") == "``` a `b` ``c`` ```"
 
 

@@ -292,12 +292,12 @@ def test_compiled_int8_layers_share_one_graph():
 
 
 def test_deleted_int8_layer_frees_its_memory():
-    known = len(packed_linear._linears)
+    known = len(packed_linear._registered_layers)
     made = Int8Linear(torch.nn.Linear(64, 48))
-    assert len(packed_linear._linears) == known + 1
+    assert len(packed_linear._registered_layers) == known + 1
     del made
     gc.collect()
-    assert len(packed_linear._linears) <= known
+    assert len(packed_linear._registered_layers) <= known
 
 
 @pytest.mark.thorough

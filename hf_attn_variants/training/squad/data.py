@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_unicode, parse_json, read_file
-from ...modeling.mechanisms.patterns.window_pattern import MASK as GLOBAL_MASK
+from ...modeling.mechanisms.patterns.window_pattern import GLOBAL_MASK_ARGUMENT as GLOBAL_MASK
 from ..engine.models import check_max_length
 from ..engine.tables import load_dataset_splits
 from . import SquadSettings
