@@ -86,7 +86,7 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
     Path(folder).mkdir(exist_ok=True)
     loop = TrainingLoop(accelerator, *prepared, make_cross_entropy_objective(compute_logits), settings, steps)
     loop.run()
-    (Path(folder) / "results.json").write_text(json.dumps(loop.results(len(loader.dataset))))
+    (Path(folder) / "results.json").write_text(json.dumps(loop.get_results(len(loader.dataset))))
 
 
 def run(folder: Path, precision: str, args: argparse.Namespace, resume: bool = False, kill: str | None = None) -> int:

@@ -104,7 +104,7 @@ def _find_numbered_columns(stem: str, names: Sequence[str]) -> tuple[str, ...]:
 def _read_rows(name: str, source: DatasetSplit, columns: dict[str, Any]) -> list[ChoiceRow]:
     """Read the questions in a split."""
     answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
-    names, rows = source.class_names(answer_column), []
+    names, rows = source.get_class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
         context, question = (texts[flag] and get_column_text(record, texts[flag], f"--{flag}") for flag in texts)

@@ -56,7 +56,7 @@ class ChoiceHead:
         had_head = any(HEAD in name for name in self.config.architectures or [])
         return load_model(self.settings, self.config, AutoModelForMultipleChoice, ignore_mismatched_sizes=not had_head)
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         """Return the cross-entropy objective over the choices for each question."""
 
         def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ class ChoiceLikelihood:
         """Return the model to train."""
         return load_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         """Return the cross-entropy objective over the tokens in the correct choices."""
         return make_cross_entropy_objective(compute_target_logits)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_attn_variants.training.engine.settings import (
-    ALWAYS,
+    ALWAYS_COMPARED,
     AT_LEAST_1,
     WITH_BEST_WEIGHTS,
     TableSettings,
@@ -25,9 +25,9 @@ class MultipleChoiceSettings(TableSettings):
     question_column: str | None = option("Column with the question.", None, resume=WITH_BEST_WEIGHTS)
     choices_columns: tuple[str, ...] | None = option("Columns with the choices.", None, resume=WITH_BEST_WEIGHTS)
     answer_column: str | None = option("Column with the correct choice.", None, resume=WITH_BEST_WEIGHTS)
-    answer_format: str | None = option("Format of the answers.", None, choices=ANSWER_FORMATS, resume=ALWAYS)
+    answer_format: str | None = option("Format of the answers.", None, choices=ANSWER_FORMATS, resume=ALWAYS_COMPARED)
     per_device_train_batch_size: int = option(
-        "Number of questions per device in a training batch.", 8, range=AT_LEAST_1, resume=ALWAYS
+        "Number of questions per device in a training batch.", 8, range=AT_LEAST_1, resume=ALWAYS_COMPARED
     )
     per_device_eval_batch_size: int = option(
         "Number of questions per device in an evaluation batch.", 16, range=AT_LEAST_1

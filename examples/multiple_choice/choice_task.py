@@ -64,11 +64,11 @@ class ChoiceTask(FineTuningTask[Any]):
         self.token_counts, self.rows = tokenized["length"], tokenized.remove_columns("length")
         return model
 
-    def lengths(self) -> Sequence[int]:
+    def get_lengths(self) -> Sequence[int]:
         return self.token_counts
 
-    def objective(self) -> Objective:
-        return self.choice_model.objective()
+    def make_objective(self) -> Objective:
+        return self.choice_model.make_objective()
 
     def prepare_evaluation(self) -> bool:
         self.dev_set: Any = self.dev and self.make_eval_set(self.dev)
@@ -108,13 +108,13 @@ class ChoiceTask(FineTuningTask[Any]):
         with self.accelerator.main_process_first():
             return self.choice_model.tokenize(split)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": self.dev and hash_rows(self.dev)}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         rows = len(self.dev_set.split)
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
@@ -132,11 +132,11 @@ class MultipleChoiceFineTuning(ChoiceTask):
         dev = self.splits.get("validation")
         self.dev = dev and dev.take(settings.max_eval_samples)
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         columns = {name: value for name, value in self.columns.items() if value is not None}
         return columns | ({"worded": True} if self.config.is_encoder_decoder else {})
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return {"dev.jsonl": self._format_predictions(self.dev_set, self.dev_log_probabilities)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -148,8 +148,8 @@ class MultipleChoiceFineTuning(ChoiceTask):
         results = {f"test_{name}": value for name, value in scores.items()}
         return {"test_samples": len(test.split), **results}, {"test.jsonl": self._format_predictions(test, shares)}
 
-    def summary(self, results: dict[str, Any]) -> str:
-        return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
+    def format_summary(self, results: dict[str, Any]) -> str:
+        return super().format_summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
 
     def _format_predictions(self, questions: EvalSet, log_probabilities: np.ndarray) -> str:
         """Return one JSON object per question with its row, answer (if known), prediction, probabilities and texts."""

@@ -47,11 +47,11 @@ class _SuperGlue(FineTuningTask[Any]):
     def compute_split_logits(self, name: str) -> np.ndarray:
         """Return the logits for a split."""
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         names = {"dataset_type": DATASET, "dataset_name": self.name, "dataset_config": self.task.name}
         return {"dataset": names, "task_name": self.task.name, "worded": self.config.is_encoder_decoder}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return {
             f"dev_{self.task.folder}.jsonl": format_submission(self.task, self.examples["validation"], self.dev_logits)
         }
@@ -98,9 +98,9 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
     def compute_split_logits(self, name: str) -> np.ndarray:
         return self.predict_logits(self.make_eval_set(self._load_rows(name)))[:, list(self.label_map.to_model)]
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         columns = {"labels": list(self.task.labels), "text_columns": list(self.task.fields)}
-        return {**super().results(), "problem_type": self.problem_type, **columns}
+        return {**super().get_results(), "problem_type": self.problem_type, **columns}
 
 
 class SuperGlueChoice(_SuperGlue, ChoiceTask):

@@ -108,8 +108,8 @@ TEXT_FLAGS = {
     Flag("source_lang"): "for mBART, M2M100 and NLLB: source language, named as in the tokenizer",
     Flag("target_lang"): "for mBART, M2M100 and NLLB: target language, named as in the tokenizer",
     Flag("max_length", int): "maximum number of tokens, to which examples are truncated (default: the length of the "
-    f"longest example, up to the number of positions in the model or, if unlimited, {MAX_DEFAULT_LENGTH}; {PASSAGE_LENGTH} for "
-    "passages)",
+    f"longest example, up to the number of positions in the model or, if unlimited, {MAX_DEFAULT_LENGTH}; "
+    f"{PASSAGE_LENGTH} for passages)",
 }
 PASSAGES_HELP = (
     "for encoders: join half of the examples with the examples that follow them, to form passages of at least 16 "

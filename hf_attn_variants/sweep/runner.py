@@ -86,8 +86,8 @@ class RunFolder:
     def _list_unfinished_commands(self) -> list[list[str]]:
         """Return the commands that are not finished. Training resumes from its last checkpoint, if there is one."""
         *conversion, training = self.run.build_commands(self.path)
-        for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left behind by a killed conversion
-            shutil.rmtree(leftover)
+        for leftover_folder in self.path.glob(f".{CONVERTED}.partial-*"):  # left behind by a killed conversion
+            shutil.rmtree(leftover_folder)
         trained, program = self.path / TRAINED, ["-m", "attn_variants"]
         if list_checkpoints(trained):
             training += ["--resume_from_checkpoint", "latest"]

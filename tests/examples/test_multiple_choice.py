@@ -78,7 +78,7 @@ def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     choice_model = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
     actual = choice_model.scores(model, batch)
     assert_close(actual, theirs.logits, atol=1e-5, rtol=1e-5)
-    loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
+    loss = choice_model.make_objective().loss_sum(model, {**batch, "labels": labels})
     assert_close(loss / len(ids), theirs.loss, atol=1e-5, rtol=1e-5)
     # The last choice of the first question is not there.
     batch["attention_mask"] = batch["attention_mask"].clone()
@@ -87,7 +87,7 @@ def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     assert fewer[0, -1] == -torch.inf
     assert_close(fewer[0, :-1], actual[0, :-1], atol=1e-5, rtol=1e-5)
     assert_close(fewer[1:], actual[1:], atol=1e-5, rtol=1e-5)
-    loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
+    loss = choice_model.make_objective().loss_sum(model, {**batch, "labels": labels})
     expected = sum(-row[row > -torch.inf].log_softmax(-1)[label] for row, label in zip(fewer, labels, strict=True))
     assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     loss.backward()

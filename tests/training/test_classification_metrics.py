@@ -47,8 +47,8 @@ def test_single_label_scores_equal_scikit_learn(classes):
         compute_metric_details(scheme, result, labels),
     )
     assert tuple(values) == METRICS_BY_PROBLEM[SINGLE_LABEL]
-    assert values["accuracy"] == values["f1_micro"] == pytest.approx((result.chosen == labels).mean())
-    precision, recall, f1, support = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
+    assert values["accuracy"] == values["f1_micro"] == pytest.approx((result.predicted_labels == labels).mean())
+    precision, recall, f1, support = precision_recall_fscore_support(labels, result.predicted_labels, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     rows = details["per_class"].values()
     for name, expected in (("precision", precision), ("recall", recall), ("f1", f1), ("support", support)):
@@ -56,7 +56,7 @@ def test_single_label_scores_equal_scikit_learn(classes):
     shares = result.probabilities[:, 1] if classes == 2 else result.probabilities
     assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr"))
     matrix = np.array(details["confusion_matrix"])
-    assert matrix.sum() == len(labels) and matrix.trace() == (result.chosen == labels).sum()
+    assert matrix.sum() == len(labels) and matrix.trace() == (result.predicted_labels == labels).sum()
     assert matrix.sum(1).tolist() == support.tolist()
     assert matrix.sum(0).tolist() == [row["predicted"] for row in rows] and "undefined" not in details
 
@@ -68,16 +68,16 @@ def test_multilabel_scores_equal_scikit_learn():
         compute_metric_details(scheme, result, labels),
     )
     assert values.keys() == set(METRICS_BY_PROBLEM[MULTI_LABEL]) and "confusion_matrix" not in details
-    assert values["accuracy"] == pytest.approx((result.chosen == labels).all(1).mean())
-    right, printed, true = (result.chosen * labels).sum(), result.chosen.sum(), labels.sum()
+    assert values["accuracy"] == pytest.approx((result.predicted_labels == labels).all(1).mean())
+    right, printed, true = (result.predicted_labels * labels).sum(), result.predicted_labels.sum(), labels.sum()
     assert values["f1_micro"] == pytest.approx(2 * right / (printed + true))
-    precision, recall, f1, _ = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
+    precision, recall, f1, _ = precision_recall_fscore_support(labels, result.predicted_labels, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     assert [row["precision"] for row in details["per_class"].values()] == pytest.approx(precision.tolist())
     assert [row["recall"] for row in details["per_class"].values()] == pytest.approx(recall.tolist())
     assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, result.probabilities))
     many = ClassificationOutput(scheme, np.log(result.probabilities / (1 - result.probabilities)), 0.2)
-    assert many.chosen.sum() == (result.probabilities > 0.2).sum() > printed
+    assert many.predicted_labels.sum() == (result.probabilities > 0.2).sum() > printed
 
 
 def test_single_optional_label_is_scored_as_a_binary_label():
@@ -97,10 +97,10 @@ def test_regression_scores_equal_reference_values():
     scheme, result, labels = made(REGRESSION, 0)
     values = compute_classification_metrics(scheme, result, labels)
     assert tuple(values) == METRICS_BY_PROBLEM[REGRESSION]
-    assert values["rmse"] == pytest.approx(math.sqrt(((result.chosen - labels) ** 2).mean()))
-    assert values["mae"] == pytest.approx(np.abs(result.chosen - labels).mean())
-    assert values["pearson"] == pytest.approx(np.corrcoef(result.chosen, labels)[0, 1])
-    ranks = [np.argsort(np.argsort(item)) for item in (result.chosen, labels)]
+    assert values["rmse"] == pytest.approx(math.sqrt(((result.predicted_labels - labels) ** 2).mean()))
+    assert values["mae"] == pytest.approx(np.abs(result.predicted_labels - labels).mean())
+    assert values["pearson"] == pytest.approx(np.corrcoef(result.predicted_labels, labels)[0, 1])
+    ranks = [np.argsort(np.argsort(item)) for item in (result.predicted_labels, labels)]
     assert values["spearmanr"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 

@@ -298,7 +298,7 @@ def test_last_losses_are_checked_without_a_full_log_window(tmp_path):
     loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=rows(20))
     loop.run()
     assert [record["step"] for record in log_of(tmp_path)] == [3, 5]
-    assert loop.results(20)["train_loss"] == pytest.approx(
+    assert loop.get_results(20)["train_loss"] == pytest.approx(
         (3 * log_of(tmp_path)[0]["loss"] + 2 * log_of(tmp_path)[1]["loss"]) / 5
     )
 

@@ -33,7 +33,7 @@ def test_rows_have_a_key_and_a_length():
     assert rows[1] == ("bbbb", (0, 1))
     rows.start_epoch(3)
     assert rows[1] == ("bbbb", (3, 1)) and rows.sort_longest_first().texts == ["bbbb", "aa", "c"]
-    assert TextDataset([("a", "bb")]).lengths() == [3]
+    assert TextDataset([("a", "bb")]).get_lengths() == [3]
     assert hash_texts(["ab", "c"]) != hash_texts(["a", "bc"]) == hash_texts([("a", "bc")])
 
 

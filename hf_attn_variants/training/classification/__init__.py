@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..engine.settings import (
-    ALWAYS,
+    ALWAYS_COMPARED,
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
     TableSettings,
@@ -59,27 +59,27 @@ class ClassificationSettings(TableSettings):
     label_separator: str | None = option(
         "Separator between several labels in a row, such as ';' in 'sports;politics'. In JSON, labels are lists.",
         None,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     problem_type: str | None = option(
         f"One of {', '.join(PROBLEM_TYPES)} (default: inferred from the training labels as described below).",
         None,
         choices=PROBLEM_TYPES,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         metavar="TYPE",
     )
     labels: tuple[str, ...] | None = option(
         "Labels in the order of the model's outputs (default: the sorted training labels).",
         None,
         metavar="NAME",
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     class_weights: dict[str, Any] | str | None = option(  # noqa: RUF009 (the default is None)
         "Weight of each label's examples in the loss, either 'balanced' or JSON such as '{\"spam\": 3}' (others: 1). "
         "With several labels per row, it is the weight of the examples that have the label.",
         None,
         metavar="balanced|JSON",
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         type=_parse_class_weights,
     )
     threshold: float | None = option(
@@ -93,7 +93,7 @@ class ClassificationSettings(TableSettings):
         "Shuffle the training rows before --max_train_samples selects the first ones. Rows are always shuffled in "
         "each epoch.",
         False,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
 
     def check(self) -> None:

@@ -26,17 +26,17 @@ Cell = str | tuple[str, ...] | None
 # Maps the index of a row, counted from 0, to its description (file, row and column) in error messages.
 RowDescriber = Callable[[int], str]
 
-DIGITS = re.compile(r"[+-]?[0-9]+")
+DIGITS_PATTERN = re.compile(r"[+-]?[0-9]+")
 # A whole number as Python formats it. "01" and numbers with more than 18 digits are treated as codes.
-WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
-NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+INTEGER_PATTERN = re.compile(r"0|-?[1-9][0-9]{0,17}")
+NUMBER_PATTERN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # A number with a decimal comma, such as 2,5. The text may also contain the two labels 2 and 5.
-COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
+COMMA_NUMBER_PATTERN = re.compile(r"[+-]?[0-9]+,[0-9]+")
 # A number formatted for human readers, such as "$1.50", "1,234.50", "1 234,5", "(12)", "50 %" or "5 EUR".
-AMOUNT = re.compile(
+AMOUNT_PATTERN = re.compile(
     r"\(?[-+]?(\d{1,3}([,' ]\d{2,3})+([.,]\d+)?|\d{1,3}(\.\d{3})+(,\d+)?|\d+([.,]\d+)?|[.,]\d+)([eE][-+]?\d+)?\)?"
 )
-UNITS = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
+UNITS_PATTERN = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
 NUMBER_ADVICE = (
     "For regression, write numbers with digits and a decimal point, such as 1234.5, and set --problem_type "
     "regression. If they are class names, set --problem_type single_label_classification."
@@ -51,7 +51,7 @@ MAX_SHOWN_NAMES = 8
 # The values in a list that indicates for each class whether the row belongs to that class.
 INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
 INDICATOR_ADVICE = "The label {!r:.80} seems to contain one indicator per class. Provide label names instead."
-NO_LABEL = (
+MISSING_LABEL_MESSAGE = (
     "The row has no label. If rows can have several labels or none, set --label_separator or provide a JSON list of "
     "labels for each row."
 )
@@ -86,8 +86,8 @@ def _to_label_text(value: Any, location: str) -> str:
         return value.strip()
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
-    got = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
-    raise ValueError(f"{location}: A label must be text or a finite number, got {got}.")
+    invalid_value = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
+    raise ValueError(f"{location}: A label must be text or a finite number, got {invalid_value}.")
 
 
 def _check_label_list(labels: list[str], location: str) -> tuple[str, ...]:
@@ -113,39 +113,39 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
     if type(None) in kinds:
-        raise ValueError(f"{describe_row(kinds[type(None)])}: {NO_LABEL}")
+        raise ValueError(f"{describe_row(kinds[type(None)])}: {MISSING_LABEL_MESSAGE}")
     if tuple in kinds:
         if str in kinds:
-            single, several = kinds[str], kinds[tuple]
+            single, multiple = kinds[str], kinds[tuple]
             raise ValueError(
-                f"{describe_row(single)}: The label {cells[single]!r} must be a list because {describe_row(several)} "
+                f"{describe_row(single)}: The label {cells[single]!r} must be a list because {describe_row(multiple)} "
                 "has a list. Use a list in every row."
             )
         return MULTI_LABEL
-    firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
-    words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
-    numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
-    _check_label_format(words, numbers, firsts, describe_row)
-    pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
-    if pointed and all(float(text).is_integer() for text in numbers):
+    first_rows = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
+    words = sorted((text for text in first_rows if not NUMBER_PATTERN.fullmatch(text)), key=first_rows.__getitem__)
+    numbers = sorted(first_rows.keys() - words, key=first_rows.__getitem__)
+    _check_label_format(words, numbers, first_rows, describe_row)
+    decimal_numbers = [text for text in numbers if not DIGITS_PATTERN.fullmatch(text)]
+    if decimal_numbers and all(float(text).is_integer() for text in numbers):
         raise ValueError(
-            f"{describe_row(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} is written with a "
-            f"decimal point. Set --problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are "
-            "numbers on a scale."
+            f"{describe_row(first_rows[decimal_numbers[0]])}: All labels are whole numbers, but "
+            f"{decimal_numbers[0]!r} is written with a decimal point. Set --problem_type to {SINGLE_LABEL} if they "
+            f"are classes, or to {REGRESSION} if they are numbers on a scale."
         )
-    if pointed:
+    if decimal_numbers:
         return REGRESSION
     if all(text.startswith("[") and text.endswith("]") for text in words) and words:
         raise ValueError(
-            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several labels as "
-            "'a;b' and set --label_separator ';', or use a JSON list. If it is a single label, set --problem_type "
-            f"{SINGLE_LABEL}."
+            f"{describe_row(first_rows[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several "
+            "labels as 'a;b' and set --label_separator ';', or use a JSON list. If it is a single label, set "
+            f"--problem_type {SINGLE_LABEL}."
         )
-    if len(firsts) > MAX_CLASSES or has_mostly_unique_labels(cells, firsts):
+    if len(first_rows) > MAX_CLASSES or has_mostly_unique_labels(cells, first_rows):
         examples = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
         raise ValueError(
-            f"{describe_row(0)}: There are {len(firsts)} different labels in {len(cells)} rows, such as {examples}. "
-            f"{NUMBER_ADVICE}"
+            f"{describe_row(0)}: There are {len(first_rows)} different labels in {len(cells)} rows, such as "
+            f"{examples}. {NUMBER_ADVICE}"
         )
     return SINGLE_LABEL
 
@@ -154,8 +154,8 @@ def _check_label_format(
     words: Sequence[str], numbers: Sequence[str], first_rows: Mapping[str, int], describe_row: RowDescriber
 ) -> None:
     """Check that the labels do not mix words and numbers, and that the words are not formatted numbers."""
-    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
-    commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
+    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER_PATTERN.fullmatch(text)]
+    commas = [text for text in words if COMMA_NUMBER_PATTERN.fullmatch(text)]
     if amounts and len(amounts) + len(numbers) + len(commas) > len(first_rows) // 2:
         raise ValueError(
             f"{describe_row(first_rows[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. "
@@ -168,7 +168,7 @@ def _check_label_format(
             f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
             "are class names."
         )
-    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
+    if words and all(COMMA_NUMBER_PATTERN.fullmatch(text) for text in words):
         raise ValueError(
             f"{describe_row(first_rows[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
             "decimal point. If these are several labels, set --label_separator ','. If they are class names, set "
@@ -178,9 +178,9 @@ def _check_label_format(
 
 def is_formatted_number(text: str) -> bool:
     """Return whether a label is a number with a currency, a unit, thousands separators or a decimal comma."""
-    shown = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
-    plain = "".join(char for char in shown if unicodedata.category(char) != "Sc")
-    return AMOUNT.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS.sub("", plain).strip())) is not None
+    normalized_text = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
+    plain = "".join(char for char in normalized_text if unicodedata.category(char) != "Sc")
+    return AMOUNT_PATTERN.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS_PATTERN.sub("", plain).strip())) is not None
 
 
 def has_mostly_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
@@ -191,7 +191,7 @@ def has_mostly_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> 
     """
     if len(cells) >= MIN_COUNTED_ROWS:
         return len(labels) > MAX_UNIQUE_SHARE * len(cells)
-    if len(labels) < max(3, len(cells)) or not all(WHOLE.fullmatch(text) for text in labels):
+    if len(labels) < max(3, len(cells)) or not all(INTEGER_PATTERN.fullmatch(text) for text in labels):
         return False
     return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
@@ -207,17 +207,17 @@ def check_no_class_indicators(cells: Sequence[Cell], describe_row: RowDescriber)
             read as names, every row would have both labels.
     """
     rows = [cell for cell in cells if isinstance(cell, tuple)]
-    indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
-    if indicates and len({frozenset(row) for row in rows}) == 1:
+    are_indicators = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
+    if are_indicators and len({frozenset(row) for row in rows}) == 1:
         raise ValueError(f"{describe_row(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
 
 
 def collect_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Return the distinct class names, sorted by value if they are numbers and otherwise by code point."""
     names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
-    if all(WHOLE.fullmatch(name) for name in names):
+    if all(INTEGER_PATTERN.fullmatch(name) for name in names):
         return tuple(sorted(names, key=int))
-    if all(NUMBER.fullmatch(name) for name in names):
+    if all(NUMBER_PATTERN.fullmatch(name) for name in names):
         return tuple(sorted(names, key=lambda name: (float(name), name)))
     return tuple(sorted(names))
 
@@ -256,19 +256,20 @@ class LabelScheme:
             labels = {self._get_class_id(label, class_ids, row_index, describe_row) for label in cell}
             return [float(i in labels) for i in range(len(class_ids))]
         if cell is None:
-            reason = NO_LABEL if self.problem_type == SINGLE_LABEL else "The row has no label."
+            reason = MISSING_LABEL_MESSAGE if self.problem_type == SINGLE_LABEL else "The row has no label."
             raise ValueError(f"{describe_row(row_index)}: {reason}")
         if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
-            got = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
+            invalid_value = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
             rule = (
                 "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
             )
             raise ValueError(
-                f"{describe_row(row_index)}: Got {got}, but --problem_type {self.problem_type} requires {rule}."
+                f"{describe_row(row_index)}: Got {invalid_value}, but --problem_type {self.problem_type} requires "
+                f"{rule}."
             )
         if self.problem_type == SINGLE_LABEL:
             return self._get_class_id(cell, class_ids, row_index, describe_row)
-        value = float(cell) if NUMBER.fullmatch(cell) else math.nan
+        value = float(cell) if NUMBER_PATTERN.fullmatch(cell) else math.nan
         if not math.isfinite(value):
             raise ValueError(
                 f"{describe_row(row_index)}: A regression label must be a finite number, got {cell!r:.80}."
@@ -329,18 +330,18 @@ def compute_class_weights(
         return None
     if isinstance(class_weights, Mapping):
         if unknown := [name for name in class_weights if name not in scheme.names]:
-            known = format_names(scheme.names)
-            raise ValueError(f"--class_weights contains the unknown label {unknown[0]!r}. Use only {known}.")
+            known_names = format_names(scheme.names)
+            raise ValueError(f"--class_weights contains the unknown label {unknown[0]!r}. Use only {known_names}.")
         return [float(class_weights.get(name, 1.0)) for name in scheme.names]
-    counts, several = count_rows_by_class(scheme, encoded_labels), scheme.problem_type == MULTI_LABEL
+    counts, is_multi_label = count_rows_by_class(scheme, encoded_labels), scheme.problem_type == MULTI_LABEL
     for name, count in zip(scheme.names, counts, strict=True):
-        if count == 0 or (several and count == len(encoded_labels)):
+        if count == 0 or (is_multi_label and count == len(encoded_labels)):
             rows = "every training row has" if count else "no training row has"
             raise ValueError(
                 f"--class_weights balanced cannot be computed because {rows} the label {name!r}. Set the weights as "
                 "JSON."
             )
-    if several:
+    if is_multi_label:
         return [(len(encoded_labels) - count) / count for count in counts]
     return [len(encoded_labels) / (len(counts) * count) for count in counts]
 
@@ -379,8 +380,8 @@ def find_text_columns(record: dict[str, Any], location: str, label_column: str |
     columns = _map_lowercase_names(record, label_column)
     pairs = [pair for pair in PAIR_COLUMNS if all(name in columns for name in pair)]
     in_pairs = {name for pair in pairs for name in pair}
-    singles = [(name,) for name in TEXT_COLUMNS if name in columns and name not in in_pairs]
-    candidates = [*pairs, *singles]
+    single_columns = [(name,) for name in TEXT_COLUMNS if name in columns and name not in in_pairs]
+    candidates = [*pairs, *single_columns]
     if len(candidates) != 1:
         choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
@@ -505,9 +506,9 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
     # With the full name of the split, the progress bar would not fit into 80 columns.
     description = f"{split.name.replace('validation', 'dev')} tokens"
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=description)
-    if full := sum(length == max_length for length in data["length"]):
+    if num_truncated := sum(length == max_length for length in data["length"]):
         message = "%s: %d of %d examples have --max_length %d tokens and may have been truncated."
-        logger.info(message, split.name, full, len(data), max_length)
+        logger.info(message, split.name, num_truncated, len(data), max_length)
     return data
 
 
@@ -581,7 +582,7 @@ def _read_rows(
         OSError, ValueError: See `load_classification_data`.
     """
     rows = UnencodedSplit(label_column, [[] for _ in text_columns])
-    names = source.class_names(label_column)
+    names = source.get_class_names(label_column)
     blank: list[str] = []
     for record in source.records:
         for column, texts in zip(text_columns, rows.texts, strict=True):
@@ -624,11 +625,11 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         column = tables.resolve_label_column(name, source, label_column, "--label_column")
         read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
-        names_by_split = (source.class_names(label_column) for source in sources.values())
+        names_by_split = (source.get_class_names(label_column) for source in sources.values())
         class_names = next((names for names in names_by_split if names), None)
         scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
-        scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
+        scheme = _infer_training_scheme(settings, read["train"], sources["train"].get_class_names(label_column))
     values: dict[str, list[Any] | None] = {}
     for name, rows in read.items():
         if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
@@ -731,5 +732,5 @@ def _log_label_counts(scheme: LabelScheme, encoded_labels: Sequence[Any]) -> Non
     label_counts = ", ".join(f"{name!r:.40} {counts[name]}" for name in scheme.names[:20])
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
     logger.info("train: %d rows with labels %s%s (%s).", len(encoded_labels), label_counts, more, scheme.problem_type)
-    if without := [name for name, count in counts.items() if not count]:
-        logger.warning("No training row has any of the labels %s.", format_names(without))
+    if missing_classes := [name for name, count in counts.items() if not count]:
+        logger.warning("No training row has any of the labels %s.", format_names(missing_classes))

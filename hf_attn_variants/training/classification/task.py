@@ -77,12 +77,12 @@ class ClassificationOutput:
     def __init__(self, scheme: LabelScheme, logits: np.ndarray, threshold: float):
         logits = logits.astype(np.float64)
         if scheme.problem_type == REGRESSION:
-            self.probabilities, self.chosen = logits, logits[:, 0]
+            self.probabilities, self.predicted_labels = logits, logits[:, 0]
         elif scheme.problem_type == MULTI_LABEL:
             self.probabilities = expit(logits)
-            self.chosen = (self.probabilities > threshold).astype(np.int64)
+            self.predicted_labels = (self.probabilities > threshold).astype(np.int64)
         else:
-            self.probabilities, self.chosen = softmax(logits, axis=-1), logits.argmax(-1)
+            self.probabilities, self.predicted_labels = softmax(logits, axis=-1), logits.argmax(-1)
 
 
 def compute_classification_metrics(
@@ -100,24 +100,24 @@ def compute_classification_metrics(
         labels: The labels of the rows, as returned by `LabelScheme.encode`.
     """
     if scheme.problem_type == REGRESSION:
-        errors = predictions.chosen - labels
+        errors = predictions.predicted_labels - labels
         return {
             "rmse": float(np.sqrt(np.mean(errors**2))),
             "mae": float(np.abs(errors).mean()),
-            "pearson": float(pearson(labels, predictions.chosen)),
-            "spearmanr": float(spearman(labels, predictions.chosen)),
+            "pearson": float(pearson(labels, predictions.predicted_labels)),
+            "spearmanr": float(spearman(labels, predictions.predicted_labels)),
         }
     labels = labels.astype(np.int64)
-    truth, chosen, ids = _to_sklearn_classes(scheme, predictions, labels)
+    true_classes, predicted_classes, ids = _to_sklearn_classes(scheme, predictions, labels)
     averaged_ids = ids if len(ids) == 1 else None  # None selects the classes that occur in the rows
-    values = {"accuracy": float(accuracy_score(truth, chosen))}
+    values = {"accuracy": float(accuracy_score(true_classes, predicted_classes))}
     for average in ("macro", "micro"):
-        score = f1_score(truth, chosen, labels=averaged_ids, average=average, zero_division=0.0)
+        score = f1_score(true_classes, predicted_classes, labels=averaged_ids, average=average, zero_division=0.0)
         values[f"f1_{average}"] = float(score)
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the value is 0 if all true and predicted classes are the same
-            values["matthews_correlation"] = float(matthews_corrcoef(labels, predictions.chosen))
+            values["matthews_correlation"] = float(matthews_corrcoef(labels, predictions.predicted_labels))
     areas = [area for area in _compute_roc_aucs(scheme, predictions, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
     return values
@@ -138,30 +138,34 @@ def compute_metric_details(
         - "undefined" (only if a metric is undefined or excludes classes) maps the metric to the reason.
     """
     if scheme.problem_type == REGRESSION:
-        columns = {"labels": labels, "predictions": predictions.chosen}
+        columns = {"labels": labels, "predictions": predictions.predicted_labels}
         constant = [name for name, numbers in columns.items() if np.ptp(numbers) == 0]
         reason = f"all {' and all '.join(constant)} are the same" if constant else ""
         return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
     labels = labels.astype(np.int64)
-    several = scheme.problem_type == MULTI_LABEL
-    truth, chosen, ids = _to_sklearn_classes(scheme, predictions, labels)
+    is_multi_label = scheme.problem_type == MULTI_LABEL
+    true_classes, predicted_classes, ids = _to_sklearn_classes(scheme, predictions, labels)
     areas = _compute_roc_aucs(scheme, predictions, labels)
-    counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
+    counts = multilabel_confusion_matrix(true_classes, predicted_classes, labels=ids)
     per_class = {}
-    for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
+    for name, area, ((_, false_positives), (false_negatives, true_positives)) in zip(
+        scheme.names, areas, counts.tolist(), strict=True
+    ):
         per_class[name] = {
-            "precision": _divide_or_nan(right, right + wrong),
-            "recall": _divide_or_nan(right, right + missed),
-            "f1": _divide_or_nan(2 * right, 2 * right + wrong + missed),
+            "precision": _divide_or_nan(true_positives, true_positives + false_positives),
+            "recall": _divide_or_nan(true_positives, true_positives + false_negatives),
+            "f1": _divide_or_nan(2 * true_positives, 2 * true_positives + false_positives + false_negatives),
             "roc_auc": area,
-            "support": right + missed,
-            "predicted": right + wrong,
+            "support": true_positives + false_negatives,
+            "predicted": true_positives + false_positives,
         }
     details: dict[str, Any] = {"per_class": per_class}
-    if not several:
-        details["confusion_matrix"] = confusion_matrix(labels, predictions.chosen, labels=ids).tolist()
-    if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
-        details["undefined"] = {"roc_auc": _describe_undefined_roc_auc(without, len(labels), len(ids), per_class)}
+    if not is_multi_label:
+        details["confusion_matrix"] = confusion_matrix(labels, predictions.predicted_labels, labels=ids).tolist()
+    if undefined_classes := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
+        details["undefined"] = {
+            "roc_auc": _describe_undefined_roc_auc(undefined_classes, len(labels), len(ids), per_class)
+        }
     return details
 
 
@@ -174,18 +178,18 @@ def _to_sklearn_classes(
     row has the label, and class 0 otherwise.
     """
     if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
-        return labels[:, 0], predictions.chosen[:, 0], [1]
-    return labels, predictions.chosen, list(range(len(scheme.names)))
+        return labels[:, 0], predictions.predicted_labels[:, 0], [1]
+    return labels, predictions.predicted_labels, list(range(len(scheme.names)))
 
 
 def _describe_undefined_roc_auc(
     undefined_classes: Sequence[str], num_rows: int, num_classes: int, per_class: dict[str, Any]
 ) -> str:
     """Describe why the ROC AUC is undefined for the classes in `undefined_classes`."""
-    everywhere = [name for name in undefined_classes if per_class[name]["support"] == num_rows]
-    nowhere = [name for name in undefined_classes if per_class[name]["support"] == 0]
-    parts = [f"all {num_rows} rows have {format_names(everywhere)}"] if everywhere else []
-    parts += [f"no row has {format_names(nowhere)}"] if nowhere else []
+    classes_in_all_rows = [name for name in undefined_classes if per_class[name]["support"] == num_rows]
+    classes_in_no_row = [name for name in undefined_classes if per_class[name]["support"] == 0]
+    parts = [f"all {num_rows} rows have {format_names(classes_in_all_rows)}"] if classes_in_all_rows else []
+    parts += [f"no row has {format_names(classes_in_no_row)}"] if classes_in_no_row else []
     num_defined = num_classes - len(undefined_classes)
     result = f"it is the mean over the other {num_defined}" if num_defined else "it is not defined"
     return f"{' and '.join(parts)}: {result}"
@@ -194,16 +198,16 @@ def _describe_undefined_roc_auc(
 def _compute_roc_aucs(scheme: LabelScheme, predictions: ClassificationOutput, labels: np.ndarray) -> list[float]:
     """Return the one-vs-rest ROC AUC for each class, or NaN if all rows or no rows belong to the class."""
     ids = range(len(scheme.names))
-    truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
+    class_truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
     return [
         float(roc_auc_score(truth, predictions.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
-        for i, truth in zip(ids, truths, strict=True)
+        for i, truth in zip(ids, class_truths, strict=True)
     ]
 
 
-def _divide_or_nan(part: int, whole: int) -> float:
+def _divide_or_nan(numerator: int, denominator: int) -> float:
     """Return the quotient of two numbers, or NaN if the denominator is 0."""
-    return part / whole if whole else math.nan
+    return numerator / denominator if denominator else math.nan
 
 
 # The maximum number of classes for which the cells contain numbers, and for which the matrix is plotted.
@@ -384,10 +388,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         self.rows = tokenized.remove_columns("length")
         return model
 
-    def lengths(self) -> list[int]:
+    def get_lengths(self) -> list[int]:
         return self.token_counts
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         return make_classification_objective(self.output_weights)
 
     def prepare_evaluation(self) -> bool:
@@ -413,18 +417,18 @@ class SequenceClassification(FineTuningTask[SettingsT]):
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
         """Compute the logits [rows, labels] for a split in single precision, with the rows in their original order."""
 
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+        def compute_outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (compute_logits(self.model, batch).float(),)
 
-        return self.run_model_on_rows(eval_set.batches, outputs, eval_set.split.name)[0]
+        return self.run_model_on_rows(eval_set.batches, compute_outputs, eval_set.split.name)[0]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": [hash_rows(split) for split in self.dev_splits]}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         rows = sum(map(len, self.dev_splits))
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
@@ -451,11 +455,11 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         """
         texts = ("a", "a") if "text2" in split.data.column_names else ("a",)
         end, expected = self.config.eos_token_id, self.tokenizer(*texts)["input_ids"].count(self.config.eos_token_id)
-        wrong = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
-        if wrong is not None:
+        mismatched_row = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
+        if mismatched_row is not None:
             raise ValueError(
-                f"{split.describe_row(wrong)}: The text must not contain {self.tokenizer.eos_token} because the "
-                "classifier reads the model's output at this token. Remove it from the text."
+                f"{split.describe_row(mismatched_row)}: The text must not contain {self.tokenizer.eos_token} because "
+                "the classifier reads the model's output at this token. Remove it from the text."
             )
 
     def _tokenize_training_rows(self, split: ClassificationSplit) -> Dataset:
@@ -527,16 +531,16 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         """Convert the model's logits [rows, labels] to predictions."""
         return ClassificationOutput(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         labels = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
-        return {**super().fingerprint(), **labels}
+        return {**super().get_fingerprint(), **labels}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         [dev] = self.dev_sets
         details = compute_metric_details(self.scheme, self.dev_predictions, np.asarray(dev.labels))
-        return {**super().dev_results(), **{f"eval_{name}": value for name, value in details.items()}}
+        return {**super().get_dev_results(), **{f"eval_{name}": value for name, value in details.items()}}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         weights = None if self.weights is None else self.weights.tolist()
         results = {
             "problem_type": self.problem_type,
@@ -549,7 +553,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         }
         return {name: value for name, value in results.items() if value is not None}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return {"dev.jsonl": self._format_predictions(self.dev_sets[0], self.dev_predictions)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -567,7 +571,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
             self._plot_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
         return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         lines = []
         for prefix, split in (("eval_", "dev"), ("test_", "test")):
             if f"{prefix}samples" in results:
@@ -597,14 +601,14 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         files, numbers = eval_set.split.data["file"][:], eval_set.split.data["index"][:]
         columns = self.data.text_columns
         texts = [eval_set.split.data[f"text{i + 1}"][:] for i in range(len(columns))]
-        several = len(set(files)) > 1
+        has_several_files = len(set(files)) > 1
         lines = []
         for i, number in enumerate(numbers):
-            record: dict[str, Any] = {"file": files[i]} if several else {}
+            record: dict[str, Any] = {"file": files[i]} if has_several_files else {}
             record["row"] = number
             if eval_set.labels is not None:
                 record["label"] = self._to_label_names(eval_set.labels[i])
-            record["prediction"] = self._to_label_names(predictions.chosen[i])
+            record["prediction"] = self._to_label_names(predictions.predicted_labels[i])
             if self.labels is not None:
                 shares = [float(f"{share:.6g}") for share in predictions.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))

@@ -39,7 +39,7 @@ class StopSignalRecorder:
         self._interrupted: float | None = None
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
+    def record_signals(self) -> Iterator[None]:
         """Record the signals while the `with` block runs. A second Ctrl-C raises `KeyboardInterrupt`.
 
         Signals are only recorded if this is called on the main thread.
@@ -50,25 +50,25 @@ class StopSignalRecorder:
         # Leave Ctrl-C unchanged if it is ignored or if the user has installed a handler.
         numbers = [signal.SIGTERM]
         numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
-        before = {number: signal.signal(number, self._handle_signal) for number in numbers}
+        old_handlers = {number: signal.signal(number, self._handle_signal) for number in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _handle_signal(self, signum: int, frame: Any) -> None:
         """Record a signal, or raise `KeyboardInterrupt` for a second Ctrl-C."""
         if signum == signal.SIGINT:
-            now = time.monotonic()
+            current_time = time.monotonic()
             if self._interrupted is None:
-                self._interrupted = now
+                self._interrupted = current_time
                 if is_first_process():  # `os.write` is used because the interrupted code may hold stderr's lock
                     message = (
                         b"\nCtrl-C: Finishing the step and saving a checkpoint. Press again to stop immediately.\n"
                     )
                     os.write(2, message)
-            elif now - self._interrupted > CTRL_C_REPEAT_SECONDS:
+            elif current_time - self._interrupted > CTRL_C_REPEAT_SECONDS:
                 raise KeyboardInterrupt
         self.number = signum
 
@@ -319,10 +319,10 @@ def _flush_to_disk(path: Path) -> None:
 def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint."""
     # The folder is renamed first, so that a partially deleted folder does not count as a checkpoint.
-    doomed = folder.with_name(f".tmp-removed-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
+    hidden_folder = folder.with_name(f".tmp-removed-{folder.name}")
+    shutil.rmtree(hidden_folder, ignore_errors=True)
+    os.replace(folder, hidden_folder)
+    shutil.rmtree(hidden_folder)
 
 
 def load_checkpoint(
@@ -353,8 +353,8 @@ def load_checkpoint(
     if differences and accelerator.is_main_process:
         logger.warning("Resuming from %s is only exact up to rounding: %s.", path, differences)
     if accelerator.is_main_process:
-        for leftover in Path(output_dir).glob(".tmp-*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for leftover_folder in Path(output_dir).glob(".tmp-*"):
+            shutil.rmtree(leftover_folder) if leftover_folder.is_dir() else leftover_folder.unlink()
         for name in (LOG_FILE, BEST_MODEL_FILE):
             # The resumed run recreates what the interrupted run wrote after the checkpoint.
             (Path(output_dir) / name).unlink(missing_ok=True)
@@ -384,10 +384,16 @@ def load_checkpoint(
 UNRECORDED_SETTINGS = {"objective": "mlm", "keep_whitespace": False}
 
 
-def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
+def _describe_changes(saved: dict[str, Any], current_settings: dict[str, Any]) -> str:
     """Describe the keys whose values changed, with the old and new values."""
-    before = {key: saved[key] if saved.get(key) is not None else UNRECORDED_SETTINGS.get(key) for key in now}
-    return ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in now if before[key] != now[key])
+    old_settings = {
+        key: saved[key] if saved.get(key) is not None else UNRECORDED_SETTINGS.get(key) for key in current_settings
+    }
+    return ", ".join(
+        f"{key} was {old_settings[key]} and is now {current_settings[key]}"
+        for key in current_settings
+        if old_settings[key] != current_settings[key]
+    )
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:

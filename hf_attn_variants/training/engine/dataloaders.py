@@ -232,15 +232,15 @@ class MaskedLMPreparer:
         self.ordinary_ids = np.flatnonzero(~self.special)
 
     def __call__(
-        self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None = None
+        self, block: np.ndarray, key: tuple[int, ...], other_block: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Mask a block of at most `block_length` tokens (n - 2, or n - 3 with a sentence task).
 
         Args:
             block: The token ids.
             key: The epoch and the block number within the epoch. Together with the seed, they determine the masks.
-            other: Another block, from which the second segment of a changed "nsp" pair is taken. If None, "nsp" pairs
-                are left unchanged.
+            other_block: Another block, from which the second segment of a changed "nsp" pair is taken. If None, "nsp"
+                pairs are left unchanged.
 
         Returns:
             A dictionary with "input_ids", "attention_mask" and "labels" (-100 for tokens that are not predicted), each
@@ -249,7 +249,7 @@ class MaskedLMPreparer:
         """
         segments, sentence_label = [block], None
         if self.sentence_task is not None:
-            segments, sentence_label = self._make_segment_pair(block, key, other)
+            segments, sentence_label = self._make_segment_pair(block, key, other_block)
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         used = 1 + sum(len(segment) + 1 for segment in segments)
         ids[:used] = [self.cls_id, *(token for segment in segments for token in (*segment, self.sep_id))]
@@ -269,8 +269,8 @@ class MaskedLMPreparer:
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
-        cut = generator.integers(1, len(block))
-        first, second = block[:cut], block[cut:]
+        split_index = generator.integers(1, len(block))
+        first, second = block[:split_index], block[split_index:]
         if generator.random() >= CHANGED_SHARE or (self.sentence_task == "nsp" and other_block is None):
             return [first, second], UNCHANGED
         if other_block is None or self.sentence_task == "sop":
@@ -291,16 +291,16 @@ class MaskedLMPreparer:
             The masked token ids [n] and the labels [n], which are -100 for tokens that were not chosen.
         """
         maskable = ~self.special[ids]
-        draws = generator.random(len(ids))
+        random_values = generator.random(len(ids))
         if self.starts is not None:
             after_special = np.concatenate([[True], ~maskable[:-1]])
             words = np.cumsum(self.starts[ids] | ~maskable | after_special) - 1
-            draws = draws[words]
-        chosen = maskable & (draws < self.probability)
+            random_values = random_values[words]
+        is_chosen = maskable & (random_values < self.probability)
         action = generator.random(len(ids))
         replaced = np.where(action < MASKED_SHARE, self.mask_id, generator.choice(self.ordinary_ids, len(ids)))
-        inputs = np.where(chosen & (action < RANDOM_BOUND), replaced, ids)
-        return inputs, np.where(chosen, ids, IGNORED_LABEL)
+        inputs = np.where(is_chosen & (action < RANDOM_BOUND), replaced, ids)
+        return inputs, np.where(is_chosen, ids, IGNORED_LABEL)
 
 
 # The epoch and the index of a row. Together with the seed of the run, they determine all random choices for the row.
@@ -331,7 +331,7 @@ class TextDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, RowKey]:
         return self.texts[index], (self.epoch, index)
 
-    def lengths(self) -> list[int]:
+    def get_lengths(self) -> list[int]:
         """Return the number of characters in each row, so that rows can be grouped by length.
 
         For a pair, this is the total number of characters in both texts.
@@ -340,8 +340,8 @@ class TextDataset(Dataset):
 
     def sort_longest_first(self) -> "TextDataset":
         """Return a dataset sorted from longest to shortest, which reduces padding and reveals memory errors early."""
-        by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
-        return TextDataset([text for _, text in by_length])
+        sorted_rows = sorted(zip(self.get_lengths(), self.texts, strict=True), key=lambda row: -row[0])
+        return TextDataset([text for _, text in sorted_rows])
 
 
 def hash_texts(texts: list[Any]) -> str:

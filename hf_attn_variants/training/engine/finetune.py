@@ -42,10 +42,10 @@ def _check_outputs_finite(outputs: Sequence[Tensor], name: str) -> None:
     """Raise `NonFiniteLossError` if the outputs [rows, ...] contain NaN or plus infinity."""
     bad_parts = [part.isnan() | part.isposinf() for part in outputs]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
-    if bad := int(rows.sum()):
+    if num_invalid := int(rows.sum()):
         raise NonFiniteLossError(
-            f"The model outputs are NaN or infinite for {bad} of {len(rows)} rows in {name}, so they cannot be "
-            "scored. Try --mixed_precision no. If that does not help, the weights contain NaN values."
+            f"The model outputs are NaN or infinite for {num_invalid} of {len(rows)} rows in {name}, so they cannot "
+            "be scored. Try --mixed_precision no. If that does not help, the weights contain NaN values."
         )
 
 
@@ -57,8 +57,8 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported before the
     model is loaded. `fine_tune` then calls the methods in this order: `load_model` (which may set `rows`),
-    `training_batches`, `total_steps`, `prepare_evaluation`, `objective`, the fingerprint methods, `before_training`,
-    `after_training`, and finally the methods for results and predictions.
+    `make_training_batches`, `compute_total_steps`, `prepare_evaluation`, `make_objective`, the fingerprint methods,
+    `before_training`, `after_training`, and finally the methods for results and predictions.
 
     Attributes:
         settings: The settings of the run.
@@ -68,7 +68,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         eval_seconds: The duration of the last evaluation in seconds.
         tokenizer: The tokenizer, which is saved with the model.
         rows: The training examples by index. Empty if the run only evaluates, and not required if the task overrides
-            `training_batches`.
+            `make_training_batches`.
         collate: A function that combines a list of rows into a batch, which is a dictionary of tensors.
         main_metric: The dev metric that selects the best weights if the settings do not specify a metric.
         shown_metrics: The dev metrics to plot and print if the results contain them.
@@ -106,7 +106,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return the model to train. The random seed of the run has already been set."""
 
     @abstractmethod
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         """Return the training objective."""
 
     @abstractmethod
@@ -164,29 +164,29 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return [part.numpy()[np.argsort(order)] for part in parts]
 
     @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the training data, which must not change when a run resumes."""
 
     @abstractmethod
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the dev data and the way in which it is scored."""
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         """Return the text that is printed at the end of the run, before "N steps in ..."."""
         scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in list_shown_metrics(self, results)]
         return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
-    def lengths(self) -> Sequence[int]:
+    def get_lengths(self) -> Sequence[int]:
         """Return the length of each training row, which is used if `group_by_length` is set."""
         if isinstance(self.rows, TextDataset):
-            return self.rows.lengths()
+            return self.rows.get_lengths()
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
-    def training_batches(self) -> TrainingBatchSource:
+    def make_training_batches(self) -> TrainingBatchSource:
         """Return the training batches, which are created from `rows` by default."""
         settings: Any = self.settings  # `FineTuningSettings`, unless the task creates its own batches
         size, count = settings.per_device_train_batch_size, len(self.rows)
-        lengths = self.lengths() if settings.group_by_length else None
+        lengths = self.get_lengths() if settings.group_by_length else None
         sampler = EpochSampler(count, settings.seed, lengths, size * self.accelerator.num_processes)
 
         def start_epoch(epoch: int) -> None:
@@ -201,7 +201,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         loader = self.accelerator.prepare(loader)
         return TrainingBatchSource(loader, start_epoch, len(loader), count)
 
-    def total_steps(self, batches_per_epoch: int | None) -> int:
+    def compute_total_steps(self, batches_per_epoch: int | None) -> int:
         """Return the number of optimizer steps of the run.
 
         Args:
@@ -235,15 +235,15 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         if not loop.has_evaluated_final_weights():
             self.run_evaluation()
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         """Return additional results for the dev data, such as "eval_samples"."""
         return {}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         """Return additional results of the run."""
         return {}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         """Return the dev predictions, as a dictionary from file names (without `PREDICTIONS_PREFIX`) to contents."""
         return {}
 
@@ -251,7 +251,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Make predictions for the test data.
 
         Returns:
-            The results for the test data, and the prediction files in the same format as in `predictions`.
+            The results for the test data, and the prediction files in the same format as in `get_prediction_files`.
         """
         return {}, {}
 
@@ -265,7 +265,7 @@ def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dic
 
     Returns:
         The results, which are also saved at the beginning of `all_results.json`. They include "eval_<metric>",
-        "eval_runtime" (in seconds), the training results from `TrainingLoop.results`, "seed" and task-specific
+        "eval_runtime" (in seconds), the training results from `TrainingLoop.get_results`, "seed" and task-specific
         results.
 
     Raises:
@@ -298,15 +298,15 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     if settings.clipping_ratio is not None and not any(isinstance(part, ClippedSoftmax) for part in model.modules()):
         raise ValueError("--clipping_ratio requires a model with `clipped_softmax`. Remove it.")
     set_seed(settings.seed, device_specific=True)  # so that each process uses different dropout masks
-    batches = task.training_batches()
-    total_steps = task.total_steps(batches.count)
+    batches = task.make_training_batches()
+    total_steps = task.compute_total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     task.model = model
     has_dev = task.prepare_evaluation()
-    objective = task.objective()
+    objective = task.make_objective()
     if batches.examples is None:  # because the last batches of a stream may contain padding rows
         objective = replace(objective, examples=lambda batch: int(batch["examples"]))
-    fingerprint = task.fingerprint() | (task.dev_fingerprint() if settings.keeps_best_weights else {})
+    fingerprint = task.get_fingerprint() | (task.get_dev_fingerprint() if settings.keeps_best_weights else {})
     run = settings, total_steps, task.main_metric, fingerprint, task.compute_eval_steps(total_steps)
     callbacks = task.run_evaluation if has_dev else None, batches.start_epoch, batches.seek
     loop = TrainingLoop(accelerator, model, optimizer, scheduler, batches.loader, objective, *run, *callbacks)
@@ -314,15 +314,15 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     if not settings.resume_from_checkpoint:
         task.before_training(loop)
     state = loop.run()
-    trained = loop.results(state.examples if batches.examples is None else batches.examples, task.unit)
+    trained = loop.get_results(state.examples if batches.examples is None else batches.examples, task.unit)
     task.save(task.after_training(loop, model), history)
     results: dict[str, Any] = {}
     if has_dev:
         task.evaluate_final_weights(loop)
         results = {f"eval_{key}": value for key, value in task.metrics.items()}
-        results |= {**task.dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
-    results |= {**trained, **task.results(), "seed": settings.seed}
-    _write_outputs(task, results, task.predictions() if has_dev else {})
+        results |= {**task.get_dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
+    results |= {**trained, **task.get_results(), "seed": settings.seed}
+    _write_outputs(task, results, task.get_prediction_files() if has_dev else {})
     test_results, files = task.predict()  # the dev scores have already been written in case this fails
     results |= test_results
     if test_results or files:

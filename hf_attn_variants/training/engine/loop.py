@@ -60,8 +60,8 @@ class TrainingCostCounter:
             self.head = sum(2 * layer.weight.numel() for layer in _find_head_layers(model))
         if self.head:
             part = next(iter(self.flops_per_token))  # a masked language model has only an encoder
-            per_token, per_attended = self.flops_per_token[part]
-            self.flops_per_token[part] = per_token - self.head, per_attended
+            per_token, flops_per_attended_key = self.flops_per_token[part]
+            self.flops_per_token[part] = per_token - self.head, flops_per_attended_key
 
     def count(self, batch: dict[str, Tensor], num_items: int) -> tuple[int, int]:
         """Return the number of tokens in a batch (without padding) and the FLOPs required to train on the batch.
@@ -83,9 +83,9 @@ class TrainingCostCounter:
         tokens = sum(lengths) + (sum(targets) if has_targets else 0)
         flops = self.head * num_items
         for n, t in zip(lengths, targets, strict=True):
-            for part, (per_token, (per_key, per_source_key)) in self.flops_per_token.items():
+            for part, (flops_per_token, (flops_per_key, per_source_key)) in self.flops_per_token.items():
                 length = n if part == "encoder" else t
-                flops += length * (per_token + per_key * length + per_source_key * n)
+                flops += length * (flops_per_token + flops_per_key * length + per_source_key * n)
         return tokens, round(self.passes * flops)
 
 
@@ -286,7 +286,7 @@ class TrainingLoop:
         options = {"total": self.total_steps, "initial": state.step, "desc": "Training", "unit": "step"}
         self.log.bar = bar = progress_bar(disable=disable, **options)
         try:
-            with self._signals.watch():
+            with self._signals.record_signals():
                 while state.step < self.total_steps and not state.finished and not self._stopping:
                     self._run_epoch(bar)
                 self._raise_if_signaled()
@@ -410,17 +410,19 @@ class TrainingLoop:
         (step, loss, norm, group), self._pending = self._pending, None
         value, norm_value = float(loss), float(norm)
         # With fp16, gradients can be infinite until the loss scaler has found its scale. These steps are skipped.
-        bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
+        non_finite_value = (
+            "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
+        )
         scaler = self.accelerator.scaler
         can_lower_loss_scale = scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-        if bad == "loss" or (bad and not can_lower_loss_scale):
-            bad_value = value if bad == "loss" else norm_value
+        if non_finite_value == "loss" or (non_finite_value and not can_lower_loss_scale):
+            bad_value = value if non_finite_value == "loss" else norm_value
             output_dir = self.settings.output_dir
             saved = save_failed_batches(self.accelerator, group, output_dir, step)
             raise NonFiniteLossError(
-                f"The {bad} became {bad_value} at step {step}, so training was stopped. The batches of this step "
-                f"{saved}.{checkpoints.describe_last_checkpoint(output_dir)} Try a lower --learning_rate, a longer "
-                "warm-up or --mixed_precision no."
+                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped. The batches of "
+                f"this step {saved}.{checkpoints.describe_last_checkpoint(output_dir)} Try a lower --learning_rate, a "
+                "longer warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value
@@ -443,7 +445,7 @@ class TrainingLoop:
         state.window_loss, state.window_steps = 0.0, 0
         state.window_tokens, state.window_begin = state.tokens, state.train_seconds
 
-    def results(self, samples: int, unit: str = "samples") -> dict[str, Any]:
+    def get_results(self, samples: int, unit: str = "samples") -> dict[str, Any]:
         """Return the training results that all commands report.
 
         Args:

@@ -228,10 +228,10 @@ def warn_about_truncation(
     columns = {name: list(texts[:COUNTED_ROWS]) for name, texts in columns.items()}
     ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]
-    if cut := sum(length > max_length for length in lengths):
+    if num_truncated := sum(length > max_length for length in lengths):
         logger.warning(
             "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d).",
-            split, cut, len(lengths), row_noun, flag, max_length, max(lengths),
+            split, num_truncated, len(lengths), row_noun, flag, max_length, max(lengths),
         )  # fmt: skip
 
 
@@ -373,9 +373,9 @@ def load_classifier(
             "would be randomly initialized."
         )
     if is_replaced and not _is_resumed(settings):
-        shown = ", ".join(old_names).lower()
+        name_list = ", ".join(old_names).lower()
         message = "The output layer of %s is replaced by a new one because it has %d labels (%s) and the task has %d."
-        logger.warning(message, settings.model_name_or_path, len(old_names), shown, len(names))
+        logger.warning(message, settings.model_name_or_path, len(old_names), name_list, len(names))
     order = tuple(range(len(names)))
     # Case is ignored, unless some labels in the task differ only in case.
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
@@ -462,12 +462,12 @@ def _check_no_nan_weights(model: PreTrainedModel, name: str | None) -> None:
     # The sum is fast to compute, and is NaN if any weight is NaN. It can also be NaN for huge weights, so the weights
     # of these tensors are checked individually.
     with torch.no_grad():
-        suspects = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
-        bad = [key for key, tensor in suspects.items() if tensor.isnan().any()]
-    if bad:
+        suspect_parameters = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
+        invalid_names = [key for key, tensor in suspect_parameters.items() if tensor.isnan().any()]
+    if invalid_names:
         raise ValueError(
-            f"{name} contains NaN values in {len(bad)} of its tensors, such as {bad[0]}. The file is damaged, or the "
-            "training diverged."
+            f"{name} contains NaN values in {len(invalid_names)} of its tensors, such as {invalid_names[0]}. The file "
+            "is damaged, or the training diverged."
         )
 
 
@@ -610,10 +610,10 @@ def make_new_config(
     model_type: Any = settings.model_type  # always set for a model from scratch
     variant_class = get_variant_config_class(model_type)
     variant, overrides = collect_variant_fields(settings), parse_config_overrides(settings.config_overrides or "")
-    known = variant_class.get_variant_fields()
-    if unknown := [name for name in variant if name not in known]:
+    supported_fields = variant_class.get_variant_fields()
+    if unknown := [name for name in variant if name not in supported_fields]:
         raise ValueError(f"--{unknown[0]} is not supported for {model_type}, which does not have this attention.")
-    is_variant = (variant or {*known} & overrides.keys()) and not is_native(model_type)
+    is_variant = (variant or {*supported_fields} & overrides.keys()) and not is_native(model_type)
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
     fields = {

@@ -23,7 +23,7 @@ from .settings import OptimizationSettings, get_warmup_steps
 
 # The sum [b] of a loss over the items in each example, and the number of items [b]. The quotient of their totals is
 # the mean loss.
-Term = tuple[Tensor, Tensor]
+LossTerm = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def make_cross_entropy_objective(
         label_smoothing: The share of each label's probability that is distributed evenly over all V classes.
     """
 
-    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return functional.cross_entropy(
             compute_logits_fn(model, batch).flatten(0, 1).float(),
             batch["labels"].flatten(),
@@ -67,7 +67,7 @@ def make_cross_entropy_objective(
             label_smoothing=label_smoothing,
         )
 
-    return Objective(loss_sum=loss_sum, count=count_labels)
+    return Objective(loss_sum=compute_loss_sum, count=count_labels)
 
 
 def count_labels(batch: dict[str, Tensor]) -> int:
@@ -103,7 +103,7 @@ def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**inputs, use_cache=False).logits
 
 
-def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
+def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     """Compute the cross-entropy in nats for all labels that are not -100.
 
     Args:
@@ -113,9 +113,9 @@ def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
     Returns:
         The sum [b] over the tokens in each example, and the number of tokens [b].
     """
-    chosen = labels >= 0
-    losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
-    return sum_values_per_example(losses, chosen), chosen.sum(-1)
+    is_labeled = labels >= 0
+    losses = functional.cross_entropy(logits[is_labeled].float(), labels[is_labeled], reduction="none")
+    return sum_values_per_example(losses, is_labeled), is_labeled.sum(-1)
 
 
 def sum_values_per_example(values: Tensor, mask: Tensor) -> Tensor:
@@ -150,11 +150,14 @@ def get_no_decay_parameter_names(model: nn.Module) -> set[str]:
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split the trainable parameters of a model into a group with weight decay and a group without it."""
-    exempt = get_no_decay_parameter_names(model)
+    no_decay_names = get_no_decay_parameter_names(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for name, parameter in named if name not in exempt], "weight_decay": weight_decay},
-        {"params": [parameter for name, parameter in named if name in exempt], "weight_decay": 0.0},
+        {
+            "params": [parameter for name, parameter in named if name not in no_decay_names],
+            "weight_decay": weight_decay,
+        },
+        {"params": [parameter for name, parameter in named if name in no_decay_names], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

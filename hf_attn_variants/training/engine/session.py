@@ -128,20 +128,20 @@ def make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    def points(key: str) -> tuple[list[int], list[float]]:
+    def collect_points(key: str) -> tuple[list[int], list[float]]:
         rows = [row for row in records if row.get(key) is not None]
         return [row["step"] for row in rows], [row[key] for row in rows]
 
-    steps, losses = points("loss")
+    steps, losses = collect_points("loss")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.plot(steps, losses, ".-" if len(losses) < 50 else "-", label="train", color="tab:blue")
-    left.plot(*points("eval_loss"), "o--", label="dev", color="tab:orange")
+    left.plot(*collect_points("eval_loss"), "o--", label="dev", color="tab:orange")
     left.set(xlabel="optimizer step", ylabel="loss", title="loss")
     left.legend()
     for name in metrics:
-        right.plot(*points(f"eval_{name}"), "o-", label=name)
+        right.plot(*collect_points(f"eval_{name}"), "o-", label=name)
     right.set(xlabel="optimizer step", title="dev metrics")
     if metrics:
         right.legend()
@@ -361,10 +361,10 @@ def _check_hardware_and_trackers(settings: TrainingSettings) -> None:
                 "because it has no bfloat16 instructions."
             )
     installed = [str(name) for name in get_available_trackers()]
-    known = ", ".join(installed) or "none is installed"
+    installed_names = ", ".join(installed) or "none is installed"
     # Accelerate silently ignores trackers that are not installed.
     if settings.tracker is not None and (settings.tracker not in (*installed, "all") or not installed):
-        raise ValueError(f"--report_to must be an installed tracker ({known}), got {settings.tracker!r}.")
+        raise ValueError(f"--report_to must be an installed tracker ({installed_names}), got {settings.tracker!r}.")
 
 
 def _check_processes_connected(accelerator: Accelerator) -> None:
@@ -459,7 +459,11 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> model_fol
     accelerator.wait_for_everyone()
     if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}
-        shown = {key: item if isinstance(item, int | float | str) else str(item) for key, item in values.items()}
+        printable_settings = {
+            key: item if isinstance(item, int | float | str) else str(item) for key, item in values.items()
+        }
         # TensorBoard uses this name for a subfolder of the output folder, and other trackers use it for the project.
-        accelerator.init_trackers("runs" if settings.tracker == "tensorboard" else "hf_attn_variants", shown)
+        accelerator.init_trackers(
+            "runs" if settings.tracker == "tensorboard" else "hf_attn_variants", printable_settings
+        )
     return history

@@ -28,10 +28,10 @@ AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
 ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
 FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
-A_NUMBER: Range = ("a number", math.isfinite)
+ANY_NUMBER: Range = ("a number", math.isfinite)
 
 # When a resumed run must use the same value as before: always, or only if the run keeps its best weights.
-ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
+ALWAYS_COMPARED, WITH_BEST_WEIGHTS = "always", "with best weights"
 
 
 def option(
@@ -43,7 +43,8 @@ def option(
         help: The text for `--help`.
         default: The default value. Settings without a default are required.
         range: The valid values of a number.
-        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value, or None if it may differ.
+        resume: `ALWAYS_COMPARED` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value, or None if it may
+            differ.
         **flag: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`.
             By default, `type`, `nargs` and `action` are inferred from the type of the field.
 
@@ -137,7 +138,7 @@ class Settings:
         Args:
             with_best_weights: Whether the run keeps its best weights.
         """
-        kinds = {ALWAYS, WITH_BEST_WEIGHTS} if with_best_weights else {ALWAYS}
+        kinds = {ALWAYS_COMPARED, WITH_BEST_WEIGHTS} if with_best_weights else {ALWAYS_COMPARED}
         shared = [item.name for item in dataclasses.fields(self) if item.metadata.get("resume") in kinds]
         return {name: json.loads(json.dumps(getattr(self, name))) for name in shared}
 
@@ -171,7 +172,7 @@ def _convert_type(value: Any, annotation: Any) -> Any:
     return value
 
 
-def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dataclasses.VariantField]]]:
+def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
     """Yield the title and the fields of each group of settings, starting with the group of the class itself.
 
     A field belongs to the most general class that declares it, which is the last such class in the method resolution
@@ -180,7 +181,7 @@ def group_fields(settings_class: type[Settings]) -> Iterator[tuple[str, list[dat
     fields = {item.name: item for item in dataclasses.fields(settings_class)}
     classes = [base for base in settings_class.__mro__ if issubclass(base, Settings)]
     owners = {name: base for base in classes for name in inspect.get_annotations(base)}
-    groups: dict[str, list[dataclasses.VariantField]] = {}
+    groups: dict[str, list[dataclasses.Field]] = {}
     for base in classes:
         for name in inspect.get_annotations(base):
             if owners[name] is base and name in fields:
@@ -228,13 +229,13 @@ def _make_variant_option(prefix: str, variant_field: VariantField) -> Any:
     if "_" not in text.split(":")[0]:  # a text that starts with the name of a pattern is not capitalized
         text = f"{text[0].upper()}{text[1:]}"
     default = variant_field.get_default(prefix)
-    shown = "" if default in (None, (), False) else f" (default: {default})"
+    default_text = "" if default in (None, (), False) else f" (default: {default})"
     flag: dict[str, Any] = {"choices": variant_field.get_choices(prefix)} if variant_field.get_choices(prefix) else {}
     if variant_field.kind is dict:
         flag |= {"metavar": "JSON", "type": parse_json_flag}
     if variant_field.kind is list and prefix and variant_field.inherits:
         flag |= {"nargs": "*"}
-    return option(f"{text}{shown}.", None, resume=ALWAYS, **flag)
+    return option(f"{text}{default_text}.", None, resume=ALWAYS_COMPARED, **flag)
 
 
 def collect_variant_fields(settings: Any) -> dict[str, Any]:
@@ -264,21 +265,21 @@ class ModelSettings(Settings):
     title: ClassVar[str] = "model"
 
     model_name_or_path: str | None = option(
-        "Folder or Hub id of a checkpoint from this package or from Transformers.", None, resume=ALWAYS
+        "Folder or Hub id of a checkpoint from this package or from Transformers.", None, resume=ALWAYS_COMPARED
     )
     tokenizer_name: str | None = option(
-        "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None, resume=ALWAYS
+        "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None, resume=ALWAYS_COMPARED
     )
     attn_implementation: str | None = option(
         "Attention implementation (eager, sdpa, ...).",
         None,
-        resume=ALWAYS,  # each implementation uses random numbers for dropout differently
+        resume=ALWAYS_COMPARED,  # each implementation uses random numbers for dropout differently
     )
     dropout_rate: float | None = option(
         "Replace every dropout probability in the checkpoint's configuration.",
         None,
         range=FROM_0_BELOW_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     gradient_checkpointing: bool = option("Recompute activations in the backward pass to save memory.", False)
     trust_remote_code: bool = option("Allow model code from the Hub repository to run.", False)
@@ -301,12 +302,12 @@ class NewModelSettings(VariantSettings, ModelSettings):
 
     title: ClassVar[str] = FROM_SCRATCH
 
-    model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS)
+    model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS_COMPARED)
     config_overrides: str | None = option(
         "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text. Values "
         "with commas must be JSON. The whole argument can also be a JSON object.",
         None,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         metavar="FIELD=VALUE,...",
     )
 
@@ -333,13 +334,15 @@ class LanguageSettings(Settings):
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 
     source_lang: str | None = option(
-        "Language of the source texts, in the tokenizer's notation (en_XX, en, eng_Latn).", None, resume=ALWAYS
+        "Language of the source texts, in the tokenizer's notation (en_XX, en, eng_Latn).",
+        None,
+        resume=ALWAYS_COMPARED,
     )
-    target_lang: str | None = option("Language of the target texts.", None, resume=ALWAYS)
+    target_lang: str | None = option("Language of the target texts.", None, resume=ALWAYS_COMPARED)
     forced_bos_token: str | None = option(
         "Language token that generation starts with (default: the target language, if target texts start with it).",
         None,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
 
 
@@ -350,13 +353,13 @@ class DataSettings(Settings):
     title: ClassVar[str] = "data"
 
     max_length: int = option(
-        "Number of tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS
+        "Number of tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS_COMPARED
     )
     max_eval_samples: int | None = option(
         "Use only the first N rows of each dev split.", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
     )
     per_device_train_batch_size: int = option(
-        "Number of examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS
+        "Number of examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS_COMPARED
     )
     per_device_eval_batch_size: int = option(
         "Number of examples per device and forward pass in evaluation.", 64, range=AT_LEAST_1
@@ -377,13 +380,13 @@ class RowSettings(DataSettings):
     group_by_length: bool = option(
         "Group examples of similar length into batches to reduce padding. The batches are still shuffled.",
         False,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     pad_to_multiple_of: int | None = option(
         "Pad each batch to a multiple of N tokens (8 is efficient on tensor cores).",
         None,
         range=AT_LEAST_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
 
 
@@ -416,32 +419,35 @@ class OptimizationSettings(Settings):
     optim: str = option(
         "Optimizer to use. Adafactor stores row and column statistics instead of two moments per weight.",
         "adamw",
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         choices=("adamw", "adafactor"),
     )
-    learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS)
+    learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS_COMPARED)
     weight_decay: float = option(
         "Decoupled weight decay. It is not applied to biases, norms, logits_proj and weights_proj.",
         0.0,
         range=AT_LEAST_0,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     adam_beta1: float = option(
-        "AdamW's decay rate for the mean of the gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS
+        "AdamW's decay rate for the mean of the gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS_COMPARED
     )
     adam_beta2: float = option(
-        "AdamW's decay rate for the mean of the squared gradients.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS
+        "AdamW's decay rate for the mean of the squared gradients.",
+        0.999,
+        range=FROM_0_BELOW_1,
+        resume=ALWAYS_COMPARED,
     )
-    adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
+    adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS_COMPARED)
     adafactor_scale_parameter: bool = option(
         "Scale Adafactor's steps by the root mean square of each parameter (as in T5's pretraining, with rate 1e-2).",
         False,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     adafactor_relative_step: bool = option(
         "Use Adafactor's schedule, min(1e-6 step, 1/sqrt(step)), instead of a learning rate, schedule and warm-up.",
         False,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     max_grad_norm: float = option(
         "Maximum gradient norm, above which gradients are clipped (0: no clipping).", 1.0, range=AT_LEAST_0
@@ -463,14 +469,14 @@ class OptimizationSettings(Settings):
     lr_scheduler_type: str = option(
         f"Learning-rate schedule: one of {', '.join(SCHEDULES)}.",
         "linear",
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         choices=SCHEDULES,
         metavar="NAME",
     )
     lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each object gets its own dictionary)
         "Additional arguments for the schedule, such as '{\"num_decay_steps\": 100}'.",
         {},
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
         metavar="JSON",
         type=parse_json_flag,
     )
@@ -479,10 +485,13 @@ class OptimizationSettings(Settings):
     )
     warmup_ratio: float = option("Share of all steps that is used for warm-up.", 0.0, range=FROM_0_BELOW_1)
     clipping_ratio: float | None = option(
-        "Share of all steps over which a clipped softmax is introduced.", None, range=BETWEEN_0_AND_1, resume=ALWAYS
+        "Share of all steps over which a clipped softmax is introduced.",
+        None,
+        range=BETWEEN_0_AND_1,
+        resume=ALWAYS_COMPARED,
     )
     seed: int = option(
-        "Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
+        "Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS_COMPARED
     )
     mixed_precision: str | None = option(
         "Precision of the forward pass (autocast). On CPUs, bf16 is only faster if the CPU has bfloat16 instructions. "
@@ -715,9 +724,10 @@ class TableSettings(FineTuningSettings):
         super().check()
         files = {split: getattr(self, f"{split}_file") for split in ("train", "validation", "test")}
         if any(files.values()) == (self.dataset_name is not None):
-            got = "both" if self.dataset_name is not None else "neither"
+            invalid_value = "both" if self.dataset_name is not None else "neither"
             raise ValueError(
-                f"Set either table files (--train_file, --validation_file, --test_file) or --dataset_name, got {got}."
+                f"Set either table files (--train_file, --validation_file, --test_file) or --dataset_name, "
+                f"got {invalid_value}."
             )
         if self.dataset_name is None:
             if not self.only_evaluates and not files["train"]:

@@ -102,7 +102,7 @@ class DatasetSplit:
         self.records: Iterator[TableRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
-    def class_names(self, label_column: str | None) -> list[str] | None:
+    def get_class_names(self, label_column: str | None) -> list[str] | None:
         """Return the class names if the label column contains class numbers, and None otherwise."""
         feature = self.features.get(label_column or "")
         feature = getattr(feature, "feature", feature)  # the feature of the list items, if labels are lists
@@ -116,8 +116,8 @@ def read_splits(settings: TableSettings) -> dict[str, DatasetSplit]:
         OSError: If a file or the dataset cannot be read.
         ValueError: If a file is not a table, or if there are no rows.
     """
-    unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
-    names = [name for name in SPLITS if not unread.get(name)]
+    unused_splits = {"train": settings.only_evaluates, "test": settings.skip_predict}
+    names = [name for name in SPLITS if not unused_splits.get(name)]
     if settings.dataset_name is None:
         paths = {name: getattr(settings, f"{name}_file") for name in names}
         splits = {name: DatasetSplit(_read_file_rows(files)) for name, files in paths.items() if files}
@@ -158,8 +158,10 @@ def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[s
             rows = read_dataset_rows(f"{source} ({split})", splits[split])
             sources[name] = DatasetSplit(rows, splits[split].features)
         elif split_name is not None:
-            known = ", ".join(map(str, splits))
-            raise ValueError(f"--{name}_split_name must be a non-empty split, got {split!r}. The splits are {known}.")
+            split_names = ", ".join(map(str, splits))
+            raise ValueError(
+                f"--{name}_split_name must be a non-empty split, got {split!r}. The splits are {split_names}."
+            )
     if not sources:
         raise ValueError(
             f"--dataset_name {source} has neither a dev nor a test split. Its splits are "

@@ -53,10 +53,10 @@ def read_glue_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> 
     if not rows:
         raise ValueError(f"{path} must contain at least one row, but is empty.")
     # `_split_header` has checked that all text columns exist.
-    text_at = [position for names in task.text_columns if (position := _find_column(header, names)) is not None]
-    label_at = _find_column(header, task.label_columns) if has_labels else None
-    index_at = None if has_labels else _find_column(header, ("index", "id"))
-    names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
+    text_positions = [position for names in task.text_columns if (position := _find_column(header, names)) is not None]
+    label_position = _find_column(header, task.label_columns) if has_labels else None
+    index_position = None if has_labels else _find_column(header, ("index", "id"))
+    names = ["index", *(f"text{i + 1}" for i in range(len(text_positions))), *(["label"] if has_labels else [])]
     columns: dict[str, list] = {name: [] for name in names}
     broken, empty = 0, []
     for position, (number, cells) in enumerate(rows):
@@ -68,14 +68,14 @@ def read_glue_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> 
                 f"{path}, line {number}: The row must have {len(header)} columns ({', '.join(header)}), got "
                 f"{len(cells)}."
             )
-        for i, at in enumerate(text_at):
-            columns[f"text{i + 1}"].append(cells[at])
-        if any(is_blank(cells[at]) for at in text_at):
+        for i, position in enumerate(text_positions):
+            columns[f"text{i + 1}"].append(cells[position])
+        if any(is_blank(cells[position]) for position in text_positions):
             empty.append(number)
-        columns["index"].append(cells[index_at] if index_at is not None else str(position))
-        if label_at is not None:
+        columns["index"].append(cells[index_position] if index_position is not None else str(position))
+        if label_position is not None:
             try:
-                columns["label"].append(parse_label(task, cells[label_at].strip()))
+                columns["label"].append(parse_label(task, cells[label_position].strip()))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if broken:
@@ -272,15 +272,15 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         self.labels = self.task.labels
         self.problem_type = "regression" if self.task.is_regression else "single_label_classification"
         self.configure_tokenizer(pair=len(self.task.text_columns) == 2)
-        splits, self.tests = self._load_splits()
+        splits, self.test_splits = self._load_splits()
         self.train = splits["train"]
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
         self.name, self.main_metric = self.task.folder, self.task.main_metric
         self.dev_predictions: dict[str, np.ndarray] = {}
         metrics = (*self.task.metrics, *(["combined_score"] if len(self.task.metrics) > 1 else []))
         suffixes = ("", "_mm")[: len(self.dev_splits)]
-        known = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
-        check_metric_for_best_model(settings.metric_for_best_model, known)
+        known_metrics = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
+        check_metric_for_best_model(settings.metric_for_best_model, known_metrics)
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:
@@ -293,12 +293,12 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
             splits[name] = splits[name].take(settings.max_eval_samples)
         if settings.skip_predict:
             return splits, []
-        tests = [(task, splits[name]) for name in task.test_splits if name in splits]
+        test_splits = [(task, splits[name]) for name in task.test_splits if name in splits]
         has_files = any((settings.train_file, settings.validation_file, settings.test_file))
         if task.name == "mnli" and (settings.data_dir is not None or not has_files):
             ax = load_ax_diagnostics(settings.data_dir)
-            tests += [(TASKS["ax"], ax)] if ax is not None else []
-        return splits, tests
+            test_splits += [(TASKS["ax"], ax)] if ax is not None else []
+        return splits, test_splits
 
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         predictions = self.dev_predictions[eval_set.split.name] = self._to_predictions(self.task, logits)
@@ -308,20 +308,20 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         """Convert logits to scores [rows] or to class ids of the task [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"task_name": self.task.name, **super().fingerprint()}
+    def get_fingerprint(self) -> dict[str, Any]:
+        return {"task_name": self.task.name, **super().get_fingerprint()}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         return {"task_name": self.task.name}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return dict(
             _format_submission(self.task, split, self.dev_predictions[split.name], "dev_") for split in self.dev_splits
         )
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         files: dict[str, str] = {}
-        for task, split in self.tests:
+        for task, split in self.test_splits:
             logits = self.predict_logits(self.make_eval_set(split))
             files |= [_format_submission(task, split, self._to_predictions(task, logits))]
         return {}, files

@@ -196,14 +196,18 @@ def _convert_tags_to_names(
 def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
     """Describe the first invalid tag, or return None if all tags are valid."""
     tagged = ((word, tag) for words, tags in sentences for word, tag in zip(words, tags, strict=True))
-    wrong = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
-    return None if wrong is None else f"Tags must be O, B-... or I-..., got {wrong[1]!r} for {wrong[0]!r}"
+    invalid_tag = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
+    return (
+        None
+        if invalid_tag is None
+        else f"Tags must be O, B-... or I-..., got {invalid_tag[1]!r} for {invalid_tag[0]!r}"
+    )
 
 
 def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
     """Describe why the tags in a `datasets` source cannot be read, or return None if they can be read."""
-    if wrong := [words for words, tags in sentences if len(words) != len(tags)]:
-        return f"There must be exactly one tag per word in {' '.join(wrong[0])[:60]!r}"
+    if mismatched_words := [words for words, tags in sentences if len(words) != len(tags)]:
+        return f"There must be exactly one tag per word in {' '.join(mismatched_words[0])[:60]!r}"
     if names is None and not all(isinstance(tag, str) for _, tags in sentences for tag in tags):
         return "Tags must be names, or the column must define names for its numbers"
     if names and not all(0 <= tag < len(names) for _, tags in sentences for tag in tags):
@@ -302,9 +306,9 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         for words, tags in self.splits.get(split, ()):
             for word, tag in zip(words, tags, strict=False):  # there is one tag per word, or no tags at all
                 if tag not in self.labels:
-                    known = ", ".join(sorted(self.labels))
+                    known_tags = ", ".join(sorted(self.labels))
                     raise ValueError(
-                        f"The {name} tags must be known to the model ({known}), got {tag!r} for {word!r} "
+                        f"The {name} tags must be known to the model ({known_tags}), got {tag!r} for {word!r} "
                         f"({' '.join(words):.60}). Correct the tag."
                     )
 
@@ -314,16 +318,18 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         If words are truncated, a warning is logged.
         """
         length, encoded = self.settings.max_length, list(map(self._encode, self.splits[split]))
-        cut = [
+        truncated_rows = [
             len(words) - 1 - max(positions, default=-1)
             for (words, _), (row, positions) in zip(self.splits[split], encoded, strict=True)
             if len(row["input_ids"]) == length
         ]
-        if any(cut):
+        if any(truncated_rows):
             message = (
                 "%s: %d of %d sentences have more than --max_length %d tokens. Their last %d words are truncated."
             )
-            logger.warning(message, split, len(list(filter(None, cut))), len(encoded), length, sum(cut))
+            logger.warning(
+                message, split, len(list(filter(None, truncated_rows))), len(encoded), length, sum(truncated_rows)
+            )
         return [row for row, _ in encoded], [positions for _, positions in encoded]
 
     def _encode(self, sentence: Sentence) -> tuple[dict[str, list[int]], dict[int, int]]:
@@ -338,7 +344,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
             row["labels"][position] = self.labels[tags[word]]
         return row, positions
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         return make_cross_entropy_objective(compute_logits)
 
     def prepare_evaluation(self) -> bool:
@@ -358,33 +364,33 @@ class NerFineTuning(FineTuningTask[NerSettings]):
     def _tag_sentences(self, split: str) -> tuple[list[list[str]], float]:
         """Predict the tags of each sentence, with "O" for truncated words, and compute the mean loss per word."""
 
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        def compute_outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
             logits = compute_logits(self.model, batch)
             tag_ids = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, max_length]
             # Sentences without tags have no loss, so the largest logit is returned to check that outputs are finite.
             return tag_ids, *compute_token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
         batches, positions = self.sets[split]
-        tag_ids, losses, counts, _ = self.run_model_on_rows(batches, outputs, split)
+        tag_ids, losses, counts, _ = self.run_model_on_rows(batches, compute_outputs, split)
         tags = [
-            [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
-            for row, at, (words, _) in zip(tag_ids, positions, self.splits[split], strict=True)
+            [self.names[int(row[word_positions[i]])] if i in word_positions else "O" for i in range(len(words))]
+            for row, word_positions, (words, _) in zip(tag_ids, positions, self.splits[split], strict=True)
         ]
         return tags, float(losses.sum() / max(counts.sum(), 1))
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return {
             "hash of the training data": _hash_sentences(self.splits["train"]),
             "tags of the model": sorted(self.labels),
         }
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": _hash_sentences(self.splits["validation"])}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         return {"eval_samples": len(self.splits["validation"])}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return {"dev.txt": _format_conll(self.splits["validation"], self.dev_tags)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -397,9 +403,9 @@ class NerFineTuning(FineTuningTask[NerSettings]):
             results |= {f"test_{name}": value for name, value in scores.items()}
         return results, {"test.txt": _format_conll(sentences, tags)}
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         if "test_f1" not in results:
-            return super().summary(results)
+            return super().format_summary(results)
         scores = ", ".join(f"{name} {results[f'test_{name}']:.4f}" for name in ENTITY_METRICS)
         return f"{super().summary(results)}\ntest ({results['test_samples']} sentences): {scores}; "
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.settings import (
-    ALWAYS,
+    ALWAYS_COMPARED,
     AT_LEAST_1,
     BETWEEN_0_AND_1,
     WITH_BEST_WEIGHTS,
@@ -51,7 +51,7 @@ class TextSettings(Settings):
         False,
     )
     shuffle_buffer_size: int = option(
-        "Number of blocks to hold in memory and shuffle.", 4096, range=AT_LEAST_1, resume=ALWAYS
+        "Number of blocks to hold in memory and shuffle.", 4096, range=AT_LEAST_1, resume=ALWAYS_COMPARED
     )
 
 
@@ -91,16 +91,16 @@ class MaskingSettings(Settings):
         "Probability that a token is masked. Different tokens are masked in each epoch.",
         0.15,
         range=BETWEEN_0_AND_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
-    whole_word_mask: bool = option("Mask whole words instead of tokens.", False, resume=ALWAYS)
+    whole_word_mask: bool = option("Mask whole words instead of tokens.", False, resume=ALWAYS_COMPARED)
     sentence_task: str | None = option(
         "Split each block into two segments, and also learn to predict whether the second segment follows the first "
         "one (nsp, as in BERT) or whether the segments are in the correct order (sop, as in ALBERT). The model then "
         "has a ...ForPreTraining class, and eval_sentence_accuracy is its accuracy on pairs (0.5 for guessing).",
         None,
         choices=SENTENCE_TASKS,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
 
 
@@ -125,7 +125,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         "or ELECTRA with is_decoder in its configuration) learns to predict the next token.",
         MASKED,
         choices=(MASKED, CAUSAL),
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     model_type: str | None = override_option(choices=MASKED_LM_TYPES)
 
@@ -151,13 +151,13 @@ class SpanNoiseSettings(Settings):
     title: ClassVar[str] = "noise"
 
     noise_density: float = option(
-        "Share of tokens to remove (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS
+        "Share of tokens to remove (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS_COMPARED
     )
     mean_noise_span_length: float = option(
         "Mean length of the removed spans in tokens (default: %(default)s).",
         3.0,
         range=AT_LEAST_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
 
 

@@ -214,7 +214,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     def load_model(self) -> PreTrainedModel:
         return models.load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
-    def objective(self) -> optimization.Objective:
+    def make_objective(self) -> optimization.Objective:
         return optimization.make_cross_entropy_objective(optimization.compute_target_logits)
 
     def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -223,9 +223,9 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.prepare.shuffle_input_tokens(batch)
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         lengths = {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
-        return {**lengths, **super().results()}
+        return {**lengths, **super().get_results()}
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:

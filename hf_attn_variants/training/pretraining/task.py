@@ -56,8 +56,8 @@ class HeldOutBlockDataset(Dataset):
         if not self.prepare.requires_other_block:
             return self.prepare(self.blocks[index], (0, index))
         # The other block is far away because neighboring blocks may come from the same article.
-        other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
-        return self.prepare(self.blocks[index], (0, index), other)
+        other_block = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
+        return self.prepare(self.blocks[index], (0, index), other_block)
 
 
 def make_stream_batches(
@@ -197,7 +197,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         """
         return read_blocks(sources, self.tokenizer, self.prepare.block_length, self.prepare.separator, limit)
 
-    def training_batches(self) -> TrainingBatchSource:
+    def make_training_batches(self) -> TrainingBatchSource:
         if self.text.train:
             self.read_blocks(self.text.train, 1)
         return make_stream_batches(self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare)
@@ -238,25 +238,25 @@ class Pretraining(FineTuningTask[PretrainingT]):
             sentence task.
         """
 
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+        def compute_outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (self.compute_example_statistics(self.model, transform(batch)),)
 
-        rows = self.run_model_on_rows(self.dev_batches, outputs, "dev")[0]
+        rows = self.run_model_on_rows(self.dev_batches, compute_outputs, "dev")[0]
         sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU because not every device supports float64
         triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return self.text.train_fingerprint
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         return self.text.dev_fingerprint
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         self.epoch = loop.state.epoch
         return model
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         # Evaluate the model without word order and without attention.
         shuffled = self._compute_mean_metrics(self.shuffle)[0][0]
         with zero_attention(self.accelerator.unwrap_model(self.model)):
@@ -264,10 +264,10 @@ class Pretraining(FineTuningTask[PretrainingT]):
         context_results = compute_context_results(self.metrics["loss"], shuffled, zeroed)
         return {"eval_samples": len(self.dev_batches[1]), **context_results}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         if "eval_loss" not in results:
             return "no held-out text; "
         if not results["gate_passed"]:
@@ -359,7 +359,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     def load_model(self) -> PreTrainedModel:
         return models.load_or_make_model(self.settings, self.config, AutoModelForCausalLM, requires_all_weights=True)
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         return make_cross_entropy_objective(compute_causal_logits)
 
     def compute_example_statistics(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -412,7 +412,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
 
     base_model = model.base_model
 
-    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits, labels, sentence_logits = _compute_masked_lm_logits(model, base_model, batch)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         if sentence_logits is None:
@@ -421,7 +421,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
             sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
-    return Objective(loss_sum=loss_sum, count=count_labels, applies_head_to_items_only=True)
+    return Objective(loss_sum=compute_loss_sum, count=count_labels, applies_head_to_items_only=True)
 
 
 def _compute_masked_lm_logits(
@@ -431,19 +431,19 @@ def _compute_masked_lm_logits(
 
     The sentence logits are None if there is no sentence task.
     """
-    chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
+    is_labeled = batch["labels"] != IGNORED_LABEL  # [b, n]
 
-    def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
-        output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
+    def keep_labeled_positions(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
+        output["last_hidden_state"] = output["last_hidden_state"][is_labeled]  # [m, hidden size]
         return output
 
     # The whole model is called because DDP and FSDP add hooks to its forward method.
-    hook = base_model.register_forward_hook(keep_chosen)
+    hook = base_model.register_forward_hook(keep_labeled_positions)
     try:
         output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
     finally:
         hook.remove()
-    labels = batch["labels"][chosen]
+    labels = batch["labels"][is_labeled]
     if "sentence_labels" not in batch:
         return output.logits.float(), labels, None
     sentence = output.sop_logits if "sop_logits" in output else output.seq_relationship_logits
@@ -499,7 +499,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         self.unwrapped_model = model
         return model
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         sentence_weight = self.settings.mlm_probability * self.prepare.block_length
         return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 

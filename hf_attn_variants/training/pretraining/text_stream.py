@@ -83,21 +83,21 @@ class TextFile:
 
 def _read_lines(file: BinaryIO, has_carriage_returns: bool) -> Iterator[bytes]:
     """Yield the lines of a file. Lines that exceed the maximum article size are split, between words if possible."""
-    rest = b""
-    while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
-        line, rest = rest + line, b""
+    remaining_bytes = b""
+    while line := file.readline(MAX_ARTICLE_BYTES - len(remaining_bytes)):
+        line, remaining_bytes = remaining_bytes + line, b""
         if has_carriage_returns:
-            *whole, line = line.splitlines(keepends=True)
-            yield from whole
+            *complete_lines, line = line.splitlines(keepends=True)
+            yield from complete_lines
             if not line.endswith(b"\n") and len(line) < MAX_ARTICLE_BYTES:
-                rest = line
+                remaining_bytes = line
                 continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
-            cut = line.rfind(b" ") + 1 or _find_last_character_start(line) or len(line)
-            line, rest = line[:cut], line[cut:]
+            split_position = line.rfind(b" ") + 1 or _find_last_character_start(line) or len(line)
+            line, remaining_bytes = line[:split_position], line[split_position:]
         yield line
-    if rest:
-        yield rest
+    if remaining_bytes:
+        yield remaining_bytes
 
 
 def _find_last_character_start(line: bytes) -> int:
@@ -369,23 +369,23 @@ def pack_blocks(
         The token ids of each block [length], and the position at which the block starts.
     """
     reserved = _get_reserved_ids(tokenizer)
-    rest = np.empty(0, dtype=np.int64)
+    remaining_tokens = np.empty(0, dtype=np.int64)
     # The index in `rest` and the position of each article that starts in `rest`.
-    begins: list[tuple[int, TextPosition]] = []
+    article_starts: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
         for offset, tokens in _tokenize_articles(source, tokenizer, first, separator_id, reserved):
             skipped = start.token if (shard, offset) == start[:2] else 0
-            begins.append((len(rest), TextPosition(shard, offset, skipped)))
-            rest = np.concatenate([rest, tokens[skipped:]])
-            whole = len(rest) // length
-            for i in range(whole):
-                yield rest[i * length : (i + 1) * length], _get_text_position(begins, i * length)
-            if whole:
-                begins = _shift_article_starts(begins, whole * length)
-                rest = rest[whole * length :]
-    if len(rest):
-        yield rest, _get_text_position(begins, 0)
+            article_starts.append((len(remaining_tokens), TextPosition(shard, offset, skipped)))
+            remaining_tokens = np.concatenate([remaining_tokens, tokens[skipped:]])
+            num_blocks = len(remaining_tokens) // length
+            for i in range(num_blocks):
+                yield remaining_tokens[i * length : (i + 1) * length], _get_text_position(article_starts, i * length)
+            if num_blocks:
+                article_starts = _shift_article_starts(article_starts, num_blocks * length)
+                remaining_tokens = remaining_tokens[num_blocks * length :]
+    if len(remaining_tokens):
+        yield remaining_tokens, _get_text_position(article_starts, 0)
 
 
 def _tokenize_articles(
@@ -430,8 +430,8 @@ def _shift_article_starts(
 ) -> list[tuple[int, TextPosition]]:
     """Return the article starts after the first `num_removed` tokens are removed from `rest` (see `pack_blocks`)."""
     # The remaining part of the article that contains the cut starts at index 0.
-    later = [(begin - num_removed, place) for begin, place in article_starts if begin > num_removed]
-    return [(0, _get_text_position(article_starts, num_removed)), *later]
+    later_starts = [(begin - num_removed, place) for begin, place in article_starts if begin > num_removed]
+    return [(0, _get_text_position(article_starts, num_removed)), *later_starts]
 
 
 def read_blocks(
@@ -529,8 +529,10 @@ class TextStream(IterableDataset):
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
             # Every process must take part in the step, so a process without a row receives a copy of the last row.
-            taken = [batch[i] for i in share] or batch[-1:]
-            prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
+            own_blocks = [batch[i] for i in share] or batch[-1:]
+            prepared = [
+                self.prepare(block, (self.epoch, number), *other_block) for number, block, _, other_block in own_blocks
+            ]
             if not len(share):
                 row = prepared[0]
                 prepared = [row | {key: np.full_like(row[key], IGNORED_LABEL) for key in row if "label" in key}]
@@ -549,9 +551,14 @@ class TextStream(IterableDataset):
             generator = np.random.default_rng((self.seed, WINDOW_ORDER, self.epoch, window))
             shuffled = generator.permutation(len(window_blocks))
             for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
-                other = window_blocks[following][0] if len(window_blocks) > 1 else None
+                other_block = window_blocks[following][0] if len(window_blocks) > 1 else None
                 if number >= self._used:
-                    yield number, window_blocks[i][0], position, (other,) if self.prepare.requires_other_block else ()
+                    yield (
+                        number,
+                        window_blocks[i][0],
+                        position,
+                        (other_block,) if self.prepare.requires_other_block else (),
+                    )
                 number += 1
             window += 1
 

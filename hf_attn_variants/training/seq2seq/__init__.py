@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ...glue_tasks import TASKS
 from ..engine.settings import (
-    ALWAYS,
+    ALWAYS_COMPARED,
     AT_LEAST_1,
     FROM_0_BELOW_1,
     SPLITS,
@@ -195,13 +195,13 @@ class Seq2SeqSettings(
         None,
     )
     max_target_length: int | None = option(
-        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS
+        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS_COMPARED
     )
     label_smoothing_factor: float = option(
         "Share of each label's weight that is distributed over all tokens.",
         0.0,
         range=FROM_0_BELOW_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     model_type: str | None = override_option(choices=("t5", "bart", "marian"))
     learning_rate: float = override_option(3e-4)
@@ -230,5 +230,5 @@ class Seq2SeqSettings(
         }
         used = [kind for kind, is_used in kinds.items() if is_used]
         if len(used) != 1:
-            got = " and ".join(used) if used else "none"
-            raise ValueError(f"Set exactly one source of text ({'; or '.join(kinds)}), got {got}.")
+            invalid_value = " and ".join(used) if used else "none"
+            raise ValueError(f"Set exactly one source of text ({'; or '.join(kinds)}), got {invalid_value}.")

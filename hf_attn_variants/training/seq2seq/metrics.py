@@ -18,8 +18,8 @@ from . import check_text_metrics
 logger = logging.getLogger(__name__)
 
 # The prefixes of Unicode names for letters in scripts without spaces between words.
-KANA = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
-UNSPACED = ("CJK", *KANA, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+KANA_SCRIPTS = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
+UNSPACED_SCRIPTS = ("CJK", *KANA_SCRIPTS, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 # The minimum shares of letters for choosing a tokenizer. The Chinese tokenizer splits words in other scripts in the
 # same way as 13a, so a small share of Chinese letters is enough. The "char" tokenizer splits words into characters.
 MIN_CHINESE_SHARE, MIN_KANA_SHARE, MIN_OTHER_SHARE = 0.1, 0.05, 0.1
@@ -49,11 +49,11 @@ def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = N
     language = LANGUAGES.get(re.split(r"[^a-z]", (target_lang or "").lower())[0])
     if language is None:
         counts = _count_scripts(references)
-        total, kana = sum(counts.values()), sum(counts[name] for name in KANA)
+        total, kana = sum(counts.values()), sum(counts[name] for name in KANA_SCRIPTS)
         chinese = counts["CJK"] + counts["BOPOMOFO"] + kana
-        other = sum(counts[name] for name in UNSPACED) - chinese
+        other_count = sum(counts[name] for name in UNSPACED_SCRIPTS) - chinese
         language = "13a"
-        if other > max(MIN_OTHER_SHARE * total, chinese):
+        if other_count > max(MIN_OTHER_SHARE * total, chinese):
             language = "char"
         elif chinese > MIN_CHINESE_SHARE * total:
             language = "ja" if kana > MIN_KANA_SHARE * chinese else "zh"
@@ -92,7 +92,7 @@ def _count_scripts(texts: Iterable[str]) -> Counter[str]:
 def _get_unspaced_script(character: str) -> str:
     """Return the script of a letter if the script has no spaces between words, and "" otherwise."""
     name = unicodedata.name(character, "")
-    return next((script for script in UNSPACED if name.startswith(script)), "")
+    return next((script for script in UNSPACED_SCRIPTS if name.startswith(script)), "")
 
 
 class UnicodeTokenizer:
@@ -216,7 +216,7 @@ def _load_evaluate_metric(name: str) -> TextMetric:
         formats = metric.features if isinstance(metric.features, list) else [metric.features]
         takes_one = all(isinstance(columns["references"], Value) for columns in formats)
 
-        def score(predictions: Sequence[str], references: References) -> dict[str, float]:
+        def compute_scores(predictions: Sequence[str], references: References) -> dict[str, float]:
             if takes_one and any(len(row) > 1 for row in references):
                 raise ValueError(
                     f"--metrics {name} requires a single reference per text, but some rows have several references. "
@@ -226,7 +226,7 @@ def _load_evaluate_metric(name: str) -> TextMetric:
             values = metric.compute(predictions=list(predictions), references=rows)
             return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
 
-        names = tuple(score(TRIAL_TEXTS, [(text,) for text in TRIAL_TEXTS]))
+        names = tuple(compute_scores(TRIAL_TEXTS, [(text,) for text in TRIAL_TEXTS]))
     except Exception as error:  # custom code can raise any exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
@@ -234,7 +234,7 @@ def _load_evaluate_metric(name: str) -> TextMetric:
         ) from error
     if not names:
         raise ValueError(f"--metrics {name} does not return a number for texts and references. Use another metric.")
-    return TextMetric(names, score)
+    return TextMetric(names, compute_scores)
 
 
 def score_texts(

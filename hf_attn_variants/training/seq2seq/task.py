@@ -270,8 +270,10 @@ def parse_glue_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndar
     if task.labels is None:
         return np.array([_parse_score(text) for text in texts])
     names = {name: i for i, name in enumerate(task.labels)}
-    wrong = (np.asarray(labels) + 1) % len(names)
-    return np.array([names.get(text.strip(), other) for text, other in zip(texts, wrong, strict=True)])
+    wrong_labels = (np.asarray(labels) + 1) % len(names)
+    return np.array(
+        [names.get(text.strip(), wrong_label) for text, wrong_label in zip(texts, wrong_labels, strict=True)]
+    )
 
 
 def _parse_score(text: str) -> float:
@@ -315,13 +317,13 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     }
     labels = np.asarray(loaded[dev].data["label"])
 
-    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    def compute_scores(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         # Predictions are compared with the exact scores instead of the rounded scores in the text.
         true = labels[: len(texts)]
         return compute_glue_metrics(task.metrics, parse_glue_predictions(task, texts, true), true)
 
     names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
-    return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
+    return Seq2SeqData(splits, compute_scores, names, task.main_metric, {"task_name": task.name})
 
 
 def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
@@ -344,11 +346,11 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
         keys = [] if name == "train" else [{"id": question.id} for question in questions]
         splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
 
-    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    def compute_scores(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
         return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
 
-    return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
+    return Seq2SeqData(splits, compute_scores, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
 
 
 def _count_text_tokens(ids: Tensor, eos_token_id: int | Sequence[int] | None) -> Tensor:
@@ -356,8 +358,8 @@ def _count_text_tokens(ids: Tensor, eos_token_id: int | Sequence[int] | None) ->
     ends = torch.isin(
         ids, torch.as_tensor([] if eos_token_id is None else eos_token_id, device=ids.device).view(-1).to(ids.dtype)
     )
-    before = ends.cumsum(-1) == 0
-    return before.sum(-1) + ends.any(-1)
+    is_before_end = ends.cumsum(-1) == 0
+    return is_before_end.sum(-1) + ends.any(-1)
 
 
 def get_beam_suffix(position: int, num_beams: int) -> str:
@@ -457,7 +459,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             self.target_start.apply_to(model)
         return model
 
-    def objective(self) -> optimization.Objective:
+    def make_objective(self) -> optimization.Objective:
         return optimization.make_cross_entropy_objective(
             optimization.compute_target_logits, self.settings.label_smoothing_factor
         )
@@ -495,14 +497,14 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     def compute_loss(self) -> float:
         """Compute the mean cross-entropy in nats over the target tokens of the dev split, without label smoothing."""
 
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+        def compute_outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             term = optimization.compute_token_cross_entropy(
                 optimization.compute_target_logits(self.model, batch), batch["labels"]
             )
             return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
 
         batches = self.batches["dev"]
-        rows = self.run_model_on_rows(batches, outputs, "dev loss")[0]
+        rows = self.run_model_on_rows(batches, compute_outputs, "dev loss")[0]
         # The losses are summed in batch order because floating-point sums depend on the order.
         total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
         return total / max(tokens, 1)
@@ -562,10 +564,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         scores = {} if references is None else self.data.score(texts, references)
         return {**scores, **times}, texts
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         dev = self.data.splits.get("dev")
         rows = []
         if dev is not None and dev.references is not None:
@@ -573,13 +575,13 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         # Evaluations during training use the first number of beams.
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         return {"eval_samples": len(self.data.splits["dev"])}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         return self.data.results
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return dict([_format_predictions(self.data.splits["dev"], self.dev_texts)])
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -592,7 +594,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
         return {**results, "test_samples": len(test)}, dict([_format_predictions(test, texts)])
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         lines = [
             f"{split} ({results[f'{prefix}samples']} rows): {self._format_scores(results, prefix)}\n"
             for prefix, split in (("eval_", "dev"), ("test_", "test"))

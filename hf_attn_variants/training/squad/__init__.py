@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.settings import (
-    A_NUMBER,
-    ALWAYS,
+    ALWAYS_COMPARED,
+    ANY_NUMBER,
     AT_LEAST_0,
     AT_LEAST_1,
     WITH_BEST_WEIGHTS,
@@ -42,13 +42,13 @@ class SquadSettings(FineTuningSettings):
     validation_file: str | None = option("File with dev questions in the same format.", None, resume=WITH_BEST_WEIGHTS)
     test_file: str | None = option("File with questions to answer. Answers in the file are ignored.", None)
     version_2_with_negative: bool = option(
-        "Use SQuAD v2.0, in which some questions have no answer.", False, resume=ALWAYS
+        "Use SQuAD v2.0, in which some questions have no answer.", False, resume=ALWAYS_COMPARED
     )
     null_score_diff_threshold: float = option(
         "For v2.0, predict no answer if its score exceeds the best answer's score by more than this value (default: "
         "%(default)s).",
         0.0,
-        range=A_NUMBER,
+        range=ANY_NUMBER,
         resume=WITH_BEST_WEIGHTS,
     )
     doc_stride: int | None = option(
@@ -56,13 +56,13 @@ class SquadSettings(FineTuningSettings):
         "tokens if there are at most 128).",
         None,
         range=AT_LEAST_0,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     max_query_length: int = option(
         "Maximum length of a question in tokens. Longer questions are truncated (default: %(default)s).",
         64,
         range=AT_LEAST_1,
-        resume=ALWAYS,
+        resume=ALWAYS_COMPARED,
     )
     n_best_size: int = option(
         "Number of answers in the n-best file (default: %(default)s).",

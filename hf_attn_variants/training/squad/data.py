@@ -126,18 +126,18 @@ def _get_value(parent: Any, key: str, expected_type: type, error_prefix: str) ->
     """
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, expected_type):
-        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{error_prefix} "{key}" in the SQuAD format, got {got}.')
+        invalid_value = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        raise ValueError(f'{error_prefix} "{key}" in the SQuAD format, got {invalid_value}.')
     return value
 
 
 def _read_answers(qa: dict[str, Any], context: str, location: str) -> tuple[Answer, ...]:
     """Return the answers to a question, and check that they are in the context."""
-    impossible = qa.get("is_impossible", False)
-    if not isinstance(impossible, bool):  # the string "false" would be treated as true
-        raise ValueError(f"{location}: is_impossible must be true or false, got {impossible!r:.60}.")
+    is_impossible = qa.get("is_impossible", False)
+    if not isinstance(is_impossible, bool):  # the string "false" would be treated as true
+        raise ValueError(f"{location}: is_impossible must be true or false, got {is_impossible!r:.60}.")
     id_place = f"{location} (id {qa.get('id')})"
-    if impossible:
+    if is_impossible:
         if qa.get("answers"):
             raise ValueError(
                 f"{id_place}: answers must be empty if is_impossible is true. Move plausible answers to "
@@ -400,19 +400,19 @@ def _set_answer_position(window: Window, answer: Answer, is_first: bool, is_last
     Returns:
         The window with the position of the answer, or the unchanged window if it does not contain the whole answer.
     """
-    begins, ends = window.offsets[:, 0], window.offsets[:, 1]
+    token_starts, token_ends = window.offsets[:, 0], window.offsets[:, 1]
     # Find the tokens that overlap with the answer. Empty tokens, such as SentencePiece's space, are ignored.
-    filled = np.flatnonzero(ends > begins)
-    inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
+    filled = np.flatnonzero(token_ends > token_starts)
+    inside = filled[(token_starts[filled] < answer.start + len(answer.text)) & (token_ends[filled] > answer.start)]
     if not len(inside):
         return window
     # Spaces, soft hyphens and combining accents may not belong to any token, so characters without a token do not mean
     # that the answer is cut off. It is only cut off if its first or last token is at the edge of the window.
     spaces = len(answer.text) - len(answer.text.lstrip())
     text_end = answer.start + len(answer.text.rstrip())
-    if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
+    if not is_first and inside[0] == filled[0] and token_starts[inside[0]] > answer.start + spaces:
         return window
-    if not is_last and inside[-1] == filled[-1] and ends[inside[-1]] < text_end:
+    if not is_last and inside[-1] == filled[-1] and token_ends[inside[-1]] < text_end:
         return window
     first, last = (int(window.context_begin + i) for i in (inside[0], inside[-1]))
     return replace(window, start=first, end=last)
@@ -438,8 +438,8 @@ def make_window_collator(
             ]
         batch = dict(tokenizer.pad(rows, padding=True, pad_to_multiple_of=pad_to_multiple_of, return_tensors="pt"))
         if marks_questions:
-            begins = torch.tensor([window.context_begin for window in windows])
-            batch[GLOBAL_MASK] = (torch.arange(batch["input_ids"].shape[1]) < begins[:, None]).long()
+            context_starts = torch.tensor([window.context_begin for window in windows])
+            batch[GLOBAL_MASK] = (torch.arange(batch["input_ids"].shape[1]) < context_starts[:, None]).long()
         batch["start_positions"] = torch.tensor([window.start for window in windows])
         batch["end_positions"] = torch.tensor([window.end for window in windows])
         return batch
@@ -519,8 +519,8 @@ def extract_predictions(
     nulls: list[Span | None] = [None] * len(questions)
     for window, starts, ends in zip(windows, start_logits, end_logits, strict=True):
         null = Span("", float(starts[NO_ANSWER]), float(ends[NO_ANSWER]))
-        earlier = nulls[window.question]
-        nulls[window.question] = null if earlier is None or null.score < earlier.score else earlier
+        earlier_score = nulls[window.question]
+        nulls[window.question] = null if earlier_score is None or null.score < earlier_score.score else earlier_score
         context, question_spans = questions[window.question].context, spans[window.question]
         inside = slice(window.context_begin, window.context_begin + len(window.offsets))
         for characters, span in _find_window_spans(
@@ -543,11 +543,11 @@ def _find_window_spans(
     offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, context: str, n_best: int, max_answer_length: int
 ) -> list[tuple[tuple[int, int], Span]]:
     """Find the best spans in a window, each with its start and end (exclusive) in characters of the context."""
-    usable = offsets[:, 1] > offsets[:, 0]
-    first = np.argsort(-np.where(usable, starts, -np.inf), kind="stable")[:n_best]
-    last = np.argsort(-np.where(usable, ends, -np.inf), kind="stable")[:n_best]
+    is_usable = offsets[:, 1] > offsets[:, 0]
+    first = np.argsort(-np.where(is_usable, starts, -np.inf), kind="stable")[:n_best]
+    last = np.argsort(-np.where(is_usable, ends, -np.inf), kind="stable")[:n_best]
     length = last[None, :] - first[:, None] + 1
-    valid = (length >= 1) & (length <= max_answer_length) & usable[first][:, None] & usable[last][None, :]
+    valid = (length >= 1) & (length <= max_answer_length) & is_usable[first][:, None] & is_usable[last][None, :]
     rows, columns = np.nonzero(valid)
     order = np.argsort(-(starts[first[rows]] + ends[last[columns]]), kind="stable")[:n_best]
     spans = []
@@ -625,8 +625,8 @@ def score_answer(prediction: str, references: Sequence[str], score_if_both_empty
     """
     references = references or [""]
     return (
-        max(compute_exact_match(prediction, truth) for truth in references),
-        max(compute_token_f1(prediction, truth, score_if_both_empty) for truth in references),
+        max(compute_exact_match(prediction, reference) for reference in references),
+        max(compute_token_f1(prediction, reference, score_if_both_empty) for reference in references),
     )
 
 
@@ -691,10 +691,10 @@ def compute_squad_metrics(
         compute_squad_metrics([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
         ```
     """
-    truths = {q.id: [answer.text for answer in q.answers] for q in questions}
+    references = {q.id: [answer.text for answer in q.answers] for q in questions}
     if null_odds is not None:
-        return _compute_squad_v2_metrics(truths, predictions, null_odds, no_answer_threshold)
-    exact, f1 = _compute_means([score_answer(predictions[key], right) for key, right in truths.items()])
+        return _compute_squad_v2_metrics(references, predictions, null_odds, no_answer_threshold)
+    exact, f1 = _compute_means([score_answer(predictions[key], right) for key, right in references.items()])
     return {"exact_match": exact, "f1": f1}
 
 

@@ -19,7 +19,7 @@ from ..engine.optimization import Objective
 from . import SquadSettings
 from . import data as squad_data
 
-POSITIONS = ("start_positions", "end_positions")
+ANSWER_POSITIONS = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class QuestionSet:
 
 def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Compute the logits for the start and end of the answer [b, n, 2], with the lowest possible value for padding."""
-    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in ANSWER_POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
         inputs["use_cache"] = False  # a cache of the decoder's keys and values would never be read
     outputs = model(**inputs)
@@ -51,7 +51,7 @@ def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss of each window [b] from logits [b, n, 2]."""
-    labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
+    labels = torch.stack([batch[name] for name in ANSWER_POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
@@ -103,10 +103,10 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.rows = self._make_windows(self.train, for_training=True)
         return model
 
-    def lengths(self) -> list[int]:
+    def get_lengths(self) -> list[int]:
         return [len(window.input_ids) for window in self.rows]
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         """Return the mean of the cross-entropies of the answer's start and end as the objective."""
         return Objective(
             loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
@@ -145,22 +145,22 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
         return padded, _compute_losses(logits, batch)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         return {
             "training examples": len(self.train),
             "hash of the training data": squad_data.hash_questions(self.train),
         }
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": squad_data.hash_questions(self.splits["dev"])}
 
-    def dev_results(self) -> dict[str, Any]:
+    def get_dev_results(self) -> dict[str, Any]:
         return {"eval_samples": len(self.dev.questions), "eval_windows": len(self.dev.windows)}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         return {"train_samples": len(self.train), "train_windows": len(self.rows)}
 
-    def predictions(self) -> dict[str, str]:
+    def get_prediction_files(self) -> dict[str, str]:
         return self._format_prediction_files("dev", self.dev_predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -168,7 +168,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
             "test", self._predict_answers(self.test)[0]
         ) if self.test is not None else {}
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
         rows = f"{results['eval_samples']} questions, {results['eval_windows']} windows"
         return f"{self.name} dev ({rows}): {scores}; "

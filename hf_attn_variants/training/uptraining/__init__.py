@@ -61,7 +61,7 @@ class UptrainingTextSettings(BleuSettings):
     )
     dataset_config_name: str | None = override_option(owner=TextSettings)
     keep_whitespace: bool = override_option(owner=TextSettings)
-    # `resume` is None because `UptrainingStream.fingerprint` checks this value if the run reads a stream.
+    # `resume` is None because `UptrainingStream.get_fingerprint` checks this value if the run reads a stream.
     shuffle_buffer_size: int = override_option(
         help="Number of blocks of a stream to hold in memory and shuffle.",
         resume=None,

@@ -18,7 +18,7 @@ from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind
 from ...registration import get_max_input_length
 from ..engine.models import iterate_attention_modules
-from ..engine.optimization import Term, compute_token_cross_entropy, sum_values_per_example
+from ..engine.optimization import LossTerm, compute_token_cross_entropy, sum_values_per_example
 from . import SPAN_CORRUPTION, UptrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ ENCODER, DECODER = "encoder", "decoder"
 PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
 # The key of the teacher's scores in `variances`. All other keys are pairs of a layer kind and a side.
-SCORES = ("logits", ENCODER)
+SCORE_STATISTICS = ("logits", ENCODER)
 
 
 @dataclass
@@ -72,12 +72,12 @@ class ActivationRecorder:
     def _add_output_hook(self, module: nn.Module, stack: str) -> None:
         """Add a hook that records the outputs of a module."""
 
-        def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
+        def record_output(_: nn.Module, inputs: Any, output: Tensor) -> None:
             # Gradient checkpointing also calls the module during the backward pass.
             if self._outputs is not None:
                 self._outputs.setdefault(stack, []).append(output)  # ALBERT's layers share one module
 
-        module.register_forward_hook(keep)
+        module.register_forward_hook(record_output)
 
     def run(self, model: nn.Module, inputs: dict[str, Tensor], hidden_states: bool = False) -> Activations:
         """Run the model on a batch.
@@ -120,7 +120,7 @@ class ChunkLayout(NamedTuple):
         length: The number of tokens per text n, including padding.
     """
 
-    real: Tensor
+    is_real: Tensor
     texts: int
     length: int
 
@@ -129,9 +129,9 @@ class ChunkLayout(NamedTuple):
 
         Pieces that were omitted are filled with zeros.
         """
-        whole = states.new_zeros(len(self.real), *states.shape[1:])
-        whole[self.real] = states
-        return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
+        joined = states.new_zeros(len(self.is_real), *states.shape[1:])
+        joined[self.is_real] = states
+        return joined.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
 def split_into_chunks(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], ChunkLayout]:
@@ -146,9 +146,9 @@ def split_into_chunks(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[s
     """
     texts, tokens = inputs["attention_mask"].shape
     filled = -tokens % length
-    cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
-    real = cut["attention_mask"].any(1)
-    return {name: tensor[real] for name, tensor in cut.items()}, ChunkLayout(real, texts, tokens)
+    pieces = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
+    is_real = pieces["attention_mask"].any(1)
+    return {name: tensor[is_real] for name, tensor in pieces.items()}, ChunkLayout(is_real, texts, tokens)
 
 
 class Teacher:
@@ -212,7 +212,7 @@ class Teacher:
                     for moment, states in zip(layer_moments, layers, strict=True):
                         moment.add(states[masks[side].bool()])
             if self.recorder.answer is LogitsKind.SCORES and activations.logits is not None:
-                moments.setdefault(SCORES, [_Moments()])[0].add(activations.logits)
+                moments.setdefault(SCORE_STATISTICS, [_Moments()])[0].add(activations.logits)
         self.variances = {key: [moment.variance() for moment in entries] for key, entries in moments.items()}
 
 
@@ -237,7 +237,7 @@ class _Moments:
 
 def compute_layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
-) -> Term:
+) -> LossTerm:
     """Compute the squared error of each token relative to the variance, averaged over layers.
 
     The error is 0 if student and teacher are identical, and 1 on average if the student always returns the mean of the
@@ -259,7 +259,7 @@ def compute_layer_error(
     return (errors * mask).sum(-1) / len(student), mask.sum(-1)
 
 
-def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> LossTerm:
     """Compute the Kullback-Leibler divergence of the student from the teacher in nats (arXiv 1503.02531).
 
     Args:
@@ -275,14 +275,14 @@ def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | N
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
         mask = torch.ones(student.shape[:2], device=student.device)
-    chosen = mask.bool()  # [b, n], to which the computation is limited because the vocabulary is large
-    log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
-    log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
+    is_counted = mask.bool()  # [b, n], to which the computation is limited because the vocabulary is large
+    log_student = functional.log_softmax(student[is_counted].float() / temperature, dim=-1)
+    log_teacher = functional.log_softmax(teacher[is_counted].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-    return sum_values_per_example(divergence * temperature**2, chosen), chosen.sum(-1)
+    return sum_values_per_example(divergence * temperature**2, is_counted), is_counted.sum(-1)
 
 
-def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> LossTerm:
     """Compute the Kullback-Leibler divergence for independent label probabilities (sigmoid outputs), in nats.
 
     Args:
@@ -300,7 +300,7 @@ def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | No
     return compute_logits_divergence(student, teacher, mask, temperature)
 
 
-def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
+def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> LossTerm:
     """Compute the squared error of each example's scores [b, scores], relative to the variance (a scalar).
 
     Returns:
@@ -310,7 +310,7 @@ def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> 
     return errors, torch.ones_like(errors)
 
 
-def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
+def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> LossTerm:
     """Compute the cosine distance between mean-pooled sentence embeddings.
 
     Args:
@@ -351,13 +351,15 @@ def check_teacher_config(
         # The first field is for the encoder. The field for the decoder has different names in T5 and BART.
         rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
-        value, other = getattr(student, name, None), getattr(teacher, name, None)
-        if value != other:
-            raise ValueError(f"--teacher must have the same {name} as the model ({value}), got {other}. {reason}")
+        student_value, teacher_value = getattr(student, name, None), getattr(teacher, name, None)
+        if student_value != teacher_value:
+            raise ValueError(
+                f"--teacher must have the same {name} as the model ({student_value}), got {teacher_value}. {reason}"
+            )
 
 
 # The entries of a batch that are not model inputs (targets, and the position in a text stream).
-NOT_INPUTS = ("labels", "position", "examples")
+NON_INPUT_KEYS = ("labels", "position", "examples")
 # The `TermWeights` field for each term.
 WEIGHT_BY_TERM = {
     "cross_entropy": "cross_entropy",
@@ -396,7 +398,7 @@ class TermWeights:
 
 def get_model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of a batch that are model inputs."""
-    return {key: value for key, value in batch.items() if key not in NOT_INPUTS}
+    return {key: value for key, value in batch.items() if key not in NON_INPUT_KEYS}
 
 
 class UptrainingObjective:
@@ -430,13 +432,15 @@ class UptrainingObjective:
         """Compute the loss of a batch, multiplied by the number of items (see `count`)."""
         return self.sum_terms(self.compute_terms(model, batch)) * self.count(batch)
 
-    def sum_terms(self, terms: dict[str, Term]) -> Tensor:
+    def sum_terms(self, terms: dict[str, LossTerm]) -> Tensor:
         """Compute the weighted sum of the terms' means."""
         weights = {name: getattr(self.weights, WEIGHT_BY_TERM[name]) for name in terms}
         losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
 
-    def compute_terms(self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False) -> dict[str, Term]:
+    def compute_terms(
+        self, model: nn.Module, batch: dict[str, Tensor], evaluating: bool = False
+    ) -> dict[str, LossTerm]:
         """Compute each term for each example.
 
         Args:
@@ -448,16 +452,18 @@ class UptrainingObjective:
         weights, labels = self.weights, batch.get("labels")
         inputs = get_model_inputs(batch)
         # If the teacher returns hidden states, evaluations include the embedding distance regardless of the weights.
-        embeds = self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
-        student = self.recorder.run(
-            model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
+        compares_embeddings = (
+            self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
         )
-        terms: dict[str, Term] = {}
+        student = self.recorder.run(
+            model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and compares_embeddings)
+        )
+        terms: dict[str, LossTerm] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
             terms["cross_entropy"] = compute_token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
             terms |= self._compute_teacher_terms(
-                student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating
+                student, self.teacher, self.teacher.run(inputs), batch, compares_embeddings and evaluating
             )
         return terms
 
@@ -476,10 +482,10 @@ class UptrainingObjective:
         teacher_activations: Activations,
         batch: dict[str, Tensor],
         compares_embeddings: bool,
-    ) -> dict[str, Term]:
+    ) -> dict[str, LossTerm]:
         """Compute the terms that compare student and teacher."""
         weights, masks = self.weights, self.get_masks(batch)
-        terms: dict[str, Term] = {}
+        terms: dict[str, LossTerm] = {}
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
@@ -501,7 +507,7 @@ class UptrainingObjective:
         teacher_model: Teacher,
         teacher_activations: Activations,
         batch: dict[str, Tensor],
-    ) -> dict[str, Term]:
+    ) -> dict[str, LossTerm]:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
         if student_activations.span_logits is not None and teacher_activations.span_logits is not None:
@@ -521,12 +527,12 @@ class UptrainingObjective:
             )
         logits = _check_comparable_logits(student_activations.logits, teacher_activations.logits, answer)
         if answer is LogitsKind.SCORES:
-            return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
-        of_tokens = None  # None includes all labels
+            return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORE_STATISTICS][0])}
+        label_mask = None  # None includes all labels
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
-            of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
+            label_mask = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
         divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_label_divergence
-        return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
+        return {"logits_divergence": divergence(*logits, label_mask, temperature)}
 
 
 def _check_comparable_logits(
@@ -537,9 +543,10 @@ def _check_comparable_logits(
     # A distribution over a single class is constant, so it cannot be trained.
     too_few = student is not None and logits_kind is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
-        got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
+        invalid_value = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(
-            f"--logits_weight requires logits of the same shape over at least 2 classes, got {got}. Set it to 0."
+            f"--logits_weight requires logits of the same shape over at least 2 classes, got {invalid_value}. "
+            "Set it to 0."
         )
     return student, teacher
 
@@ -553,10 +560,10 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
     is_encoder_decoder = pairs.get(settings.objective, config.is_encoder_decoder)
     if config.is_encoder_decoder != is_encoder_decoder:
-        rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
+        rule, invalid_value = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
         raise ValueError(
             f"--objective {settings.objective} requires {rule}, but {settings.model_name_or_path} "
-            f"({config.model_type}) is {got}. Use another model."
+            f"({config.model_type}) is {invalid_value}. Use another model."
         )
 
 
@@ -592,7 +599,10 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         ValueError: If there is a teacher but the weights of its terms are all 0, or if `predict_with_generate` is set
             for a model that cannot generate texts.
     """
-    has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
+    has_task, compares_embeddings = (
+        settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION),
+        settings.objective == "embedding",
+    )
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"--predict_with_generate requires a model that generates text, but {settings.model_name_or_path} does "
@@ -602,9 +612,9 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         return TermWeights(cross_entropy=1.0)
     compares_logits = has_task or input_kind is DecoderInput.OWN_TARGETS
     weights = {
-        "embedding_distance": float(embeds),
-        "hidden_states": _value_or_default(settings.hidden_states_weight, float(not embeds)),
-        "attention_outputs": _value_or_default(settings.attention_outputs_weight, float(not embeds)),
+        "embedding_distance": float(compares_embeddings),
+        "hidden_states": _value_or_default(settings.hidden_states_weight, float(not compares_embeddings)),
+        "attention_outputs": _value_or_default(settings.attention_outputs_weight, float(not compares_embeddings)),
         "logits": _value_or_default(settings.logits_weight, float(compares_logits)),
     }
     if not any(weights.values()):

@@ -123,17 +123,17 @@ class UptrainingStream:
                 "more text or a smaller --total_train_batch_size.", count, sequences_per_step,
             )  # fmt: skip
 
-    def training_batches(self, accelerator: Accelerator) -> dataloaders.TrainingBatchSource:
+    def make_training_batches(self, accelerator: Accelerator) -> dataloaders.TrainingBatchSource:
         """Create the training batches from the text stream."""
         return make_stream_batches(self.settings, accelerator, self.text.train, self.tokenizer, self.prepare)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the training text and its preparation."""
         settings = self.settings
         noise = {"noise": [settings.noise_density, settings.mean_noise_span_length]}
         return {**self.text.train_fingerprint, **noise, "shuffle_buffer_size": settings.shuffle_buffer_size}
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the held-out text."""
         return self.text.dev_fingerprint
 
@@ -189,14 +189,14 @@ class UptrainingData:
         """Return at most `count` training rows from the start of the data."""
         return [self.train[i] for i in range(min(count, len(self.train)))]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the training rows."""
         return {
             "training examples": len(self.train),
             "hash of the training data": dataloaders.hash_texts(self.train.texts),
         }
 
-    def dev_fingerprint(self) -> dict[str, Any]:
+    def get_dev_fingerprint(self) -> dict[str, Any]:
         """Return values that identify the held-out rows."""
         return {"hash of the held-out data": dataloaders.hash_texts(self.held_out.texts)}
 
@@ -471,12 +471,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
-        model, rest = models.load_model_and_unexpected_keys(
+        model, unexpected_keys = models.load_model_and_unexpected_keys(
             settings, self.config, self._get_model_class(settings, self.config)
         )
         if self.target_start is not None:
             self.target_start.apply_to(model)
-        self.student, self.extra_tensors = model, _read_unused_tensors(settings.source, rest)
+        self.student, self.extra_tensors = model, _read_unused_tensors(settings.source, unexpected_keys)
         select_trainable_parameters(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -512,8 +512,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def _measure_variances(self) -> None:
         """Measure the teacher's variances if a term requires them."""
         objective, weights = self.uptraining_objective, self.weights
-        of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
-        if not (weights.hidden_states or weights.attention_outputs or of_scores):
+        compares_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
+        if not (weights.hidden_states or weights.attention_outputs or compares_scores):
             return
         teacher: Any = objective.teacher  # not None, because these terms require a teacher
         teacher.measure_variances(
@@ -532,15 +532,15 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             message = "These parameters are frozen because they do not affect the loss: %s."
             logger.info(message, ", ".join(unused))
 
-    def objective(self) -> Objective:
+    def make_objective(self) -> Objective:
         return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
-    def training_batches(self) -> dataloaders.TrainingBatchSource:
+    def make_training_batches(self) -> dataloaders.TrainingBatchSource:
         if isinstance(self.data, UptrainingStream):
-            return self.data.training_batches(self.accelerator)
-        return super().training_batches()
+            return self.data.make_training_batches(self.accelerator)
+        return super().make_training_batches()
 
-    def total_steps(self, batches_per_epoch: int | None) -> int:
+    def compute_total_steps(self, batches_per_epoch: int | None) -> int:
         settings, steps = self.settings, self.settings.max_train_steps
         if (alpha_steps := settings.alpha_steps) is not None:
             steps = alpha_steps
@@ -624,7 +624,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         ids = self.accelerator.gather_for_metrics(ids)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def get_fingerprint(self) -> dict[str, Any]:
         settings = self.settings
         return {
             "objective": settings.objective,
@@ -635,14 +635,14 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             "mlm_probability": settings.mlm_probability,
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
-            **self.data.fingerprint(),
+            **self.data.get_fingerprint(),
             # The metrics before and after training must come from the same rows.
             "held-out rows": len(self.data.held_out),
-            **self.dev_fingerprint(),
+            **self.get_dev_fingerprint(),
         }
 
-    def dev_fingerprint(self) -> dict[str, Any]:
-        return self.data.dev_fingerprint()
+    def get_dev_fingerprint(self) -> dict[str, Any]:
+        return self.data.get_dev_fingerprint()
 
     def before_training(self, loop: TrainingLoop) -> None:
         metrics = self.run_evaluation()
@@ -683,14 +683,14 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def evaluate_final_weights(self, loop: TrainingLoop) -> None:
         """Do nothing because `after_training` has already evaluated the model."""
 
-    def dev_results(self) -> dict[str, Any]:
-        before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
-        initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = compare_held_out_losses(before, self.metrics, self.examples_and_steps[1])
+    def get_dev_results(self) -> dict[str, Any]:
+        initial_record = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
+        initial = {f"initial_{key}": value for key, value in initial_record.items() if key.startswith("eval_")}
+        gain = compare_held_out_losses(initial_record, self.metrics, self.examples_and_steps[1])
         tokenizer = {} if self.references is None else {"bleu_tokenizer": self.bleu_tokenizer}
         return {**initial, **gain, **tokenizer, "eval_samples": len(self.data.held_out)}
 
-    def results(self) -> dict[str, Any]:
+    def get_results(self) -> dict[str, Any]:
         settings = self.settings
         results = {"num_trainable_parameters": self.trainable_parameters, "objective": settings.objective}
         if self.num_parameters is not None:
@@ -704,7 +704,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             results["sequences_per_step"] = int(mean) if mean == int(mean) else mean
         return results
 
-    def summary(self, results: dict[str, Any]) -> str:
+    def format_summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(
             f"{name} {results.get(f'initial_eval_{name}', math.nan):.4f} -> {results[f'eval_{name}']:.4f}"
             for name in ("loss", *self.shown_metrics)
