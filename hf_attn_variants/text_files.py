@@ -168,9 +168,9 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
 
     In a list, the line numbers are None.
     """
-    lines = iterate_lines(path)
-    begin = _read_until_first_text_line(lines)
-    lines = enumerate(itertools.chain(begin, lines), start=1)
+    remaining_lines = iterate_lines(path)
+    begin = _read_until_first_text_line(remaining_lines)
+    lines = enumerate(itertools.chain(begin, remaining_lines), start=1)
     if begin and begin[-1].lstrip().startswith("["):
         try:
             values = parse_json("\n".join(line for _, line in lines))

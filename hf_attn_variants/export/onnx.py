@@ -634,7 +634,7 @@ def _compute_largest_difference(graph: ExportGraph, path: Path) -> float:
             arrays[item.name] = np.zeros([size if isinstance(size, int) else 1 for size in item.shape], np.float32)
     outputs: list[Any] = session.run(list(expected), arrays)
     pairs = [(torch.from_numpy(output), expected[name]) for name, output in zip(expected, outputs, strict=True)]
-    differences = [((actual - expected).abs().max(), expected.abs().max()) for actual, expected in pairs]
+    differences = [((actual - reference).abs().max(), reference.abs().max()) for actual, reference in pairs]
     for name, (difference, largest) in zip(expected, differences, strict=True):
         if not difference <= MAX_RELATIVE_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(

@@ -63,13 +63,13 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
         return None
     # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
-    find_closest_name = find_closest_match(name, known) or prefixed.get(
+    closest_name = find_closest_match(name, known) or prefixed.get(
         find_closest_match(name, tuple(prefixed)) or ""
     )
     return (
         None
-        if find_closest_name is None
-        else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{find_closest_name}`?"
+        if closest_name is None
+        else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{closest_name}`?"
     )
 
 

@@ -42,8 +42,8 @@ def compute_sinusoids(positions: Tensor, width: int) -> Tensor:
     """
     # In float32, the angles for long texts have errors in the thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
-    positions = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
-    angles = positions[..., None].to(dtype) * torch.exp(positions * (-math.log(_FREQUENCY_BASE) / width))
+    dimensions = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
+    angles = positions[..., None].to(dtype) * torch.exp(dimensions * (-math.log(_FREQUENCY_BASE) / width))
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
 
 

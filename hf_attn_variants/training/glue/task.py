@@ -68,9 +68,9 @@ def read_glue_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> 
                 f"{path}, line {number}: The row must have {len(header)} columns ({', '.join(header)}), got "
                 f"{len(cells)}."
             )
-        for i, position in enumerate(text_positions):
-            columns[f"text{i + 1}"].append(cells[position])
-        if any(is_blank(cells[position]) for position in text_positions):
+        for i, text_position in enumerate(text_positions):
+            columns[f"text{i + 1}"].append(cells[text_position])
+        if any(is_blank(cells[text_position]) for text_position in text_positions):
             empty.append(number)
         columns["index"].append(cells[index_position] if index_position is not None else str(position))
         if label_position is not None:
