@@ -407,7 +407,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         if "test_f1" not in results:
             return super().format_summary(results)
         scores = ", ".join(f"{name} {results[f'test_{name}']:.4f}" for name in ENTITY_METRICS)
-        return f"{super().summary(results)}\ntest ({results['test_samples']} sentences): {scores}; "
+        return f"{super().format_summary(results)}\ntest ({results['test_samples']} sentences): {scores}; "
 
 
 def _hash_sentences(sentences: list[Sentence]) -> str:
