@@ -269,7 +269,7 @@ def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVoca
             spec.decoder.projection.bias = bias
         spec.register_source_vocabulary(vocab.vocabulary)
         spec.register_target_vocabulary(vocab.vocabulary)
-        start, spec.config.eos_token = vocab.texts([vocab.prompt[0], vocab.end])
+        start, spec.config.eos_token = vocab.get_texts([vocab.prompt[0], vocab.end])
         spec.config.decoder_start_token = spec.config.bos_token = start
         spec.config.unk_token = vocab.unknown
     spec.config.add_attribute("model_type", model_type)

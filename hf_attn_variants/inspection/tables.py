@@ -151,5 +151,5 @@ def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tup
         kinds_by_layer = [talking.kind for talking in layers]
         for kind in dict.fromkeys(filter(None, kinds_by_layer)):
             layer_note = f" ({format_layers(kinds_by_layer, kind)})" if len({*kinds_by_layer}) > 1 else ""
-            places_by_kind.setdefault(kind, []).append(PLACE_WORDINGS[prefix].here + layer_note)
+            places_by_kind.setdefault(kind, []).append(PLACE_WORDINGS[prefix].place + layer_note)
     return [(kind, f" in {' and '.join(places)}") for kind, places in places_by_kind.items()]

@@ -74,7 +74,7 @@ class ServingTable:
     """
 
     checkpoint: str
-    workload: Workload
+    load: Workload
     rows: list[ServingRow]
     left_out: dict[str, str]
     machine: dict[str, Any]

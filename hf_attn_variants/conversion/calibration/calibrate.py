@@ -208,7 +208,7 @@ class CalibrationRun:
                 '"mean" (--method mean).'
             ) from error
 
-    def settings(self) -> dict[str, Any]:
+    def get_report_settings(self) -> dict[str, Any]:
         """Return the calibration settings for the report."""
         calibration = self.calibration
         are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)

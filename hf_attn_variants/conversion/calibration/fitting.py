@@ -139,7 +139,9 @@ class _WhitenedProjections:
         contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
         key_value_states = [batch.key_value_states[batch.get_key_mask()] for batch in inputs]
-        key_value = _compute_second_moment_roots(map(tensors.latent, key_value_states), tensors.value_bias is not None)
+        key_value = _compute_second_moment_roots(
+            map(tensors.compute_latent, key_value_states), tensors.value_bias is not None
+        )
         # The matrices C^-1/2 and C^1/2 for the input of each role.
         self._roots = {
             "query": _compute_second_moment_roots(states, tensors.query_bias is not None),

@@ -63,9 +63,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
         return None
     # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
-    closest_name = find_closest_match(name, known) or prefixed.get(
-        find_closest_match(name, tuple(prefixed)) or ""
-    )
+    closest_name = find_closest_match(name, known) or prefixed.get(find_closest_match(name, tuple(prefixed)) or "")
     return (
         None
         if closest_name is None
@@ -315,8 +313,8 @@ def _check_no_conversion_needed(source: Any, old: Any, new: Any) -> None:
 def _check_kernel_unchanged(source: Any, old: Any, new: Any) -> None:
     """Raise `ValueError` if a kernel's learned weights or random vectors would be dropped or resized."""
     kernels = {field: get_kernel_class(name) for field, name in get_kernel_names(old).items()}
-    fixed = [field for field, kernel in kernels.items() if kernel.learned]
-    if any(kernel.learned or kernel.drawn for kernel in kernels.values()):
+    fixed = [field for field, kernel in kernels.items() if kernel.learned_parameters]
+    if any(kernel.learned_parameters or kernel.random_buffers for kernel in kernels.values()):
         fixed.append("attention_kernel_features")
     for name in fixed:
         if (changed := _get_changed_values(old, new, name)) is not None:

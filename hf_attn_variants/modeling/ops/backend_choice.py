@@ -196,7 +196,7 @@ def choose_backend(operands: AttentionOperands, with_backward: bool) -> str:
     )
     fallback_message = (
         f"The slower blocked backend computes talking-heads attention on {kind.device} in {kind.dtype} with "
-        f"{kind.num_softmax_heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
+        f"{kind.heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
     )
     return (
         "triton"

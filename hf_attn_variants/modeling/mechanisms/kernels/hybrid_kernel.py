@@ -185,7 +185,7 @@ class HybridKernel(HedgehogKernel):
                 queries, unfolded_features, near_keys, features, log_factor, sums, key_range, scaling
             )
             output = output.flatten(2, 3)
-            new_state = near_keys.state(features, sums, key_range) if self.is_causal else None
+            new_state = near_keys.make_state(features, sums, key_range) if self.is_causal else None
             return fold.unfold(self.normalize_outputs(output)).to(value.dtype), new_state
 
     def replace_window_weights(
