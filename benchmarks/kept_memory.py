@@ -8,7 +8,7 @@ Therefore a benchmark runs as two processes, one after the other, and one JSON c
 
 The report of the default setting is at the top level, and that of the fixed setting is under "kept". Each figure has
 the page faults and the seconds of system time of its timed part. The fixed setting counts only if the faults of a
-figure are few (`page_faults.bound`). The claim is the smaller ratio (`claimed`).
+figure are few (`page_faults.get_fault_limits`). The claim is the smaller ratio (`claimed`).
 """
 
 import argparse
@@ -23,29 +23,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.page_faults import KEEPERS, KEEPING, usage_text, way_now
+from benchmarks.page_faults import ALLOCATOR_LIBRARIES, FIXED_SETTINGS, format_usage, get_allocator_setting
 from hf_attn_variants.files import atomic_write
 
 __all__ = [
-    "MARK",
     "NOT_RECORDED",
     "NOT_SHOWN",
-    "SHORT_MARK",
+    "SHORT_UNRECORDED_NOTE",
+    "UNRECORDED_NOTE",
     "Claim",
     "add_memory_argument",
-    "claimed",
     "is_recorded",
-    "merged",
+    "make_claim",
+    "merge_reports",
     "run",
-    "views",
+    "split_by_setting",
 ]
 
 NOT_RECORDED = "not recorded"
 # Each section with figures from before page faults were recorded has one of these texts.
-MARK = "measured with the default allocator setting, without a record of page faults"
+UNRECORDED_NOTE = "measured with the default allocator setting, without a record of page faults"
 # The short form, for tables and summaries.
-SHORT_MARK = "page faults not recorded"
-WAYS = ("glibc", "kept")
+SHORT_UNRECORDED_NOTE = "page faults not recorded"
+ALLOCATOR_SETTINGS = ("glibc", "kept")
 # Their names in texts: glibc's default settings, and the fixed setting in which it does not return memory.
 SETTINGS = {"glibc": "default", "kept": "fixed"}
 # Arguments that a report does not repeat: its path, and the allocator setting.
@@ -53,7 +53,7 @@ NOT_SHOWN = ("output_dir", "output", "memory")
 # Both ratios are shown if they differ by more.
 SAME = 1.1
 # Variables that a process with the default allocator setting must not inherit.
-ALLOCATORS = (*KEEPING, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+ALLOCATORS = (*FIXED_SETTINGS, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 
 
 class Claim(NamedTuple):
@@ -63,7 +63,7 @@ class Claim(NamedTuple):
     text: str
 
 
-def claimed(ratio_default: float, ratio_kept: float | None, is_cost: bool = False) -> Claim:
+def make_claim(ratio_default: float, ratio_kept: float | None, is_cost: bool = False) -> Claim:
     """Return the claim for a ratio that was measured with both allocator settings.
 
     Args:
@@ -74,17 +74,19 @@ def claimed(ratio_default: float, ratio_kept: float | None, is_cost: bool = Fals
     if ratio_kept is None:
         return Claim(None, f"{ratio_default:.2f}×, no claim")
     ratios = {"glibc": ratio_default, "kept": ratio_kept}
-    way = (max if is_cost else min)(ratios, key=ratios.__getitem__)
-    (other,) = set(WAYS) - {way}
+    setting = (max if is_cost else min)(ratios, key=ratios.__getitem__)
+    (other,) = set(ALLOCATOR_SETTINGS) - {setting}
     differ = max(ratios.values()) > SAME * min(ratios.values())
-    return Claim(ratios[way], f"{ratios[way]:.2f}×" + (f", {SETTINGS[other]} {ratios[other]:.2f}×" if differ else ""))
+    return Claim(
+        ratios[setting], f"{ratios[setting]:.2f}×" + (f", {SETTINGS[other]} {ratios[other]:.2f}×" if differ else "")
+    )
 
 
 def add_memory_argument(parser: argparse.ArgumentParser) -> None:
     """Add --memory, which says in which of the ways a benchmark is run."""
     parser.add_argument(
         "--memory",
-        choices=("both", *WAYS),
+        choices=("both", *ALLOCATOR_SETTINGS),
         default="both",
         help="time with glibc's allocator as it is, with memory kept, or (default) both, one process after the other",
     )
@@ -106,7 +108,7 @@ def run(
         more: arguments that follow those of the command line.
     """
     args = parse_args()
-    if args.memory == way_now():
+    if args.memory == get_allocator_setting():
         main(args)
     elif args.memory != "both":
         env = _environment(args.memory)
@@ -119,9 +121,9 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         reports: dict[str, Any] = {}
         with tempfile.TemporaryDirectory(dir=folder, prefix=".both_ways-") as temporary:
-            for way in WAYS:
-                name, reports[way] = _report_of(way, Path(temporary) / way, args, output, more)
-        report = merged(reports["glibc"], reports["kept"])
+            for setting in ALLOCATOR_SETTINGS:
+                name, reports[setting] = _make_report(setting, Path(temporary) / setting, args, output, more)
+        report = merge_reports(reports["glibc"], reports["kept"])
         atomic_write(folder / name, json.dumps(report, indent=1) + "\n")
         if finish is not None:
             finish(report, folder / name, args)
@@ -132,28 +134,28 @@ def run(
 NO_KEEPER = "this is not glibc, and neither jemalloc nor tcmalloc was found to be preloaded"
 
 
-def _environment(way: str) -> dict[str, str] | None:
+def _environment(setting: str) -> dict[str, str] | None:
     """Return the variables of a process that is to hold memory so; None if there is no way to have it kept."""
     env = {name: value for name, value in os.environ.items() if name not in ALLOCATORS}
-    if way == "glibc":
+    if setting == "glibc":
         return env
     if platform.libc_ver()[0] == "glibc":
-        return env | KEEPING
-    library = next(filter(None, map(ctypes.util.find_library, KEEPERS)), None)
+        return env | FIXED_SETTINGS
+    library = next(filter(None, map(ctypes.util.find_library, ALLOCATOR_LIBRARIES)), None)
     return None if library is None else env | {"LD_PRELOAD": library}
 
 
-def _report_of(
-    way: str, folder: Path, args: argparse.Namespace, output: str, more: Sequence[str]
+def _make_report(
+    setting: str, folder: Path, args: argparse.Namespace, output: str, more: Sequence[str]
 ) -> tuple[str, dict[str, Any] | None]:
     """Run this script in one way; return its JSON's name and its report, None if there is no such way here."""
-    env = _environment(way)
+    env = _environment(setting)
     if env is None:
         return "", None
     folder.mkdir()
-    where = folder if output == "--output_dir" else folder / Path(getattr(args, output.removeprefix("--"))).name
-    print(f"== {'glibc as it is' if way == 'glibc' else 'memory kept'}", flush=True)
-    command = [*sys.orig_argv, *more, "--memory", way, output, str(where)]
+    output_path = folder if output == "--output_dir" else folder / Path(getattr(args, output.removeprefix("--"))).name
+    print(f"== {'glibc as it is' if setting == 'glibc' else 'memory kept'}", flush=True)
+    command = [*sys.orig_argv, *more, "--memory", setting, output, str(output_path)]
     ended = subprocess.run([sys.executable, *command[1:]], env=env)
     if ended.returncode:
         sys.exit(ended.returncode if ended.returncode > 0 else 1)
@@ -161,59 +163,63 @@ def _report_of(
     return path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
-def merged(glibc: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
+def merge_reports(glibc: dict[str, Any], fixed: dict[str, Any] | None) -> dict[str, Any]:
     """Return one report of the two; each says in "memory" how its own process held memory.
 
     Args:
-        kept: None if that was not run.
+        fixed: None if that was not run.
     """
-    if kept is None:
-        return glibc | {"memory": _described(glibc) | {"kept": {"not_run": NO_KEEPER}}}
-    report = glibc | {"memory": _described(glibc) | _described(kept)}
+    if fixed is None:
+        return glibc | {"memory": _describe_memory(glibc) | {"kept": {"not_run": NO_KEEPER}}}
+    report = glibc | {"memory": _describe_memory(glibc) | _describe_memory(fixed)}
     if "targets" in report:
-        others = {_goal(target): target for target in kept["targets"]}
-        report["targets"] = [_worse(target, others.get(_goal(target), target)) for target in glibc["targets"]]
-    return report | {"kept": {name: value for name, value in kept.items() if name != "memory"}}
+        others = {_get_target_key(target): target for target in fixed["targets"]}
+        report["targets"] = [
+            _select_worse(target, others.get(_get_target_key(target), target)) for target in glibc["targets"]
+        ]
+    return report | {"kept": {name: value for name, value in fixed.items() if name != "memory"}}
 
 
-def _described(report: dict[str, Any]) -> dict[str, Any]:
+def _describe_memory(report: dict[str, Any]) -> dict[str, Any]:
     """Return how a report's process held memory, with how many figures had many faults."""
-    ((way, how),) = report["memory"].items()
-    found = [usage for _, usage in usages(report)]
-    many = sum(not usage["few_faults"] for usage in found)
+    ((setting, description),) = report["memory"].items()
+    all_usages = [usage for _, usage in iterate_usages(report)]
+    many = sum(not usage["few_faults"] for usage in all_usages)
     return {
-        way: how | {"figures": len(found), "with_many_faults": many} | ({"is_kept": not many} if way == "kept" else {})
+        setting: description
+        | {"figures": len(all_usages), "with_many_faults": many}
+        | ({"is_kept": not many} if setting == "kept" else {})
     }
 
 
-def _goal(target: dict[str, Any]) -> str:
+def _get_target_key(target: dict[str, Any]) -> str:
     """Return what a target is of."""
     return target.get("what") or target["target"]
 
 
-def _worse(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _select_worse(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return that of two measured targets which is further from its goal."""
-    is_least = "least" in one or str(one.get("limit")).startswith("at least")
-    return (min if is_least else max)(one, other, key=lambda target: target["measured"])
+    is_least = "least" in first or str(first.get("limit")).startswith("at least")
+    return (min if is_least else max)(first, second, key=lambda target: target["measured"])
 
 
-def usages(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what each figure of a report took (`page_faults.summary`), under the names that lead to it."""
+def iterate_usages(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what each figure of a report took (`page_faults.summarize_usages`), under the names that lead to it."""
     if isinstance(report, dict) and "few_faults" in report and "minor_faults" in report:
         yield " ".join(path), report
         return
     named = report.items() if isinstance(report, dict) else enumerate(report) if isinstance(report, list) else ()
-    for name, each in named:
+    for name, part in named:
         if path or name != "kept":  # that is the other report
-            yield from usages(each, (*path, str(name)))
+            yield from iterate_usages(part, (*path, str(name)))
 
 
 def is_recorded(report: dict[str, Any]) -> bool:
     """Return whether a report was made both ways."""
-    return isinstance(report.get("memory"), dict) and report["memory"].keys() == set(WAYS)
+    return isinstance(report.get("memory"), dict) and report["memory"].keys() == set(ALLOCATOR_SETTINGS)
 
 
-def views(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def split_by_setting(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the reports of both ways; the latter is None if it was not run."""
     return report, report.get("kept")
 
@@ -222,11 +228,17 @@ def print_claims(name: str, report: dict[str, Any]) -> None:
     """Print the cost of each figure with both settings, and the claim for each ratio."""
     from benchmarks.speed_claims import claims  # which asks `claimed`
 
-    kept = dict(usages(report.get("kept", {})))
-    for path, usage in usages(report):
-        print(f"{path}: glibc {usage_text(usage)}; kept {usage_text(kept[path]) if path in kept else 'not run'}")
-    for way, how in report["memory"].items():
-        state = how.get("not_run") or f"{how['with_many_faults']} of {how['figures']} figures with many page faults"
-        print(f"{way}: {state}")
+    fixed_usages = dict(iterate_usages(report.get("kept", {})))
+    for path, usage in iterate_usages(report):
+        print(
+            f"{path}: glibc {format_usage(usage)}; kept "
+            f"{format_usage(fixed_usages[path]) if path in fixed_usages else 'not run'}"
+        )
+    for setting, description in report["memory"].items():
+        state = (
+            description.get("not_run")
+            or f"{description['with_many_faults']} of {description['figures']} figures with many page faults"
+        )
+        print(f"{setting}: {state}")
     for line in claims(Path(name).stem, report):
         print(line.text())

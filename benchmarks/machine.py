@@ -17,23 +17,23 @@ import hf_attn_variants
 INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
 
 
-def read_bandwidth(device: str) -> float:
+def measure_read_bandwidth(device: str) -> float:
     """Return the bytes per second at which a sum reads 512 MiB, far more than a processor's cache."""
     numbers = torch.ones(2**27, device=device)
     numbers.sum()
-    times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]
+    times = [measure_seconds(lambda: numbers.sum(), device) for _ in range(9)]
     return numbers.numel() * numbers.element_size() / statistics.median(times)
 
 
-def arithmetic_rate(device: str, dtype: torch.dtype) -> float:
+def measure_arithmetic_rate(device: str, dtype: torch.dtype) -> float:
     """Return the floating-point operations a second of one large matrix product."""
     size = 2048
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     matrix @ matrix
-    return 2 * size**3 / statistics.median(seconds(lambda: matrix @ matrix, device) for _ in range(9))
+    return 2 * size**3 / statistics.median(measure_seconds(lambda: matrix @ matrix, device) for _ in range(9))
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
+def measure_seconds(work: Callable[[], Any], device: str) -> float:
     """Return the time that `work` takes, with everything it started on the device."""
     synchronize(device)
     start = time.perf_counter()
@@ -48,9 +48,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def machine(device: str) -> dict[str, Any]:
+def describe_machine(device: str) -> dict[str, Any]:
     """Return what ran this and in which versions; nothing that names the machine or a folder of it."""
-    known = cpu_info()
+    known = read_cpu_info()
     on_cuda = device.startswith("cuda")
     return {
         "cpu": known.get("model name") or platform.processor() or platform.machine(),
@@ -67,7 +67,7 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def cpu_info() -> dict[str, str]:
+def read_cpu_info() -> dict[str, str]:
     """Return what Linux says of the first processor; nothing elsewhere."""
     path = Path("/proc/cpuinfo")
     first = path.read_text(encoding="utf-8").split("\n\n")[0] if path.exists() else ""

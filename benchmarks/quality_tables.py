@@ -37,9 +37,9 @@ def load_gpu(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"gpu/results/{name}.json").read_text(encoding="utf-8"))["cells"]
 
 
-def row_with(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+def row_with(rows: Iterable[dict[str, Any]], **values: Any) -> dict[str, Any]:
     """Return the only row with these values; rows with the earlier order of batches are in no table."""
-    matching = [r for r in rows if "batch_order" not in r and all(r.get(k) == v for k, v in wanted.items())]
+    matching = [r for r in rows if "batch_order" not in r and all(r.get(k) == v for k, v in values.items())]
     (row,) = matching
     return row
 
@@ -78,7 +78,7 @@ def _converted(report: str, model: str, metric: str, form: str, heads: Sequence[
             times = [
                 row["conversion_seconds"] + row["training_seconds"] for row in group if "conversion_seconds" in row
             ]
-            cells = [spread(each, form) if each else "" for each in values]
+            cells = [spread(cell_values, form) if cell_values else "" for cell_values in values]
             yield [label, *([steps] if has_steps else []), *cells, *([f"{mean(times):.0f} s"] if times else [])]
 
 
@@ -184,7 +184,9 @@ def marian() -> Rows:
         numbers = " + ".join(f"{value:,}" for value in row["numbers_per_token"].values())
         both = (row.get(stage) for stage in ("converted", "distilled"))
         cells = [
-            text for each in both for text in ([f"{each['bleu']:.2f}", f"{each['loss']:.3f}"] if each else ["", ""])
+            text
+            for stage_row in both
+            for text in ([f"{stage_row['bleu']:.2f}", f"{stage_row['loss']:.3f}"] if stage_row else ["", ""])
         ]
         label = "cached encoder outputs" if row["option"] == "exact" else row["option"]
         label = re.sub(r"(cross|self) (\d+)", r"\1-attention rank \2", label).replace(" + ", ", ")
@@ -195,8 +197,8 @@ def marian() -> Rows:
 def reactions() -> Rows:
     rows = load("reactions")["rows"]
     for model, name, full in (("albert", "ALBERT", 8), ("bert", "BERT", 4)):
-        mine = [row for row in rows if row["model"] == model]
-        for row in sorted(mine, key=lambda row: -(row["num_key_value_heads"] or full)):
+        selected_rows = [row for row in rows if row["model"] == model]
+        for row in sorted(selected_rows, key=lambda row: -(row["num_key_value_heads"] or full)):
             quality = row["quality"]
             verdict = ["", ""]
             if quality:
@@ -241,11 +243,11 @@ def unconverted_layers() -> Rows:
     labels = {"all": "all (original model)", "none": "none", "keep_matching_layers": "`--keep_matching_layers 2`"}
     labels |= {"the two of the least shares": "the two with the smallest shares"}
     labels |= {f"layer {number}": f"layer {number}" for number in range(1, 13)}
-    for kept, label in labels.items():
+    for layer_key, label in labels.items():
         cells = []
         for model, (metric, form) in metrics.items():
-            mine = [run[metric] for run in runs if (run["model"], run["kept"]) == (model, kept)]
-            cells.append(f"{mine[0]:{form}}" if mine else "")
+            scores = [run[metric] for run in runs if (run["model"], run["kept"]) == (model, layer_key)]
+            cells.append(f"{scores[0]:{form}}" if scores else "")
         yield [label, *cells]
 
 
@@ -257,23 +259,23 @@ def retention() -> Rows:
     cases = [("4", {"heads": 4}, settings), ("1", {"heads": 1}, settings[1:])]
     cases += [("latents of 64", {"heads": 12, "kv_lora_rank": 64}, settings[2:])]
     for label, of, of_columns in cases:
-        columns = [row_with(rows, **anything | of | each)["kinds"] for each in of_columns]
+        columns = [row_with(rows, **anything | of | fields)["kinds"] for fields in of_columns]
         for kind in columns[0]:
-            kept = [column[kind] for column in columns]
-            cells = [f"{each['error']:.2f}" + _embeddings(each) for each in kept]
+            rows_of_kind = [column[kind] for column in columns]
+            cells = [f"{fields['error']:.2f}" + _embeddings(fields) for fields in rows_of_kind]
             yield [label, kind, *[""] * (len(settings) - len(cells)), *cells]
 
 
-def _embeddings(kept: dict[str, float]) -> str:
-    return f", {kept['cosine']:.3f} / {kept['neighbours']:.2f}" if "cosine" in kept else ""
+def _embeddings(row: dict[str, float]) -> str:
+    return f", {row['cosine']:.3f} / {row['neighbours']:.2f}" if "cosine" in row else ""
 
 
 @table("calibration text", "Spearman", "cosine", "cosine on its own held-out text")
 def starved_conversion() -> Rows:
     for row in load("starved_conversion")["rows"]:
-        own = "" if row["own_quality"] is None else f"{row['own_quality']:.3f}"
+        quality = "" if row["own_quality"] is None else f"{row['own_quality']:.3f}"
         label = row["calibration"].replace("none: averaged heads", "none (mean pooling)")
-        yield [label, f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", own]
+        yield [label, f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", quality]
 
 
 @table("checkpoint", "read", "peak anonymous memory", "peak file-mapped memory", "time after imports")
@@ -480,9 +482,9 @@ def span_corruption() -> Rows:
 def talking_heads_finetuned() -> Rows:
     runs, of_t5 = load("talking_heads_finetuning")["runs"], load("t5_multi30k_finetune")["runs"]
     for variant in dict.fromkeys(run["variant"] for run in runs):
-        mine = [run for run in runs if run["variant"] == variant]
-        sst2 = [run["accuracy"] for run in mine if run["task"] == "sst2"]
-        stsb = ", ".join(f"{run['spearmanr']:.3f}" for run in mine if run["task"] == "stsb")
+        selected_rows = [run for run in runs if run["variant"] == variant]
+        sst2 = [run["accuracy"] for run in selected_rows if run["task"] == "sst2"]
+        stsb = ", ".join(f"{run['spearmanr']:.3f}" for run in selected_rows if run["task"] == "stsb")
         t5 = [run for run in of_t5 if run["variant"] == variant]
         cells = (
             [spread([run["dev_loss"] for run in t5], ".3f"), spread([run["test_bleu"] for run in t5], ".1f")]
@@ -582,9 +584,9 @@ def gqa_groups() -> Rows:
 def alpha() -> Rows:
     rows = load("alpha")["rows"]
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["alpha"])
-        start = f"{mine[0]['initial_eval_loss']:.3f}, {mine[0]['initial_eval_bleu']:.1f}"
-        yield [variant, start, *(f"{row['eval_loss']:.3f}, {row['eval_bleu']:.1f}" for row in mine)]
+        selected_rows = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["alpha"])
+        start = f"{selected_rows[0]['initial_eval_loss']:.3f}, {selected_rows[0]['initial_eval_bleu']:.1f}"
+        yield [variant, start, *(f"{row['eval_loss']:.3f}, {row['eval_bleu']:.1f}" for row in selected_rows)]
 
 
 # Long texts.
@@ -592,8 +594,8 @@ def alpha() -> Rows:
 def long_inputs() -> Rows:
     for row in load("long_inputs")["runs"]:
         both = (row[by] for by in ("by_halves", "by_passages"))
-        found = (f"{each['accuracy']:.3f}, {each['reciprocal_rank']:.3f}" for each in both)
-        yield [row["reading"], *found, f"{row['spearman']:.4f}", f"{row['encoding_seconds']:.0f}"]
+        cells = (f"{reading['accuracy']:.3f}, {reading['reciprocal_rank']:.3f}" for reading in both)
+        yield [row["reading"], *cells, f"{row['spearman']:.4f}", f"{row['encoding_seconds']:.0f}"]
 
 
 @table("read", "passes", "exact match", "F1", "seconds")

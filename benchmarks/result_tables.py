@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
             if filled(text) != text:
                 atomic_write(path, filled(text))
                 print(f"wrote {path.relative_to(ROOT)}")
-    found = [*differences()]
-    print("\n".join(found), end="\n" * bool(found))
-    return int(bool(found))
+    messages = [*differences()]
+    print("\n".join(messages), end="\n" * bool(messages))
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

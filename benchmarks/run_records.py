@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page_faults import memory_now
+from benchmarks.page_faults import describe_memory
 from hf_attn_variants.files import atomic_write
 
 __all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
@@ -28,16 +28,16 @@ def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]],
         path: the JSON, {..., "runs": rows}.
         key: the names of the fields that tell rows apart.
     """
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def key_of(row: dict[str, Any]) -> tuple:
         return tuple(row.get(name) for name in key)
 
-    merged = {key_of(row): row for row in [*found.pop("runs", []), *rows]}
+    merged = {key_of(row): row for row in [*report.pop("runs", []), *rows]}
     for name, value in head.items():
-        found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
-    found.setdefault("memory", memory_now())
-    atomic_write(path, json.dumps(found | {"runs": list(merged.values())}, indent=1) + "\n")
+        report[name] = report.get(name, {}) | value if isinstance(value, dict) else value
+    report.setdefault("memory", describe_memory())
+    atomic_write(path, json.dumps(report | {"runs": list(merged.values())}, indent=1) + "\n")
 
 
 def check_data_dir(data_dir: Path, *names: str) -> None:
@@ -61,13 +61,13 @@ def check_arguments(
         SystemExit: the run was made with other arguments; the message names them.
     """
     results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
-    wanted = json.loads(json.dumps(vars(parse_args(flags)), default=str))
+    requested = json.loads(json.dumps(vars(parse_args(flags)), default=str))
     used = results["arguments"]
     # Omitted arguments are None here, and the results contain the values that the script used.
-    given = {name: value for name, value in wanted.items() if value is not None and name not in IGNORED}
+    checked = {name: value for name, value in requested.items() if value is not None and name not in IGNORED}
     different = {
         name: f"{used[name]!r}, now {value!r}"
-        for name, value in given.items()
+        for name, value in checked.items()
         if name in used and _without_folders(used[name]) != _without_folders(value)
     }
     if different:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.kept_memory import Claim, claimed, views
+from benchmarks.kept_memory import Claim, make_claim, split_by_setting
 
 __all__ = ["KINDS", "Line", "Ratio", "claims", "is_of_speed", "ratios"]
 
@@ -40,14 +40,14 @@ class Line(NamedTuple):
 
     label: str
     glibc: float
-    kept: float | None
+    fixed: float | None
     claim: Claim
 
     def text(self) -> str:
         """Return the line to print."""
-        kept = "fixed: many page faults" if self.kept is None else f"fixed {self.kept:.2f}×"
+        fixed_text = "fixed: many page faults" if self.fixed is None else f"fixed {self.fixed:.2f}×"
         said = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
-        return f"{self.label}: default {self.glibc:.2f}×, {kept}; {said}"
+        return f"{self.label}: default {self.glibc:.2f}×, {fixed_text}; {said}"
 
 
 def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
@@ -57,18 +57,18 @@ def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
         name: the report's, which says of what kind it is.
         report: as `kept_memory.run` writes it.
     """
-    glibc, kept = views(report)
-    others = {ratio.label: ratio for ratio in ratios(name, kept)} if kept else {}
+    glibc, fixed_report = split_by_setting(report)
+    others = {ratio.label: ratio for ratio in ratios(name, fixed_report)} if fixed_report else {}
     for ratio in ratios(name, glibc):
         other = others.get(ratio.label)
-        held = other.value if other is not None and other.few_faults else None
-        yield Line(ratio.label, ratio.value, held, claimed(ratio.value, held, ratio.is_cost))
+        fixed_ratio = other.value if other is not None and other.few_faults else None
+        yield Line(ratio.label, ratio.value, fixed_ratio, make_claim(ratio.value, fixed_ratio, ratio.is_cost))
 
 
 def ratios(name: str, report: dict[str, Any]) -> Iterator[Ratio]:
     """Yield the ratios of the process whose report it is."""
-    (found,) = (kind for prefix, kind in KINDS.items() if name.startswith(prefix))
-    return found(report)
+    (list_ratios,) = (kind for prefix, kind in KINDS.items() if name.startswith(prefix))
+    return list_ratios(report)
 
 
 def is_of_speed(name: str) -> bool:
@@ -76,18 +76,20 @@ def is_of_speed(name: str) -> bool:
     return name.startswith(tuple(KINDS))
 
 
-def _pair(row: dict[str, Any], part: str, base: str, ours: str, label: str, is_cost: bool = False) -> Iterator[Ratio]:
+def _pair(
+    row: dict[str, Any], part: str, base: str, compared: str, label: str, is_cost: bool = False
+) -> Iterator[Ratio]:
     """Yield the ratio of two times in `row[part]`, if both are there: the base's by ours (of a cost, its inverse)."""
     times = row.get(part) or {}
-    if times.get(base) and times.get(ours):
-        value = times[ours] / times[base] if is_cost else times[base] / times[ours]
-        yield Ratio(label, value, is_cost, _few(row.get("usage", {}).get(part, {}), base, ours))
+    if times.get(base) and times.get(compared):
+        value = times[compared] / times[base] if is_cost else times[base] / times[compared]
+        yield Ratio(label, value, is_cost, _few(row.get("usage", {}).get(part, {}), base, compared))
 
 
 def _few(usage: dict[str, dict[str, Any]], *names: str) -> bool | None:
     """Return whether the faults of all these figures were few."""
-    found = [usage.get(name, {}).get("few_faults") for name in names]
-    return None if None in found else all(found)
+    few_faults = [usage.get(name, {}).get("few_faults") for name in names]
+    return None if None in few_faults else all(few_faults)
 
 
 def _decoding(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -116,9 +118,9 @@ def _windows(report: dict[str, Any]) -> Iterator[Ratio]:
         for row in report["attention"]:
             yield from _pair(row, mode, "sdpa", "window", f"windows / full attention, {row['length']} tokens, {mode}")
         for row in report["layers"]:
-            where = f"{row['length']} tokens, {mode}"
-            yield from _pair(row, mode, FULL, WINDOWED, f"BERT layer with windows / full, {where}")
-            yield from _pair(row, mode, LONGFORMER, OURS, f"self-attention / Longformer's, {where}")
+            label = f"{row['length']} tokens, {mode}"
+            yield from _pair(row, mode, FULL, WINDOWED, f"BERT layer with windows / full, {label}")
+            yield from _pair(row, mode, LONGFORMER, OURS, f"self-attention / Longformer's, {label}")
 
 
 def _kernels(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -145,16 +147,22 @@ def _states(report: dict[str, Any]) -> Iterator[Ratio]:
 
 def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["runs"]:
-        for ours, theirs in PASSES.items():
-            yield from _pair(row, "milliseconds", theirs, ours, f"{ours} / {theirs}, {row['tokens']} tokens")
+        for encoder, upstream_encoder in PASSES.items():
+            yield from _pair(
+                row,
+                "milliseconds",
+                upstream_encoder,
+                encoder,
+                f"{encoder} / {upstream_encoder}, {row['tokens']} tokens",
+            )
 
 
 def _sharing(report: dict[str, Any], base: str = "upstream") -> Iterator[Ratio]:
     for row in report["runs"]:
-        where = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+        label = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
         for name in row["milliseconds"]:
             if name != base:
-                yield from _pair(row, "milliseconds", base, name, f"{name} / {base}, {where}")
+                yield from _pair(row, "milliseconds", base, name, f"{name} / {base}, {label}")
 
 
 def _serving(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -165,13 +173,13 @@ def _serving(report: dict[str, Any]) -> Iterator[Ratio]:
 def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
     for mode in MODES:
         for row in report["times"]:
-            where = f"{', '.join(map(str, row['shape']))}, {row['option']}, {mode}"
-            yield from _pair(row, mode, "sdpa", "blocked", f"blocked in times SDPA's time, {where}", is_cost=True)
-            yield from _pair(row, mode, "naive", "blocked", f"blocked / plain formula, {where}")
+            prefix = f"{', '.join(map(str, row['shape']))}, {row['option']}, {mode}"
+            yield from _pair(row, mode, "sdpa", "blocked", f"blocked in times SDPA's time, {prefix}", is_cost=True)
+            yield from _pair(row, mode, "naive", "blocked", f"blocked / plain formula, {prefix}")
         for row in report["layers"]:
-            where = f"{', '.join(map(str, row['shape']))}, {mode}"
-            yield from _pair(row, mode, "sdpa", "blocked", f"layer in times SDPA's time, {where}", is_cost=True)
-            yield from _pair(row, mode, PEER, "blocked", f"layer / x-transformers', {where}")
+            prefix = f"{', '.join(map(str, row['shape']))}, {mode}"
+            yield from _pair(row, mode, "sdpa", "blocked", f"layer in times SDPA's time, {prefix}", is_cost=True)
+            yield from _pair(row, mode, PEER, "blocked", f"layer / x-transformers', {prefix}")
     label = "training step in times multi-head's time"
     yield from _pair(report["training_steps"], "milliseconds", "MHA", "talking heads", label, is_cost=True)
 
@@ -184,8 +192,8 @@ def _onnx(report: dict[str, Any]) -> Iterator[Ratio]:
         if row is not base:
             label = f"{row['part']} of {row['num_key_value_heads']} heads / {base['num_key_value_heads']}"
             few = _few({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
-            where = f"{', '.join(map(str, row['size']))}, opset {row['opset']}"
-            yield Ratio(f"{label}, {where}", base["milliseconds"] / row["milliseconds"], few_faults=few)
+            prefix = f"{', '.join(map(str, row['size']))}, opset {row['opset']}"
+            yield Ratio(f"{label}, {prefix}", base["milliseconds"] / row["milliseconds"], few_faults=few)
 
 
 def _loops(report: dict[str, Any]) -> Iterator[Ratio]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.kept_memory import claimed, is_recorded, views
+from benchmarks.kept_memory import is_recorded, make_claim, split_by_setting
 from benchmarks.speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWED
 
 __all__ = ["TABLES", "Table", "markdown", "report_path", "report_paths"]
@@ -20,8 +20,8 @@ Rows = Iterable[Sequence[Any]]
 
 def report_paths(folder: Path | None = None) -> dict[str, Path]:
     """Return {name: path} of the reports in a folder, or by default of all groups except the GPU's."""
-    found = FOLDER.glob("*/results/*.json") if folder is None else folder.glob("*.json")
-    return {path.stem: path for path in sorted(found) if folder is not None or path.parts[-3] != "gpu"}
+    paths = FOLDER.glob("*/results/*.json") if folder is None else folder.glob("*.json")
+    return {path.stem: path for path in sorted(paths) if folder is not None or path.parts[-3] != "gpu"}
 
 
 def report_path(name: str, folder: Path | None = None) -> Path:
@@ -84,34 +84,38 @@ def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], d
 
     The second row is {} if a report with both settings lacks it, and None if the report has one setting.
     """
-    kept = (views(report)[1] or {}).get(part)
+    fixed_rows = (split_by_setting(report)[1] or {}).get(part)
     for number, row in enumerate(report[part]):
-        yield row, kept[number] if kept else {} if is_recorded(report) else None
+        yield row, fixed_rows[number] if fixed_rows else {} if is_recorded(report) else None
 
 
-def ratio(row: dict, kept: dict | None, found: Callable[[dict], tuple[float, bool | None]], is_cost=False) -> str:
+def ratio(
+    row: dict, fixed_row: dict | None, compute_ratio: Callable[[dict], tuple[float, bool | None]], is_cost=False
+) -> str:
     """Return a ratio's text.
 
     Args:
-        row, kept: as `pairs` yields them.
-        found: the ratio in such a row, and whether the faults of both its figures were few.
+        row, fixed_row: as `pairs` yields them.
+        compute_ratio: the ratio in such a row, and whether the faults of both its figures were few.
     """
-    value = found(row)[0]
-    if kept is None:
+    value = compute_ratio(row)[0]
+    if fixed_row is None:
         return f"{value:.2f}×"
-    other, few = found(kept) if kept else (None, None)
-    return claimed(value, other if few else None, is_cost).text
+    other, few = compute_ratio(fixed_row) if fixed_row else (None, None)
+    return make_claim(value, other if few else None, is_cost).text
 
 
-def in_times(part: str, base: str, ours: str, is_cost: bool = False) -> Callable[[dict], tuple[float, bool | None]]:
+def in_times(
+    part: str, base: str, compared: str, is_cost: bool = False
+) -> Callable[[dict], tuple[float, bool | None]]:
     """Return what finds the ratio of two times of a row's part: the base's by ours, of a cost ours by the base's."""
 
-    def found(row: dict) -> tuple[float, bool | None]:
+    def compute_ratio(row: dict) -> tuple[float, bool | None]:
         times, usage = row[part], row.get("usage", {}).get(part, {})
-        few = all(usage.get(name, {}).get("few_faults") for name in (base, ours))
-        return times[ours] / times[base] if is_cost else times[base] / times[ours], few
+        few = all(usage.get(name, {}).get("few_faults") for name in (base, compared))
+        return times[compared] / times[base] if is_cost else times[base] / times[compared], few
 
-    return found
+    return compute_ratio
 
 
 DECODED = {
@@ -150,8 +154,8 @@ class Decoded:
         both = list(pairs(report, "rows"))
         last = [both[-1][0][name] for name in ("batch_size", "source_length")]
         self.by_model = {
-            row["model"]: (row, kept)
-            for row, kept in both
+            row["model"]: (row, fixed_row)
+            for row, fixed_row in both
             if [row[name] for name in ("batch_size", "source_length")] == last
         }
 
@@ -159,12 +163,12 @@ class Decoded:
         """Return "tokens/s (ratio)", without a ratio for Transformers; an empty text if the model was not run."""
         if model not in self.by_model:
             return ""
-        row, kept = self.by_model[model]
-        tokens = three_digits((kept or row)["tokens_per_second"])
+        row, fixed_row = self.by_model[model]
+        tokens = three_digits((fixed_row or row)["tokens_per_second"])
         if model == UPSTREAM:
             return tokens
         text = self.times(model, "speedup")
-        if digits is not None and kept is None and row["speedup"] >= 10:
+        if digits is not None and fixed_row is None and row["speedup"] >= 10:
             text = f"{three_digits(row['speedup'])}×"
         return f"{tokens} ({text})"
 
@@ -174,11 +178,11 @@ class Decoded:
             return ""
         first = self.by_model[UPSTREAM]
 
-        def found(row: dict) -> tuple[float, bool | None]:
+        def compute_ratio(row: dict) -> tuple[float, bool | None]:
             base = first[0] if row is self.by_model[model][0] else first[1]
-            return row[field], all((each.get("usage") or {}).get("few_faults") for each in (row, base))
+            return row[field], all((each_row.get("usage") or {}).get("few_faults") for each_row in (row, base))
 
-        return ratio(*self.by_model[model], found)
+        return ratio(*self.by_model[model], compute_ratio)
 
     def mib(self, model: str) -> str:
         size = self.by_model[model][0]["cache_bytes"] / 2**20
@@ -233,7 +237,7 @@ SMALL = (UPSTREAM, "MHA", "GQA-2", "MQA")
 @table("decode_t5-multi30k_cpu", columns=["setting", *columns_of(SMALL)])
 def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
     of = Decoded(report)
-    by_model = {model: kept or row for model, (row, kept) in of.by_model.items()}
+    by_model = {model: fixed_row or row for model, (row, fixed_row) in of.by_model.items()}
     speeds = [f"{by_model[model]['tokens_per_second']:,.0f}" for model in SMALL]
     yield ["tokens/s", *speeds]
     yield ["speed", "1", *(of.times(model, "speedup") for model in SMALL[1:])]
@@ -247,16 +251,18 @@ ENCODED = ("Transformers", "MHA", "GQA-4", "GQA-2", "MQA")
 def encoding(*reports: dict[str, Any]) -> Rows:
     labels = ("BERT-base shape, batch 8 of 128 tokens", "MiniLM, batch 32 of 128 tokens")
     for label, report in zip(labels, reports, strict=True):
-        (upstream, held), *ours = pairs(report, "rows")
-        cells = [f"{(held or upstream)['milliseconds']:.0f}"]
-        for row, kept in ours:
+        (upstream, fixed_upstream), *row_pairs = pairs(report, "rows")
+        cells = [f"{(fixed_upstream or upstream)['milliseconds']:.0f}"]
+        for row, fixed_row in row_pairs:
 
-            def found(each: dict, row: dict = row, bases: tuple = (upstream, held)) -> tuple[float, bool | None]:
-                base = bases[0] if each is row else bases[1]
-                few = all((one.get("usage") or {}).get("few_faults") for one in (base, each))
-                return base["milliseconds"] / each["milliseconds"], few
+            def compute_ratio(
+                variant_row: dict, row: dict = row, bases: tuple = (upstream, fixed_upstream)
+            ) -> tuple[float, bool | None]:
+                base = bases[0] if variant_row is row else bases[1]
+                few = all((first_row.get("usage") or {}).get("few_faults") for first_row in (base, variant_row))
+                return base["milliseconds"] / variant_row["milliseconds"], few
 
-            cells.append(f"{(kept or row)['milliseconds']:.0f} ({ratio(row, kept, found)})")
+            cells.append(f"{(fixed_row or row)['milliseconds']:.0f} ({ratio(row, fixed_row, compute_ratio)})")
         yield [label, *cells]
 
 
@@ -265,11 +271,11 @@ OF_WINDOWS = ["tokens", "full, ms", "window, ms", "attention", "BERT layer", "Lo
 
 def _windows(report: dict[str, Any], mode: str) -> Rows:
     memory = {row["shape"][2]: row for row in report["peak_memory"]}
-    for (row, kept), layer in zip(pairs(report, "attention"), pairs(report, "layers"), strict=True):
+    for (row, fixed_row), layer in zip(pairs(report, "attention"), pairs(report, "layers"), strict=True):
         length = row["length"]
-        full, window = ((kept or row)[mode][name] for name in ("sdpa", "window"))
+        full, window = ((fixed_row or row)[mode][name] for name in ("sdpa", "window"))
         used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
-        times = ratio(row, kept, in_times(mode, "sdpa", "window"))
+        times = ratio(row, fixed_row, in_times(mode, "sdpa", "window"))
         two = [ratio(*layer, in_times(mode, *names)) for names in ((FULL, WINDOWED), (LONGFORMER, OURS))]
         yield [f"{length:,}", milliseconds(full), milliseconds(window), times, *two, f"{used:.2f}×"]
 
@@ -290,12 +296,18 @@ PASSED = {"everything": "T5", "windows": "LongT5, local", "transient global": "L
 @table("long_t5_passes", columns=["tokens", "encoder", "this package, ms", "Transformers, ms", "speed"])
 def encoder_passes(report: dict[str, Any]) -> Rows:
     labels = {"everything": "full attention", "windows": "windows of 254", "transient global": "transient-global"}
-    for row, kept in pairs(report, "runs"):
-        by = (kept or row)["milliseconds"]
-        for ours, theirs in PASSED.items():
-            if ours in by:
-                times = ratio(row, kept, in_times("milliseconds", theirs, ours))
-                yield [f"{row['tokens']:,}", labels[ours], f"{by[ours]:,.0f}", f"{by[theirs]:,.0f}", times]
+    for row, fixed_row in pairs(report, "runs"):
+        by = (fixed_row or row)["milliseconds"]
+        for encoder, upstream_encoder in PASSED.items():
+            if encoder in by:
+                times = ratio(row, fixed_row, in_times("milliseconds", upstream_encoder, encoder))
+                yield [
+                    f"{row['tokens']:,}",
+                    labels[encoder],
+                    f"{by[encoder]:,.0f}",
+                    f"{by[upstream_encoder]:,.0f}",
+                    times,
+                ]
 
 
 LENGTHS = ("512", "1,024", "2,048", "4,096", "8,192")
@@ -305,7 +317,9 @@ LENGTHS = ("512", "1,024", "2,048", "4,096", "8,192")
 def decoder_state(report: dict[str, Any]) -> Rows:
     rows = list(pairs(report, "steps"))
     for name in rows[0][0]["step_ms"]:
-        cells = (f"{(kept or row)['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row, kept in rows)
+        cells = (
+            f"{(fixed_row or row)['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row, fixed_row in rows
+        )
         yield ["Transformers" if name == "upstream" else name, *cells]
 
 
@@ -313,10 +327,10 @@ KERNELS = ["tokens", "softmax, ms", "elu", "hedgehog", "favor", "rfa"]
 
 
 def _kernels(report: dict[str, Any], mode: str) -> Rows:
-    for row, kept in pairs(report, "attention"):
+    for row, fixed_row in pairs(report, "attention"):
         full, *kernels = row[mode]
-        times = (ratio(row, kept, in_times(mode, full, kernel)) for kernel in kernels)
-        yield [f"{row['length']:,}", milliseconds((kept or row)[mode][full]), *times]
+        times = (ratio(row, fixed_row, in_times(mode, full, kernel)) for kernel in kernels)
+        yield [f"{row['length']:,}", milliseconds((fixed_row or row)[mode][full]), *times]
 
 
 @table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
@@ -335,10 +349,10 @@ def linear_attention_in_training(*reports: dict[str, Any]) -> Rows:
     "linear_attention_models_cpu", columns=["tokens", "Transformers, ms", "hedgehog", "hedgehog in 10 of 12 layers"]
 )
 def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
-    for row, kept in pairs(report, "models"):
+    for row, fixed_row in pairs(report, "models"):
         base, *others = row["pass"]
-        times = (ratio(row, kept, in_times("pass", base, name)) for name in others)
-        yield [f"{row['length']:,}", f"{(kept or row)['pass'][base]:,.0f}", *times]
+        times = (ratio(row, fixed_row, in_times("pass", base, name)) for name in others)
+        yield [f"{row['length']:,}", f"{(fixed_row or row)['pass'][base]:,.0f}", *times]
 
 
 @table(
@@ -347,8 +361,8 @@ def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
 def hybrids(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "hedgehog", "hybrid", "linformer")
     for mode in MODES:
-        for row, kept in pairs(report, "attention"):
-            yield [mode, f"{row['length']:,}", *(milliseconds((kept or row)[mode][name]) for name in names)]
+        for row, fixed_row in pairs(report, "attention"):
+            yield [mode, f"{row['length']:,}", *(milliseconds((fixed_row or row)[mode][name]) for name in names)]
 
 
 def _onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, counts: Sequence[int]) -> list:
@@ -358,15 +372,15 @@ def _onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, c
 
 
 def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
-    (base, held), (ours, kept) = rows[0], rows[-1]
+    (base, fixed_base), (last_row, fixed_row) = rows[0], rows[-1]
 
-    def found(row: dict) -> tuple[float, bool | None]:
-        first = base if row is ours else held
-        few = all(each.get("usage", {}).get("few_faults") for each in (first, row))
+    def compute_ratio(row: dict) -> tuple[float, bool | None]:
+        first = base if row is last_row else fixed_base
+        few = all(compared_row.get("usage", {}).get("few_faults") for compared_row in (first, row))
         return first["milliseconds"] / row["milliseconds"], few
 
     times = [form((other or row)["milliseconds"]) for row, other in rows]
-    return [*times, ratio(ours, kept, found)]
+    return [*times, ratio(last_row, fixed_row, compute_ratio)]
 
 
 ENGINES = {
@@ -380,15 +394,15 @@ ENGINES = {
 
 
 def _engines(report: dict[str, Any], engines: Iterable[str]) -> Iterator[list[str]]:
-    for row, kept in pairs(report, "sizes"):
+    for row, fixed_row in pairs(report, "sizes"):
         cells = [row["size"]]
         for engine in engines:
 
-            def found(one: dict, engine: str = engine) -> tuple[float, bool | None]:
-                times = one["milliseconds"]
-                return times["float32"] / times[engine], one["usage"]["milliseconds"]["float32"]["few_faults"]
+            def compute_ratio(engine_row: dict, engine: str = engine) -> tuple[float, bool | None]:
+                times = engine_row["milliseconds"]
+                return times["float32"] / times[engine], engine_row["usage"]["milliseconds"]["float32"]["few_faults"]
 
-            cells.append(ratio(row, kept, found) if engine in row["milliseconds"] else "")
+            cells.append(ratio(row, fixed_row, compute_ratio) if engine in row["milliseconds"] else "")
         yield cells
 
 
@@ -451,18 +465,20 @@ STEPS = ("products", "exact", "share_memory", "upstream")
     ],
 )
 def later_steps(report: dict[str, Any]) -> Rows:
-    for row, kept in pairs(report, "runs"):
+    for row, fixed_row in pairs(report, "runs"):
         size = f"{row['batch_size']}, {row['source_length']:,}, {row['num_beams']}"
         products, exact, shared, upstream = (f"{row['milliseconds'][name]:.1f}" for name in STEPS)
-        times = [ratio(row, kept, in_times("milliseconds", "upstream", name)) for name in ("exact", "share_memory")]
+        times = [
+            ratio(row, fixed_row, in_times("milliseconds", "upstream", name)) for name in ("exact", "share_memory")
+        ]
         yield [size, products, f"{exact} ({times[0]})", f"{shared} ({times[1]})", upstream]
 
 
 @table("loop_overhead", columns=["task", "bare loop", "`TrainingLoop`", "overhead", "waiting for data"])
 def loop_overhead(report: dict[str, Any]) -> Rows:
-    for row, kept in pairs(report, "rows"):
+    for row, fixed_row in pairs(report, "rows"):
         # The larger overhead is reported.
-        row = max(filter(None, (row, kept)), key=lambda each: each["overhead_percent"])
+        row = max(filter(None, (row, fixed_row)), key=lambda setting_row: setting_row["overhead_percent"])
         bare, loop = (1000 * row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop"))
         overhead = f"{loop - bare:.1f} ms" if "tiny" in row["task"] else f"{row['overhead_percent']:+.1f} %"
         waiting = f"{row['waiting_for_data_percent']:.1f} %"
@@ -474,15 +490,15 @@ OF_TALKING += [f"{name}, {mode}" for mode in MODES for name in ("SDPA", "plain f
 
 
 def _talking(report: dict[str, Any], option: str) -> Rows:
-    for row, kept in pairs(report, "times"):
+    for row, fixed_row in pairs(report, "times"):
         if row["option"] != option:
             continue
         cells = [", ".join(map(str, row["shape"]))]
         for mode in MODES:
-            shown = (kept or row)[mode]
+            shown = (fixed_row or row)[mode]
             cells.append(milliseconds(shown["sdpa"]))
             for peer in ("naive", "blocked"):
-                times = ratio(row, kept, in_times(mode, "sdpa", peer, is_cost=True), is_cost=True)
+                times = ratio(row, fixed_row, in_times(mode, "sdpa", peer, is_cost=True), is_cost=True)
                 cells.append(f"{milliseconds(shown[peer])} ({times})")
         yield cells
 
@@ -517,20 +533,24 @@ def talking_heads_with_bias(report: dict[str, Any]) -> Rows:
 )
 def whole_layers(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "naive", "blocked", PEER, "x-transformers flash")
-    for row, kept in pairs(report, "layers"):
+    for row, fixed_row in pairs(report, "layers"):
         for mode in MODES:
-            times = [(kept or row)[mode][name] for name in names]
-            text = f"{times[3] / times[2]:.1f}×" if kept is None else ratio(row, kept, in_times(mode, PEER, "blocked"))
+            times = [(fixed_row or row)[mode][name] for name in names]
+            text = (
+                f"{times[3] / times[2]:.1f}×"
+                if fixed_row is None
+                else ratio(row, fixed_row, in_times(mode, PEER, "blocked"))
+            )
             yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
 
 
 @table("talking_heads_cpu_layers", columns=["setting", "multi-head", "talking heads", "plain formula"])
 def talking_heads_training_step(report: dict[str, Any]) -> Rows:
-    for setting, part in zip(("default", "fixed"), views(report), strict=True):
+    for setting, part in zip(("default", "fixed"), split_by_setting(report), strict=True):
         base, *others = (
             part["training_steps"]["milliseconds"][name] for name in ("MHA", "talking heads", "talking heads, eager")
         )
-        yield [setting, f"{base:,.0f}", *(f"{each:,.0f} ({each / base:.2f}×)" for each in others)]
+        yield [setting, f"{base:,.0f}", *(f"{step_time:,.0f} ({step_time / base:.2f}×)" for step_time in others)]
 
 
 @table(
@@ -553,8 +573,12 @@ def _serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     base, *others = last["milliseconds"]
     for name in (base, *others):
         peak = f"{last['peak_bytes'][name] / 2**20:,.0f} MiB"
-        found = in_times("milliseconds", base, name)
-        yield [name, *("1" if name == base else ratio(row, kept, found) for row, kept in sizes), peak]
+        compute_ratio = in_times("milliseconds", base, name)
+        yield [
+            name,
+            *("1" if name == base else ratio(row, fixed_row, compute_ratio) for row, fixed_row in sizes),
+            peak,
+        ]
 
 
 @table("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4", columns=OF_T5)
@@ -612,9 +636,9 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
 
 @table("serving_whisper-base_cpu_batch4", columns=["engine", "default", "fixed"])
 def serving_four_recordings(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    ((row, kept),) = pairs(report, "runs")
+    ((row, fixed_row),) = pairs(report, "runs")
     for name in row["milliseconds"]:
-        yield [name, *(f"{way['milliseconds'][name] / 1000:.1f}" for way in (row, kept))]
+        yield [name, *(f"{setting_row['milliseconds'][name] / 1000:.1f}" for setting_row in (row, fixed_row))]
 
 
 RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
@@ -627,10 +651,10 @@ BATCHES = [f"batch {size}, {how}" for size in (8, 16) for how in ("greedy", "5 b
 )
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Yield seconds under both settings, because no ratio is claimed for engines with an allocator of their own."""
-    sizes = [way for report in reports for pair in pairs(report, "runs") for way in pair]
+    sizes = [setting_row for report in reports for pair in pairs(report, "runs") for setting_row in pair]
     for name in reports[0]["runs"][0]["milliseconds"]:
-        found = [(way or {}).get("milliseconds", {}).get(name) for way in sizes]
-        yield [name, *("" if each is None else f"{each / 1000:.1f}" for each in found)]
+        seconds = [(setting_row or {}).get("milliseconds", {}).get(name) for setting_row in sizes]
+        yield [name, *("" if milliseconds is None else f"{milliseconds / 1000:.1f}" for milliseconds in seconds)]
 
 
 HEARD = ("greedy", "5beams", "5beams_batch16")
@@ -647,8 +671,8 @@ def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     runs.sort(key=lambda pair: (pair[0]["batch_size"], pair[0]["num_beams"]))
     for name in reports[0]["runs"][0]["milliseconds"]:
         cells = []
-        for ways in runs:
-            times = [(way or {}).get("milliseconds", {}).get(name) for way in ways]
-            cells.append(", ".join(f"{each / 1000:.1f}" for each in times if each is not None))
+        for setting_rows in runs:
+            times = [(setting_row or {}).get("milliseconds", {}).get(name) for setting_row in setting_rows]
+            cells.append(", ".join(f"{milliseconds / 1000:.1f}" for milliseconds in times if milliseconds is not None))
         same = [str(row["same_texts"].get(name, "-")) for row, _ in runs[-2:]]
         yield [name, *cells, ", ".join(same)]

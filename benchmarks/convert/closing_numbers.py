@@ -25,7 +25,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from hf_attn_variants.conversion.report import compute_edit_distance
 from hf_attn_variants.files import REPORT_NAME, atomic_write
 from hf_attn_variants.registration import register
@@ -33,12 +33,12 @@ from hf_attn_variants.registration import register
 EPILOG = """example:
   python -m benchmarks.convert.closing_numbers --kind labels --source rxnfp --converted rxnfp-2 rxnfp-1 \\
       --examples reactions.tsv --output build/closing_numbers.json"""
-CLASSES = {
+MODEL_CLASSES = {
     "masked": AutoModelForMaskedLM,
     "labels": AutoModelForSequenceClassification,
     "written": AutoModelForSeq2SeqLM,
 }
-MASKED = 0.15
+MASKED_SHARE = 0.15
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=CLASSES, required=True, help="what the model is for")
+    parser.add_argument("--kind", choices=MODEL_CLASSES, required=True, help="what the model is for")
     parser.add_argument("--source", required=True, help="the checkpoint that was converted")
     parser.add_argument("--converted", nargs="+", required=True, help="folders that `convert` wrote")
     parser.add_argument("--examples", type=Path, required=True, help="a line for each example")
@@ -56,17 +56,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def batches(tokenizer: Any, texts: Sequence[str], size: int) -> Iterator[Any]:
+def iterate_batches(tokenizer: Any, texts: Sequence[str], size: int) -> Iterator[Any]:
     """Yield texts as a model's arguments, truncated only to the tokenizer's maximum length."""
     for start in range(0, len(texts), size):
         yield tokenizer(list(texts[start : start + size]), padding=True, truncation=True, return_tensors="pt")
 
 
-def outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> list[Any]:
+def compute_outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> list[Any]:
     """Return what a model makes of each example: (loss, is found) of masked tokens, a class, or tokens."""
     rows: list[Any] = []
     generator, special = torch.Generator().manual_seed(1), torch.tensor(tokenizer.all_special_ids)
-    for batch in batches(tokenizer, texts, args.batch_size):
+    for batch in iterate_batches(tokenizer, texts, args.batch_size):
         ids = batch["input_ids"]
         if args.kind == "labels":
             rows += model(**batch).logits.argmax(-1).tolist()
@@ -74,14 +74,14 @@ def outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argparse.Nam
             written = model.generate(**batch, do_sample=False, num_beams=1, max_new_tokens=args.max_new_tokens)
             rows += [[token for token in row if token not in special] for row in written.tolist()]
         else:
-            chosen = (torch.rand(ids.shape, generator=generator) < MASKED) & ~torch.isin(ids, special)
+            chosen = (torch.rand(ids.shape, generator=generator) < MASKED_SHARE) & ~torch.isin(ids, special)
             logits = model(**batch | {"input_ids": ids.masked_fill(chosen, tokenizer.mask_token_id)}).logits[chosen]
             losses = torch.nn.functional.cross_entropy(logits, ids[chosen], reduction="none")
             rows += list(zip(losses.tolist(), (logits.argmax(-1) == ids[chosen]).tolist(), strict=True))
     return rows
 
 
-def compared(kind: str, source: list[Any], converted: list[Any], labels: list[int]) -> dict[str, float]:
+def compare_outputs(kind: str, source: list[Any], converted: list[Any], labels: list[int]) -> dict[str, float]:
     """Return the true number, and the metric before and after."""
     if kind == "masked":
         loss = sum(b[0] - a[0] for a, b in zip(source, converted, strict=True)) / len(source)
@@ -105,12 +105,12 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines = args.examples.read_text(encoding="utf-8").splitlines()
     texts = [line.split("\t")[0] for line in lines]
     tokenizer = AutoTokenizer.from_pretrained(args.source)
-    model = CLASSES[args.kind].from_pretrained(args.source).eval()
+    model = MODEL_CLASSES[args.kind].from_pretrained(args.source).eval()
     labels = [model.config.label2id[line.split("\t")[1]] for line in lines] if args.kind == "labels" else []
-    source, rows = outputs(model, tokenizer, texts, args), []
+    source, rows = compute_outputs(model, tokenizer, texts, args), []
     for folder in args.converted:
         report = json.loads((Path(folder) / REPORT_NAME).read_text(encoding="utf-8"))
-        converted = outputs(CLASSES[args.kind].from_pretrained(folder).eval(), tokenizer, texts, args)
+        converted = compute_outputs(MODEL_CLASSES[args.kind].from_pretrained(folder).eval(), tokenizer, texts, args)
         quality = report["quality"]
         row = {
             "model": Path(args.source).name,
@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
             **{name: quality[name] for name in ("measure", "value", "interval", "verdict", "bound")},
             "held_out": quality["examples"],
             "examples": len(texts),
-            **{name: round(value, 4) for name, value in compared(args.kind, source, converted, labels).items()},
+            **{name: round(value, 4) for name, value in compare_outputs(args.kind, source, converted, labels).items()},
             "fit_steps": report["calibration"]["fit_steps"],
             "calibration": report["calibration"]["count"],
         }
@@ -126,7 +126,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row)
     if args.output is not None:
         known = json.loads(args.output.read_text(encoding="utf-8"))["rows"] if args.output.is_file() else []
-        atomic_write(args.output, json.dumps({"machine": machine("cpu"), "rows": known + rows}, indent=1) + "\n")
+        atomic_write(
+            args.output, json.dumps({"machine": describe_machine("cpu"), "rows": known + rows}, indent=1) + "\n"
+        )
     return rows
 
 

@@ -30,9 +30,9 @@ from hf_attn_variants.files import atomic_write
 ROOT = Path(__file__).resolve().parents[2]
 MAX_ANONYMOUS_BYTES = 1_500_000_000
 MAX_BERT_BASE_SECONDS = 5.0
-LARGE = {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 8192, "num_hidden_layers": 30}
+LARGE_CONFIG = {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 8192, "num_hidden_layers": 30}
 
-CONVERT = """
+CONVERSION_PROGRAM = """
 import json, os, sys, time
 
 def anonymous():
@@ -59,8 +59,8 @@ class Case:
 
 
 CASES = [
-    Case("large, one file", LARGE, 1, 8),
-    Case("large, 8 shards", LARGE, 8, 8),
+    Case("large, one file", LARGE_CONFIG, 1, 8),
+    Case("large, 8 shards", LARGE_CONFIG, 8, 8),
     Case("BERT-base shape", {}, 1, 4),
 ]
 
@@ -82,10 +82,10 @@ def write_checkpoint(folder: Path, case: Case) -> int:
         position += 4 * entries[name].numel
     numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     for file in dict.fromkeys(entry.file for entry in entries.values()):
-        held = {name: entry for name, entry in entries.items() if entry.file == file}
-        layout = {name: (entry.dtype, entry.shape) for name, entry in held.items()}
+        file_entries = {name: entry for name, entry in entries.items() if entry.file == file}
+        layout = {name: (entry.dtype, entry.shape) for name, entry in file_entries.items()}
         with SafetensorsWriter(folder / file, layout, {"format": "pt"}) as writer:
-            for name, entry in held.items():
+            for name, entry in file_entries.items():
                 rest = range(0, entry.numel, len(numbers))
                 writer.write_chunks(name, (numbers[: min(len(numbers), entry.numel - start)] for start in rest))
     if case.shards > 1:
@@ -124,7 +124,10 @@ def run_case(case: Case, work_dir: Path) -> dict[str, object]:
         arguments += ["--num_key_value_heads", case.num_key_value_heads]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-c", CONVERT, *map(str, arguments)], stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, "-c", CONVERSION_PROGRAM, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
         sampler = MemorySampler(process.pid)
         sampler.start()

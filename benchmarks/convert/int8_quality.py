@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from benchmarks.convert.conversion_subjects import SentenceEncoder, read_lines
-from benchmarks.convert.word_errors import error_rate
-from benchmarks.machine import machine
+from benchmarks.convert.word_errors import compute_word_error_rate
+from benchmarks.machine import describe_machine
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.files import atomic_write
@@ -66,20 +66,24 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def by_torch(model: Any) -> Any:
+def quantize_with_torch(model: Any) -> Any:
     """Return a copy by torch's own call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
         return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
-def ways(args: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
+def list_quantizations(args: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
     """Return a dictionary of functions that quantize a model."""
-    found = {FLOAT32: lambda model: model, INT8: lambda model: quantize(copy.deepcopy(model)), TORCHS: by_torch}
-    return found | ({BFLOAT16: lambda model: quantize(copy.deepcopy(model), "bfloat16")} if args.bfloat16 else {})
+    functions = {
+        FLOAT32: lambda model: model,
+        INT8: lambda model: quantize(copy.deepcopy(model)),
+        TORCHS: quantize_with_torch,
+    }
+    return functions | ({BFLOAT16: lambda model: quantize(copy.deepcopy(model), "bfloat16")} if args.bfloat16 else {})
 
 
-def megabytes(model: Any) -> float:
+def measure_megabytes(model: Any) -> float:
     """Return the size of a model's numbers in a file."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -92,10 +96,10 @@ class Translation:
     def __init__(self, name: str, folder: Path, args: argparse.Namespace) -> None:
         self.name, self.folder = name, folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        lines = [read_lines(args.data_dir / f"multi30k/test_2016_flickr.{each}.gz") for each in ("en", "de")]
-        self.sources, self.targets = (each[: args.sentences] for each in lines)
+        lines = [read_lines(args.data_dir / f"multi30k/test_2016_flickr.{language}.gz") for language in ("en", "de")]
+        self.sources, self.targets = (language[: args.sentences] for language in lines)
         self.batches = [
-            {name: each for name, each in batch.items() if name in ("input_ids", "attention_mask")}
+            {name: language for name, language in batch.items() if name in ("input_ids", "attention_mask")}
             for batch in (
                 self.tokenizer(self.sources[start : start + 64], padding=True, return_tensors="pt")
                 for start in range(0, len(self.sources), 64)
@@ -103,36 +107,41 @@ class Translation:
         ]
         self.written: list[torch.Tensor] = []
 
-    def models(self) -> Iterator[tuple[str, Any]]:
+    def iterate_models(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and forms of the model, beginning with the unchanged one."""
         upstream = AutoModelForSeq2SeqLM.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
         cls, width = get_variant_model_class(type(upstream).__name__), upstream.config.d_model
-        for what, fields in (
+        for label, fields in (
             ("exact", {"cross_kv_lora_rank": width}),
             ("talking heads", {"talking_heads": "both"}),
         ):
-            yield f"{self.name}, {what}", cls.from_pretrained(self.folder, **fields).eval()
+            yield f"{self.name}, {label}", cls.from_pretrained(self.folder, **fields).eval()
 
     @torch.inference_mode()
-    def scores(self, model: Any, float32: Any) -> Row:
+    def compute_scores(self, model: Any, float32: Any) -> Row:
         """Return BLEU by greedy search, and the share of tokens that agree with what `float32` writes."""
         if not self.written:  # by float32, once
             self.written = [
                 float32.generate(**batch, max_new_tokens=64, do_sample=False, num_beams=1) for batch in self.batches
             ]
-        end, agreeing, total, found = float32.generation_config.eos_token_id, 0, 0, []
+        end, agreeing, total, translations = float32.generation_config.eos_token_id, 0, 0, []
         for batch, written in zip(self.batches, self.written, strict=True):
             ids = model.generate(**batch, max_new_tokens=64, do_sample=False, num_beams=1)
-            found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            translations += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             likeliest = model(**batch, decoder_input_ids=written[:, :-1]).logits.argmax(-1)
             is_end = written[:, 1:] == end
             real = is_end.cumsum(1) - is_end.long() == 0  # up to the first end, which counts
             agreeing += int((likeliest == written[:, 1:])[real].sum())
             total += int(real.sum())
-        bleu = sacrebleu.corpus_bleu(found, [self.targets]).score
-        return {"sentences": len(found), "bleu": round(bleu, 2), "agree": round(agreeing / total, 4), "tokens": total}
+        bleu = sacrebleu.corpus_bleu(translations, [self.targets]).score
+        return {
+            "sentences": len(translations),
+            "bleu": round(bleu, 2),
+            "agree": round(agreeing / total, 4),
+            "tokens": total,
+        }
 
 
 class Similarity:
@@ -143,14 +152,14 @@ class Similarity:
     def __init__(self, args: argparse.Namespace) -> None:
         self.subject = SentenceEncoder(args.data_dir)
 
-    def models(self) -> Iterator[tuple[str, Any]]:
+    def iterate_models(self) -> Iterator[tuple[str, Any]]:
         """Yield the model, and its variant with talking heads, which begin as nothing."""
         upstream = AutoModel.from_pretrained(self.subject.source).eval()
         yield self.name, upstream
         cls = get_variant_model_class(type(upstream).__name__)
         yield f"{self.name}, talking heads", cls.from_pretrained(self.subject.source, talking_heads="both").eval()
 
-    def scores(self, model: Any, float32: Any) -> Row:
+    def compute_scores(self, model: Any, float32: Any) -> Row:
         """Return Spearman's correlation with the scores of people."""
         subject = self.subject
         return {
@@ -179,28 +188,31 @@ class Speech:
         ]
         self.source: list[str] | None = None
 
-    def models(self) -> Iterator[tuple[str, Any]]:
+    def iterate_models(self) -> Iterator[tuple[str, Any]]:
         """Yield the unchanged model, and a copy that shares its memory."""
         upstream = AutoModelForSpeechSeq2Seq.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
 
     @torch.inference_mode()
-    def transcripts(self, model: Any) -> list[str]:
+    def transcribe(self, model: Any) -> list[str]:
         """Return what a model writes of each recording, greedily."""
-        found: list[str] = []
+        texts: list[str] = []
         for features in self.features:
             features = features.to(model.dtype)
             mask = torch.ones_like(features[:, 0], dtype=torch.long)
             ids = model.generate(features, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=120)
-            found += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return found
+            texts += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return texts
 
-    def scores(self, model: Any, float32: Any) -> Row:
+    def compute_scores(self, model: Any, float32: Any) -> Row:
         """Return the word error rates against the texts, and against what float32 writes."""
-        self.source = self.source or self.transcripts(float32)  # once
-        found = self.source if model is float32 else self.transcripts(model)
-        return {"against_texts": error_rate(self.texts, found), "against_float32": error_rate(self.source, found)}
+        self.source = self.source or self.transcribe(float32)  # once
+        transcripts = self.source if model is float32 else self.transcribe(model)
+        return {
+            "against_texts": compute_word_error_rate(self.texts, transcripts),
+            "against_float32": compute_word_error_rate(self.source, transcripts),
+        }
 
 
 def subjects(args: argparse.Namespace) -> Iterator[Any]:
@@ -220,16 +232,21 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
     done = {(row["model"], row["way"]) for row in report["rows"]}
     for subject in subjects(args):
-        for name, float32 in subject.models():
+        for name, float32 in subject.iterate_models():
             if args.only and not name.startswith(tuple(args.only)):
                 continue
-            for way, change in ways(args).items():
-                if (name, way) in done or (way != INT8 and name != subject.name):
+            for quantization, change in list_quantizations(args).items():
+                if (name, quantization) in done or (quantization != INT8 and name != subject.name):
                     continue
                 model = change(float32)
-                row = {"model": name, "way": way, "megabytes": megabytes(model), **subject.scores(model, float32)}
+                row = {
+                    "model": name,
+                    "way": quantization,
+                    "megabytes": measure_megabytes(model),
+                    **subject.compute_scores(model, float32),
+                }
                 report["rows"].append(row)
-                report["machine"] = machine("cpu")
+                report["machine"] = describe_machine("cpu")
                 atomic_write(args.output, json.dumps(report, indent=1) + "\n")
                 print(json.dumps(row), flush=True)
     return report

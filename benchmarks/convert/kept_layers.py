@@ -24,8 +24,8 @@ import transformers
 from transformers import AutoTokenizer
 
 from benchmarks.convert.conversion_subjects import SentenceEncoder, Translator
-from benchmarks.convert.reactions import masked_accuracy, read_reactions, unpack
-from benchmarks.machine import machine
+from benchmarks.convert.reactions import compute_masked_accuracy, read_reactions, unpack
+from benchmarks.machine import describe_machine
 from benchmarks.run_records import write_rows
 from hf_attn_variants.conversion import Calibration, convert_checkpoint
 from hf_attn_variants.files import load_json
@@ -53,7 +53,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 class ReactionBert:
     """The BERT of rxnfp: 12 layers, 4 heads; scored by the share of masked tokens that it finds."""
 
-    field, new, old, get_score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
+    field, new, old, score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
 
     def __init__(self, args: argparse.Namespace):
         args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -69,20 +69,20 @@ class ReactionBert:
 
     def score(self, folder: Path) -> float:
         """Return the share of masked tokens that a checkpoint finds."""
-        return masked_accuracy(folder, self.test)
+        return compute_masked_accuracy(folder, self.test)
 
 
 class Sentences:
     """MiniLM: 6 layers, 12 heads; scored by the cosine of its embeddings to the source's, of Wikipedia's lines."""
 
-    field, new, old, get_score_name = "attention_kernel", "hedgehog", None, "cosine"
+    field, new, old, score_name = "attention_kernel", "hedgehog", None, "cosine"
 
     def __init__(self, args: argparse.Namespace):
         self.subject = SentenceEncoder(args.data_dir)
         self.source = self.subject.source
         self.layers = load_json(self.source / "config.json")["num_hidden_layers"]
         self.calibration = Calibration(
-            self.subject.calibration_lines(0)[: args.calibration_size],
+            self.subject.sample_calibration_lines(0)[: args.calibration_size],
             tokenizer=self.subject.tokenizer,
             fit_steps=args.fit_steps,
         )
@@ -95,7 +95,7 @@ class Sentences:
 class TranslatorEncoder:
     """The encoder of the T5: 4 layers, 8 heads; scored by the loss on the validation set, lower is better."""
 
-    field, new, old, get_score_name = "encoder_num_key_value_heads", 1, 8, "loss"
+    field, new, old, score_name = "encoder_num_key_value_heads", 1, 8, "loss"
 
     def __init__(self, args: argparse.Namespace):
         self.subject = Translator(args.data_dir)
@@ -120,11 +120,11 @@ SUBJECTS: dict[str, Any] = {"minilm": Sentences, "bert": ReactionBert, "t5-mini"
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what the file does not have, write it after each row, print all; returns the model's rows."""
     transformers.logging.set_verbosity_error()
-    found = load_json(args.output)["runs"] if args.output.is_file() else []
-    rows = [row for row in found if row["model"] == args.model]
+    runs = load_json(args.output)["runs"] if args.output.is_file() else []
+    rows = [row for row in runs if row["model"] == args.model]
     subject = SUBJECTS[args.model](args)
     if not any(row["kept"] == "all" for row in rows):
-        row = {"model": args.model, "kept": "all", subject.get_score_name: subject.score(subject.source)}
+        row = {"model": args.model, "kept": "all", subject.score_name: subject.score(subject.source)}
         rows.append(row)
         write(row, args)
     chosen = next((row for row in rows if "shares" in row), None)
@@ -134,9 +134,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         rows.append(chosen)
     least = sorted(range(subject.layers), key=lambda layer: chosen["shares"][layer])[:2]
-    kept: dict[str, list[int]] = {"none": [], "the two of the least shares": least}
-    kept |= {f"layer {layer + 1}": [layer] for layer in range(subject.layers)}
-    for name, layers in kept.items():
+    unconverted_layers: dict[str, list[int]] = {"none": [], "the two of the least shares": least}
+    unconverted_layers |= {f"layer {layer + 1}": [layer] for layer in range(subject.layers)}
+    for name, layers in unconverted_layers.items():
         if any(row["kept"] == name for row in rows):
             continue
         values = [subject.old if layer in layers else subject.new for layer in range(subject.layers)]
@@ -145,13 +145,13 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str, Any]) -> dict[str, Any]:
+def measure(subject: Any, args: argparse.Namespace, label: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Convert the source, score it, and return its row, which is written."""
     with tempfile.TemporaryDirectory() as folder:
         converted = Path(folder, "converted")
         report = convert_checkpoint(subject.source, converted, calibration=subject.calibration, **fields)
         score = subject.score(converted)
-    row = {"model": args.model, "kept": kept, subject.get_score_name: score, "seconds": report.seconds}
+    row = {"model": args.model, "kept": label, subject.score_name: score, "seconds": report.seconds}
     if report.matching_shares is not None:
         row["shares"] = report.matching_shares
     write(row, args)
@@ -161,7 +161,7 @@ def measure(subject: Any, args: argparse.Namespace, kept: str, fields: dict[str,
 def write(row: dict[str, Any], args: argparse.Namespace) -> None:
     """Add a row to the file and print it."""
     settings = {"calibration_size": args.calibration_size, "fit_steps": args.fit_steps}
-    write_rows(args.output, {"machine": machine("cpu"), args.model: settings}, [row], KEY)
+    write_rows(args.output, {"machine": describe_machine("cpu"), args.model: settings}, [row], KEY)
     print(json.dumps(row), flush=True)
 
 

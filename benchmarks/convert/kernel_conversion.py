@@ -27,7 +27,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_attn_variants
 from benchmarks.convert.conversion_subjects import SentenceEncoder, SentenceEncoderOnSentences
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from benchmarks.run_records import check_data_dir, write_rows
 from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.conversion import Calibration
@@ -36,7 +36,7 @@ from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
-OF_SOME = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
+OPTIONAL_KEYS = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
 # The branches of a hybrid that are used, by the logarithm of gamma; None: unchanged. With 80, nothing is left of the
 # kernel's weights in float32, and the window's sums are below its largest number.
 BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
@@ -73,7 +73,7 @@ def convert(
     if steps is None:
         fields["method"] = "mean"
     else:
-        texts = subject.calibration_lines(0)[: args.calibration_size]
+        texts = subject.sample_calibration_lines(0)[: args.calibration_size]
         fields["calibration"] = Calibration(
             texts, tokenizer=subject.tokenizer, max_length=args.max_length, fit_steps=steps, passages=False
         )
@@ -82,14 +82,14 @@ def convert(
     return converted.eval(), round(time.perf_counter() - started, 1)
 
 
-def distil(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreTrainedModel:
+def distill(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreTrainedModel:
     """Return a model drawn towards the source for so many steps, all parameters trained."""
     with tempfile.TemporaryDirectory() as folder:
         start, end = Path(folder, "start"), Path(folder, "end")
         model.save_pretrained(start)
         subject.tokenizer.save_pretrained(start)
         flags = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *subject.uptraining]
-        flags += [*subject.training_flags(Path(folder), 0, steps), "--max_train_steps", str(steps)]
+        flags += [*subject.write_training_texts(Path(folder), 0, steps), "--max_train_steps", str(steps)]
         flags += ["--trainable", "all", "--learning_rate", "1e-4", "--group_by_length", "--cpu", "--disable_tqdm"]
         flags += ["--per_device_train_batch_size", str(subject.batch_size), "--eval_steps", str(steps)]
         uptrain_command.main(uptrain_command.parse_args([*flags, "--output_dir", str(end)]))
@@ -97,23 +97,23 @@ def distil(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreT
 
 
 @torch.no_grad()
-def scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float | None) -> dict[str, float]:
+def compute_scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float | None) -> dict[str, float]:
     """Score a model, a hybrid with this logarithm of gamma everywhere; None = its own."""
     if log_factor is None:
-        return subject.scores_of(model)
-    factors = {name: each for name, each in model.named_parameters() if name.endswith("window_log_factor")}
-    own = {name: each.clone() for name, each in factors.items()}
-    for each in factors.values():
-        each.fill_(log_factor)
-    found = subject.scores_of(model)
-    for name, each in factors.items():
-        each.copy_(own[name])
-    return found
+        return subject.compute_scores(model)
+    factors = {name: factor for name, factor in model.named_parameters() if name.endswith("window_log_factor")}
+    saved_factors = {name: factor.clone() for name, factor in factors.items()}
+    for factor in factors.values():
+        factor.fill_(log_factor)
+    metrics = subject.compute_scores(model)
+    for name, factor in factors.items():
+        factor.copy_(saved_factors[name])
+    return metrics
 
 
 def is_measured(key: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Say whether a row of this key is there."""
-    return any(all(row.get(name) == key.get(name) for name in (*KEY, *OF_SOME)) for row in rows)
+    return any(all(row.get(name) == key.get(name) for name in (*KEY, *OPTIONAL_KEYS)) for row in rows)
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,26 +126,26 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = json.loads(path.read_text())["runs"] if path.is_file() else []
     subject = kind(args.data_dir)
     for kernel, steps in itertools.product(args.kernels, (None, *args.fit_steps)):
-        found = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
-        key = dict(zip(KEY, (*found, args.calibration_size, args.max_length), strict=True))
+        row_values = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
+        key = dict(zip(KEY, (*row_values, args.calibration_size, args.max_length), strict=True))
         if args.keep_matching_layers is not None:
             if steps is None:  # the layers are found by the fit's text
                 continue
             key["keep_matching_layers"] = args.keep_matching_layers
         is_hybrid = kernel == "hybrid"
-        keys = [key | {"window": args.window, "reads": each} for each in BRANCHES] if is_hybrid else [key]
+        keys = [key | {"window": args.window, "reads": row_key} for row_key in BRANCHES] if is_hybrid else [key]
         is_last = args.distillation_steps is not None and steps == args.fit_steps[-1]
-        distilled = [each | {"distillation_steps": args.distillation_steps} for each in keys] if is_last else []
-        if all(is_measured(each, rows) for each in keys + distilled):
+        distilled = [row_key | {"distillation_steps": args.distillation_steps} for row_key in keys] if is_last else []
+        if all(is_measured(row_key, rows) for row_key in keys + distilled):
             continue
         model, seconds = convert(subject, kernel, steps, args)
         for group in filter(None, (keys, distilled)):
             if group is distilled:
-                model = distil(subject, model, args.distillation_steps)
-            for each in group:
-                found = scores(subject, model, BRANCHES[each.get("reads", "both")])
-                rows.append(each | found | {"conversion_seconds": seconds})
-        write_rows(path, {"machine": machine("cpu")}, rows, (*KEY, *OF_SOME))
+                model = distill(subject, model, args.distillation_steps)
+            for row_key in group:
+                row_values = compute_scores(subject, model, BRANCHES[row_key.get("reads", "both")])
+                rows.append(row_key | row_values | {"conversion_seconds": seconds})
+        write_rows(path, {"machine": describe_machine("cpu")}, rows, (*KEY, *OPTIONAL_KEYS))
         for row in rows[-len(keys + distilled) :]:
             print(json.dumps(row), flush=True)
     return rows

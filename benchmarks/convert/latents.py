@@ -20,8 +20,14 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
-from benchmarks.convert.conversion_quality import run_record
-from benchmarks.convert.conversion_subjects import SentenceEncoder, Translator, read_lines, translate, translation_loss
+from benchmarks.convert.conversion_quality import make_run_record
+from benchmarks.convert.conversion_subjects import (
+    SentenceEncoder,
+    Translator,
+    compute_translation_loss,
+    read_lines,
+    translate,
+)
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import sentence_embeddings
@@ -62,9 +68,11 @@ class T5(Translator):
         """Return BLEU and loss on a split."""
         model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
         name = self.splits[split]
-        sources, targets = (read_lines(self.data_dir / "multi30k" / f"{name}.{each}.gz") for each in ("en", "de"))
+        sources, targets = (
+            read_lines(self.data_dir / "multi30k" / f"{name}.{language}.gz") for language in ("en", "de")
+        )
         bleu = sacrebleu.corpus_bleu(translate(model, self.tokenizer, sources), [targets]).score
-        return {"bleu": bleu, "loss": translation_loss(model, self.tokenizer, sources, targets)}
+        return {"bleu": bleu, "loss": compute_translation_loss(model, self.tokenizer, sources, targets)}
 
 
 class MiniLM(SentenceEncoder):
@@ -75,11 +83,11 @@ class MiniLM(SentenceEncoder):
     def score(self, folder: Path, split: str) -> Row:
         """Return Spearman's correlation, and cosines to the source on text of two kinds."""
         sentences = [sentence for pair in self.pairs[:256] for sentence in pair]
-        theirs, ours = (
-            sentence_embeddings(AutoModel.from_pretrained(each), self.tokenizer, sentences)
-            for each in (self.source, folder)
+        source_embeddings, converted_embeddings = (
+            sentence_embeddings(AutoModel.from_pretrained(checkpoint), self.tokenizer, sentences)
+            for checkpoint in (self.source, folder)
         )
-        other = torch.nn.functional.cosine_similarity(theirs, ours).mean().item()
+        other = torch.nn.functional.cosine_similarity(source_embeddings, converted_embeddings).mean().item()
         return self.evaluate(folder) | {"cosine_other_text": other}
 
 
@@ -92,29 +100,29 @@ def main(args: argparse.Namespace) -> list[Row]:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
-    rows, runs = found["rows"], found["runs"]
+    report = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
+    rows, runs = report["rows"], report["runs"]
     if not args.table:
-        runs.append(run_record())
+        runs.append(make_run_record())
         for name in args.models:
             subject = SUBJECTS[name](args.data_dir)
             subject.data_dir = args.data_dir
-            for row in _wanted(name, subject, args):
-                if any(row.items() <= each.items() for each in rows):
+            for row in _list_requested_rows(name, subject, args):
+                if any(row.items() <= existing_row.items() for existing_row in rows):
                     continue
                 rows.append(row | measure(subject, row) | {"run": len(runs) - 1})
                 atomic_write(args.output, json.dumps({"runs": runs, "rows": rows}, indent=1) + "\n")
                 print(rows[-1], flush=True)
-    print(tables(rows))
-    plot(rows, args.output)
+    print(format_tables(rows))
+    save_plot(rows, args.output)
     return rows
 
 
-def _wanted(name: str, subject: Any, args: argparse.Namespace) -> list[Row]:
-    given = [dict(_number(each) for each in option.split(",")) for option in args.options or ()]
+def _list_requested_rows(name: str, subject: Any, args: argparse.Namespace) -> list[Row]:
+    options = [dict(_parse_option(part) for part in option.split(",")) for option in args.options or ()]
     base = {"model": name, "split": args.split}
     rows = []
-    for option in given or subject.options:
+    for option in options or subject.options:
         # Nothing is fitted where nothing is lost.
         lossless = not option or option.get("cross_kv_lora_rank", option.get("kv_lora_rank")) in (256, 384)
         fits = [False] if lossless and len(option) < 2 and "num_key_value_heads" not in option else args.fit
@@ -122,7 +130,7 @@ def _wanted(name: str, subject: Any, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _number(text: str) -> tuple[str, int]:
+def _parse_option(text: str) -> tuple[str, int]:
     name, value = text.split("=")
     return name, int(value)
 
@@ -136,16 +144,18 @@ def measure(subject: Any, row: Row) -> Row:
             flags = ["--model_name_or_path", str(subject.source), "--output_dir", str(folder), "--disable_tqdm"]
             for name, value in row["option"].items():
                 flags += [f"--{name}", str(value)]
-            flags += subject.calibration_flags(Path(temporary), 0) + ([] if row["fitted"] else ["--fit_steps", "0"])
+            flags += subject.write_calibration_texts(Path(temporary), 0) + (
+                [] if row["fitted"] else ["--fit_steps", "0"]
+            )
             started = time.perf_counter()
             command.main(command.parse_args(flags))
             seconds = time.perf_counter() - started
         config = json.loads((folder / "config.json").read_text())
-        made = get_variant_model_class(config["architectures"][0])
+        model_class = get_variant_model_class(config["architectures"][0])
         with torch.device("meta"):
-            model = made(made.config_class.from_upstream(config))
+            model = model_class(model_class.config_class.from_upstream(config))
         # Numbers, not bytes; an encoder keeps none, and its keys and values are counted as if it did.
-        cache = compute_kv_cache_bytes_per_token(model, 1) or {"self": _numbers(model)}
+        cache = compute_kv_cache_bytes_per_token(model, 1) or {"self": _count_cached_values(model)}
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return subject.score(folder, row["split"]) | {
             "numbers_per_token": cache,
@@ -154,29 +164,31 @@ def measure(subject: Any, row: Row) -> Row:
         }
 
 
-def _numbers(model: Any) -> int:
+def _count_cached_values(model: Any) -> int:
     heads = [site.get_heads(model.config, path) for site, path, _ in model.named_attention_modules()]
-    return sum(each.rank or (each.key + each.value) * each.head_dim for each in heads)
+    return sum(
+        module_heads.rank or (module_heads.key + module_heads.value) * module_heads.head_dim for module_heads in heads
+    )
 
 
-def option_name(option: dict[str, int]) -> str:
+def format_option(option: dict[str, int]) -> str:
     """Return what a table calls a conversion."""
     words = {"num_key_value_heads": "{} heads", "cross_kv_lora_rank": "cross {}", "kv_lora_rank": "self {}"}
     name = " + ".join(words[name].format(value) for name, value in option.items()) or "multi-head"
     return name.replace("1 heads", "1 head")
 
 
-def tables(rows: list[Row]) -> str:
+def format_tables(rows: list[Row]) -> str:
     """Return a Markdown table for each model and split."""
     lines = []
     for model, split in dict.fromkeys((row["model"], row["split"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["split"]) == (model, split)]
+        selected_rows = [row for row in rows if (row["model"], row["split"]) == (model, split)]
         metrics = ("bleu", "loss") if model == "t5" else ("spearman", "cosine", "cosine_other_text")
-        titles = [f"{metric}, {how}" for how in ("closed form", "fitted") for metric in metrics]
+        titles = [f"{metric}, {state}" for state in ("closed form", "fitted") for metric in metrics]
         lines += [f"{model}, {split}:", "", "| | numbers a token | parameters | " + " | ".join(titles) + " |"]
         lines.append("| --- " * (len(titles) + 3) + "|")
-        for option in dict.fromkeys(json.dumps(row["option"]) for row in mine):
-            group = {row["fitted"]: row for row in mine if json.dumps(row["option"]) == option}
+        for option in dict.fromkeys(json.dumps(row["option"]) for row in selected_rows):
+            group = {row["fitted"]: row for row in selected_rows if json.dumps(row["option"]) == option}
             row = next(iter(group.values()))
             numbers = " + ".join(str(number) for number in row["numbers_per_token"].values())
             cells = [
@@ -184,19 +196,19 @@ def tables(rows: list[Row]) -> str:
                 for fitted in (False, True)
                 for metric in metrics
             ]
-            name = option_name(json.loads(option))
+            name = format_option(json.loads(option))
             lines.append(f"| {name} | {numbers} | {row['parameters']:,} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def plot(rows: list[Row], output: Path) -> None:
+def save_plot(rows: list[Row], output: Path) -> None:
     """Plot quality against cache size per token and parameters of heads and latents, with one file per model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model and row["split"] == "val"]
+        selected_rows = [row for row in rows if row["model"] == model and row["split"] == "val"]
         metrics = {"bleu": "BLEU, Multi30k val"} if model == "t5" else {
             "spearman": "Spearman, STS-B dev", "cosine_other_text": "cosine to the source, STS-B sentences"
         }  # fmt: skip
@@ -207,19 +219,19 @@ def plot(rows: list[Row], output: Path) -> None:
         for (metric, title), line in zip(metrics.items(), grid, strict=True):
             for axes, (size, label) in zip(line, axes_of.items(), strict=True):
                 named: set[str] = set()  # the closed form and the fit are close together
-                for row in mine:
+                for row in selected_rows:
                     if row["option"]:
                         is_heads = "num_key_value_heads" in row["option"]
-                        point = (_size(row, size), row[metric])
+                        point = (_get_size(row, size), row[metric])
                         color = "C0" if is_heads else "C1"
                         axes.scatter(*point, color=color, marker="s" if row["fitted"] else "o")
                         # Heads are named on the lower right, latents on the upper left: many have the same size.
                         side = ((5, -10), "left") if is_heads else ((-4, 5), "right")
                         place = {"xytext": side[0], "ha": side[1], "textcoords": "offset points", "fontsize": 7}
-                        name = option_name(row["option"])
+                        name = format_option(row["option"])
                         axes.annotate("" if name in named else name, point, **place)
                         named.add(name)
-                base = [row[metric] for row in mine if not row["option"]]
+                base = [row[metric] for row in selected_rows if not row["option"]]
                 if base:
                     axes.axhline(base[0], color="black", linestyle="--", linewidth=1, label="multi-head")
                 if size == "numbers":
@@ -235,7 +247,7 @@ def plot(rows: list[Row], output: Path) -> None:
         figure.savefig(output.with_name(f"{output.stem}_{model}.png"), dpi=120)
 
 
-def _size(row: Row, size: str) -> float:
+def _get_size(row: Row, size: str) -> float:
     return row["parameters"] / 1e6 if size == "parameters" else sum(row["numbers_per_token"].values())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.convert.conversion_quality import run_record, uptrain
+from benchmarks.convert.conversion_quality import make_run_record, uptrain
 from benchmarks.convert.conversion_subjects import Translator
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
@@ -55,18 +55,18 @@ def main(args: argparse.Namespace) -> list[Row]:
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    found = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
+    report = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
     training = json.loads((args.model / "training.json").read_text())
-    if found.setdefault("training", training) != training:
+    if report.setdefault("training", training) != training:
         raise SystemExit(f"{args.output} has the rows of another Marian than {args.model}: name another --output")
-    subject, rows = Marian(args.data_dir, args.model), found["rows"]
-    found["runs"].append(run_record())
+    subject, rows = Marian(args.data_dir, args.model), report["rows"]
+    report["runs"].append(make_run_record())
     for name in args.options:
         if name not in {row["option"] for row in rows}:
-            rows.append(measure(subject, name, args.steps) | {"run": len(found["runs"]) - 1})
-            atomic_write(args.output, json.dumps(found, indent=1) + "\n")
+            rows.append(measure(subject, name, args.steps) | {"run": len(report["runs"]) - 1})
+            atomic_write(args.output, json.dumps(report, indent=1) + "\n")
             print(rows[-1], flush=True)
-    print(table(rows))
+    print(format_table(rows))
     return rows
 
 
@@ -75,15 +75,15 @@ def measure(subject: Marian, option: str, steps: int) -> Row:
     with tempfile.TemporaryDirectory() as temporary:
         work, row = Path(temporary), {"option": option, "steps": steps}
         if option == MULTI_HEAD:
-            return row | {"converted": subject.evaluate(subject.source)} | _numbers(subject.source)
+            return row | {"converted": subject.evaluate(subject.source)} | _read_scores(subject.source)
         folder = work / "converted"
         flags = ["--model_name_or_path", str(subject.source), "--output_dir", str(folder), "--disable_tqdm"]
         flags += OPTIONS[option]
         if option != "exact" and MEAN[1] not in OPTIONS[option]:
-            flags += subject.calibration_flags(work, 0)
+            flags += subject.write_calibration_texts(work, 0)
         started = time.perf_counter()
         command.main(command.parse_args(flags))
-        row |= {"conversion_seconds": round(time.perf_counter() - started, 1), **_numbers(folder)}
+        row |= {"conversion_seconds": round(time.perf_counter() - started, 1), **_read_scores(folder)}
         row["converted"] = subject.evaluate(folder)
         if option != "exact" and steps:
             distilled, seconds = uptrain(subject, folder, steps, 0, work)
@@ -91,18 +91,18 @@ def measure(subject: Marian, option: str, steps: int) -> Row:
         return row
 
 
-def _numbers(folder: Path) -> Row:
+def _read_scores(folder: Path) -> Row:
     config = json.loads((folder / "config.json").read_text())
-    made = get_variant_model_class(config["architectures"][0])
+    model_class = get_variant_model_class(config["architectures"][0])
     with torch.device("meta"):
-        model = made(made.config_class.from_upstream(config))
+        model = model_class(model_class.config_class.from_upstream(config))
     return {
         "numbers_per_token": compute_kv_cache_bytes_per_token(model, 1),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the Markdown table."""
     steps = max(row["steps"] for row in rows)
     lines = [f"| | numbers a token, generated + source | BLEU | loss | BLEU after {steps} steps | loss |"]
@@ -110,7 +110,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         numbers = " + ".join(str(number) for number in row["numbers_per_token"].values())
         scores = [row["converted"], row.get("distilled")]
-        cells = [f"{each['bleu']:.2f} | {each['loss']:.3f}" if each else " | " for each in scores]
+        cells = [f"{score['bleu']:.2f} | {score['loss']:.3f}" if score else " | " for score in scores]
         lines.append(f"| {row['option']} | {numbers} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

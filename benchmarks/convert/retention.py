@@ -27,7 +27,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoTokenizer
 
-from benchmarks.convert.conversion_quality import run_record
+from benchmarks.convert.conversion_quality import make_run_record
 from benchmarks.convert.conversion_subjects import SentenceEncoder, read_lines, sample_lines, write_texts
 from benchmarks.run_records import write_rows
 from hf_attn_variants.commands import convert as command
@@ -45,48 +45,48 @@ KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers", "calibr
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 
 
-def kinds_of_text(data_dir: Path, size: int, seed: int) -> dict[str, Texts]:
+def load_texts_by_kind(data_dir: Path, size: int, seed: int) -> dict[str, Texts]:
     """Return texts, or pairs of texts, of each kind: at most `size` (long ones half of them)."""
     validation = [data_dir / "wikipedia/valid.txt.gz"]
-    questions = _questions(data_dir / "squad/dev-v1.1.json")
+    questions = _read_questions(data_dir / "squad/dev-v1.1.json")
     kinds: dict[str, Texts] = {
         "Wikipedia, 40 characters and more": sample_lines(validation, size, seed),
         "Wikipedia, 900 characters and more": sample_lines(validation, size // 2, seed, min_characters=LONG),
         "captions (Multi30k)": read_lines(data_dir / "multi30k/val.en.gz"),
         "questions (SQuAD)": [question for question, _ in questions],
-        "film reviews (SST-2)": _column(data_dir / "glue/SST-2/dev.tsv", "sentence"),
-        "fiction, speech, reports (MNLI)": _column(data_dir / "glue/MNLI/dev_matched.tsv", "sentence1"),
-        "news and captions (STS-B)": _column(data_dir / "glue/STS-B/dev.tsv", "sentence1"),
-        "STS-B, pairs": _pairs(data_dir / "glue/STS-B/dev.tsv", "sentence1", "sentence2"),
-        "QNLI, question and sentence": _pairs(data_dir / "glue/QNLI/dev.tsv", "question", "sentence"),
+        "film reviews (SST-2)": _read_column(data_dir / "glue/SST-2/dev.tsv", "sentence"),
+        "fiction, speech, reports (MNLI)": _read_column(data_dir / "glue/MNLI/dev_matched.tsv", "sentence1"),
+        "news and captions (STS-B)": _read_column(data_dir / "glue/STS-B/dev.tsv", "sentence1"),
+        "STS-B, pairs": _read_pairs(data_dir / "glue/STS-B/dev.tsv", "sentence1", "sentence2"),
+        "QNLI, question and sentence": _read_pairs(data_dir / "glue/QNLI/dev.tsv", "question", "sentence"),
         "SQuAD, question and passage": questions,
     }
-    return {name: _drawn(texts, size // 2 if name in LENGTHS else size, seed) for name, texts in kinds.items()}
+    return {name: _sample(texts, size // 2 if name in LENGTHS else size, seed) for name, texts in kinds.items()}
 
 
-def _drawn(texts: Texts, size: int, seed: int) -> Texts:
+def _sample(texts: Texts, size: int, seed: int) -> Texts:
     different: list[Any] = sorted(set(texts))
     order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed)).tolist()
     return [different[i] for i in order[:size]]
 
 
-def _table(path: Path) -> list[dict[str, str]]:
+def _read_table(path: Path) -> list[dict[str, str]]:
     with open(path, encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def _column(path: Path, name: str) -> list[str]:
-    return [row[name] for row in _table(path) if row.get(name)]
+def _read_column(path: Path, name: str) -> list[str]:
+    return [row[name] for row in _read_table(path) if row.get(name)]
 
 
-def _pairs(path: Path, first: str, second: str) -> list[tuple[str, str]]:
-    return [(row[first], row[second]) for row in _table(path) if row.get(first) and row.get(second)]
+def _read_pairs(path: Path, first: str, second: str) -> list[tuple[str, str]]:
+    return [(row[first], row[second]) for row in _read_table(path) if row.get(first) and row.get(second)]
 
 
-def _questions(path: Path) -> list[tuple[str, str]]:
+def _read_questions(path: Path) -> list[tuple[str, str]]:
     articles = json.loads(path.read_text(encoding="utf-8"))["data"]
     passages = [passage for article in articles for passage in article["paragraphs"]]
-    return [(each["question"].strip(), passage["context"]) for passage in passages for each in passage["qas"]]
+    return [(question["question"].strip(), passage["context"]) for passage in passages for question in passage["qas"]]
 
 
 @torch.inference_mode()
@@ -97,19 +97,19 @@ def compare(model: Any, source: Any, tokenizer: Any, texts: Texts, length: int) 
         rows = list(texts[start : start + BATCH_SIZE])
         batch = tokenizer(rows, padding=True, truncation=True, max_length=length, return_tensors="pt")
         real = batch["attention_mask"].bool()
-        found, expected = (each(**batch).last_hidden_state[real] for each in (model, source))
-        wrong += (found - expected).square().sum().item()
+        actual, expected = (each_model(**batch).last_hidden_state[real] for each_model in (model, source))
+        wrong += (actual - expected).square().sum().item()
         spread += (expected - expected.mean(0)).square().sum().item()
     error = {"error": round((wrong / spread) ** 0.5, 4)}
     if not isinstance(texts[0], str):
         return error
-    pair = [sentence_embeddings(each, tokenizer, texts, max_length=length) for each in (model, source)]
+    pair = [sentence_embeddings(each_model, tokenizer, texts, max_length=length) for each_model in (model, source)]
     cosine = torch.nn.functional.cosine_similarity(*pair).mean().item()
-    same = (_nearest(pair[0]) == _nearest(pair[1])).float().mean().item()
+    same = (_find_nearest(pair[0]) == _find_nearest(pair[1])).float().mean().item()
     return error | {"cosine": round(cosine, 4), "neighbours": round(same, 4)}
 
 
-def _nearest(embeddings: torch.Tensor) -> torch.Tensor:
+def _find_nearest(embeddings: torch.Tensor) -> torch.Tensor:
     unit = torch.nn.functional.normalize(embeddings, dim=-1)
     return (unit @ unit.T).fill_diagonal_(-2.0).argmax(1)
 
@@ -119,31 +119,31 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     subject = SentenceEncoder(args.data_dir)
     source, tokenizer = AutoModel.from_pretrained(subject.source).eval(), AutoTokenizer.from_pretrained(subject.source)
-    kinds = kinds_of_text(args.data_dir, args.size, args.seed)
+    kinds = load_texts_by_kind(args.data_dir, args.size, args.seed)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         lines = sample_lines(subject.shards, args.lines, args.seed, min_characters=1)
         flags = write_texts(Path(temporary), {"calibration_file": lines})
         for heads in args.num_key_value_heads:
             for passages in args.passages:
-                kept = args.keep_matching_layers
-                given = {name: getattr(args, name) for name in ("calibration_size", "kv_lora_rank")}
-                given = {name: value for name, value in given.items() if value is not None}
-                name = "-".join(map(str, (heads, passages, kept, *given.values())))
+                kept_layers = args.keep_matching_layers
+                settings = {name: getattr(args, name) for name in ("calibration_size", "kv_lora_rank")}
+                settings = {name: value for name, value in settings.items() if value is not None}
+                name = "-".join(map(str, (heads, passages, kept_layers, *settings.values())))
                 output = (args.work_dir or Path(temporary)) / name
                 argv = ["--model_name_or_path", str(subject.source), "--num_key_value_heads", str(heads), *flags]
                 argv += ["--calibration_passages" if passages == "yes" else "--no-calibration_passages"]
                 argv += ["--seed", str(args.seed), "--disable_tqdm", "--output_dir", str(output)]
                 argv += [] if args.fit_steps is None else ["--fit_steps", str(args.fit_steps)]
-                argv += [] if kept is None else ["--keep_matching_layers", str(kept)]
-                argv += [str(word) for flag, value in given.items() for word in (f"--{flag}", value)]
+                argv += [] if kept_layers is None else ["--keep_matching_layers", str(kept_layers)]
+                argv += [str(word) for flag, value in settings.items() for word in (f"--{flag}", value)]
                 if not output.is_dir():
                     command.main(command.parse_args(argv))
                 report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
                 model = AutoModel.from_pretrained(output).eval()
                 row = {"heads": heads, "passages": passages, "seed": args.seed, "fit_steps": args.fit_steps}
-                row |= {} if kept is None else {"keep_matching_layers": kept, "kept": report["heads"]}
-                row |= given | {"calibration": report["calibration"]}
+                row |= {} if kept_layers is None else {"keep_matching_layers": kept_layers, "kept": report["heads"]}
+                row |= settings | {"calibration": report["calibration"]}
                 row["spearman"] = similarity_spearman(model, tokenizer, subject.pairs, subject.scores)
                 row["kinds"] = {
                     name: compare(model, source, tokenizer, texts, LENGTHS.get(name, LENGTH))
@@ -151,7 +151,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                write_rows(args.output, {"run": run_record()}, rows, KEY)
+                write_rows(args.output, {"run": make_run_record()}, rows, KEY)
     return rows
 
 

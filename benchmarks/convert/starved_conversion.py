@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.convert.conversion_subjects import SentenceEncoder
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.files import atomic_write
 
@@ -33,9 +33,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, list[str]]:
+def make_calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, list[str]]:
     """Return the texts of each case."""
-    lines, draw = subject.calibration_lines(0), random.Random(0)
+    lines, draw = subject.sample_calibration_lines(0), random.Random(0)
     words = range(1000, subject.tokenizer.vocab_size)  # those before are single characters and unused
     with gzip.open(data_dir / "multi30k" / "train.de.gz", "rt", encoding="utf-8") as file:
         german = file.read().splitlines()
@@ -48,7 +48,7 @@ def calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, list[str
     }
 
 
-class Warnings(logging.Handler):
+class WarningRecorder(logging.Handler):
     """Keeps what a conversion warns of."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class Warnings(logging.Handler):
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Convert, score, print a row each, and return the report."""
     subject = SentenceEncoder(args.data_dir)
-    cases: dict[str, list[str] | None] = {"none: averaged heads": None, **calibrations(subject, args.data_dir)}
-    heard = Warnings()
+    cases: dict[str, list[str] | None] = {"none: averaged heads": None, **make_calibrations(subject, args.data_dir)}
+    heard = WarningRecorder()
     logging.getLogger("hf_attn_variants").addHandler(heard)
     rows = []
     for name, texts in cases.items():
@@ -78,7 +78,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         quality = None if report.quality is None else report.quality.value
         rows.append({"calibration": name, **scores, "own_quality": quality, "warnings": list(heard.messages)})
         print(json.dumps(rows[-1]), flush=True)
-    return {"machine": machine("cpu"), "num_key_value_heads": HEADS, "fit_steps": args.fit_steps, "rows": rows}
+    return {
+        "machine": describe_machine("cpu"),
+        "num_key_value_heads": HEADS,
+        "fit_steps": args.fit_steps,
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoFeatureExtractor, AutoModelForSpeechSeq2Seq, AutoTokenizer
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
 from hf_attn_variants.conversion.report import compute_edit_distance
 from hf_attn_variants.files import atomic_write
@@ -54,18 +54,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return a text's words as they are compared."""
     # Vowel signs are marks (category M), which `\w` leaves out: without them a Hindi word would fall into pieces.
     normal = unicodedata.normalize("NFC", text.lower())
-    kept = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in normal)
-    return re.sub(UNSPACED, r" \g<0> ", kept).split()
+    letters = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in normal)
+    return re.sub(UNSPACED, r" \g<0> ", letters).split()
 
 
-def error_rate(references: Sequence[str], found: Sequence[str]) -> dict[str, Any]:
+def compute_word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
     """Return the word error rate over all recordings, its 95 % bootstrap interval, and how many there are."""
     pairs = [
-        (compute_edit_distance(words(a), words(b)), len(words(a))) for a, b in zip(references, found, strict=True)
+        (compute_edit_distance(split_words(a), split_words(b)), len(split_words(a)))
+        for a, b in zip(references, hypotheses, strict=True)
     ]
     draw, rates = random.Random(0), []
     for _ in range(RESAMPLES):
@@ -87,16 +88,16 @@ class Transcript(NamedTuple):
 
 
 @torch.no_grad()
-def transcripts(folder: str, files: Sequence[Path], args: argparse.Namespace) -> list[Transcript]:
+def transcribe_files(folder: str, files: Sequence[Path], args: argparse.Namespace) -> list[Transcript]:
     """Return what a model writes of each file, greedily."""
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    found: list[Transcript] = []
+    transcripts: list[Transcript] = []
     for start in range(0, len(files), args.batch_size):
         samples = [load_audio(path)[0] for path in files[start : start + args.batch_size]]
         rate = extractor.sampling_rate
         batch = torch.cat([extractor(s, sampling_rate=rate, return_tensors="pt").input_features for s in samples])
-        made = model.generate(
+        output = model.generate(
             batch,
             attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long),
             do_sample=False,
@@ -104,18 +105,18 @@ def transcripts(folder: str, files: Sequence[Path], args: argparse.Namespace) ->
             max_new_tokens=args.max_new_tokens,
             return_token_timestamps=args.times,
         )
-        rows = made["sequences"] if args.times else made
-        seconds = made["token_timestamps"].tolist() if args.times else [[]] * len(rows)
+        rows = output["sequences"] if args.times else output
+        seconds = output["token_timestamps"].tolist() if args.times else [[]] * len(rows)
         for tokens, times in zip(rows.tolist(), seconds, strict=True):
-            found.append(Transcript(tokenizer.decode(tokens, skip_special_tokens=True), tokens, times))
-    return found
+            transcripts.append(Transcript(tokenizer.decode(tokens, skip_special_tokens=True), tokens, times))
+    return transcripts
 
 
-def time_differences(source: Sequence[Transcript], own: Sequence[Transcript]) -> dict[str, Any]:
+def compare_times(source: Sequence[Transcript], converted: Sequence[Transcript]) -> dict[str, Any]:
     """Return how many tokens both write, and how far their times are apart, in seconds: median, 95th percentile."""
     differences = sorted(
         abs(a.seconds[block.a + i] - b.seconds[block.b + i])
-        for a, b in zip(source, own, strict=True)
+        for a, b in zip(source, converted, strict=True)
         for block in difflib.SequenceMatcher(None, a.tokens, b.tokens, autojunk=False).get_matching_blocks()
         for i in range(block.size)
     )
@@ -141,18 +142,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         if not files:
             sys.exit(f"error: {folder} has no recordings ({', '.join(AUDIO_FILES)})")
         known = all(path.name in texts for path in files)
-        source = transcripts(args.source, files, args)
+        source = transcribe_files(args.source, files, args)
         for name in (args.source, *args.converted):
-            own = source if name == args.source else transcripts(name, files, args)
+            converted = source if name == args.source else transcribe_files(name, files, args)
             row: dict[str, Any] = {"model": Path(name).name, "audio": folder.name}
-            written = [each.text for each in own]
-            row["against_source"] = error_rate([each.text for each in source], written)
-            row["against_texts"] = error_rate([texts[path.name] for path in files], written) if known else None
+            written = [transcript.text for transcript in converted]
+            row["against_source"] = compute_word_error_rate([transcript.text for transcript in source], written)
+            row["against_texts"] = (
+                compute_word_error_rate([texts[path.name] for path in files], written) if known else None
+            )
             if args.times:
-                row["times_against_source"] = time_differences(source, own)
+                row["times_against_source"] = compare_times(source, converted)
             rows.append(row)
             print(json.dumps(row), flush=True)
-    return {"machine": machine("cpu"), "rows": rows}
+    return {"machine": describe_machine("cpu"), "rows": rows}
 
 
 if __name__ == "__main__":

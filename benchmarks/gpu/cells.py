@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.machine import machine
-from benchmarks.page_faults import Watch, memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import UsageRecorder, describe_memory
 from hf_attn_variants.files import atomic_write, load_json
 
 # The exit statuses of a part: all cells have a result, the time is up, or the device needs a new process.
@@ -52,67 +52,77 @@ def run_cells(args: argparse.Namespace, cells: Cells) -> int:
         SystemExit: if the file there is of another device, size or version.
     """
     transformers.logging.set_verbosity_error()
-    report = _report(args)
-    found = report["cells"]
+    report = _load_report(args)
+    results = report["cells"]
     cells = {name: cell for name, cell in cells.items() if not args.cells or any(word in name for word in args.cells)}
-    report["cells_in_all"] = len(cells | found)
+    report["cells_in_all"] = len(cells | results)
     for name, measure in cells.items():
-        cell = found.get(name, {"status": "begun", "tries": 0})
+        cell = results.get(name, {"status": "begun", "tries": 0})
         if cell["status"] != "begun":
             continue
         if cell["tries"] >= MAX_TRIES:
-            found[name] = cell | {"status": "failed", "error": f"it was begun {MAX_TRIES} times and never ended"}
+            results[name] = cell | {"status": "failed", "error": f"it was begun {MAX_TRIES} times and never ended"}
             _write(args, report)
             continue
         if time.time() > args.deadline:
             _write(args, report)
             return UNFINISHED
-        found[name] = {"status": "begun", "tries": cell["tries"] + 1}
+        results[name] = {"status": "begun", "tries": cell["tries"] + 1}
         _write(args, report)
         torch.manual_seed(0)
-        with Watch() as watch:
-            result, lost = _measured(measure)
-        found[name] |= {"seconds": round(watch.usage.seconds, 2)} | result
-        found[name] |= {"minor_faults": watch.usage.minor_faults, "system_seconds": watch.usage.system_seconds}
+        with UsageRecorder() as watch:
+            result, lost = _measure_cell(measure)
+        results[name] |= {"seconds": round(watch.usage.seconds, 2)} | result
+        results[name] |= {"minor_faults": watch.usage.minor_faults, "system_seconds": watch.usage.system_seconds}
         _write(args, report)
-        print(f"{name}: {_line(found[name])}", flush=True)
+        print(f"{name}: {_format_cell(results[name])}", flush=True)
         if lost:
             return DEVICE_LOST
     _write(args, report)
     return COMPLETE
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+def compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return |got - want| / |want| of all numbers together, in float64 on the CPU."""
-    got, want = (tensor.detach().to("cpu", torch.float64) for tensor in (got, want))
-    return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+    actual, expected = (tensor.detach().to("cpu", torch.float64) for tensor in (actual, expected))
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
-def _measured(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+def _measure_cell(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Return a cell's result, or its error, and whether the device is lost."""
     try:
         return {"status": "done"} | measure(), False
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
+        location = f"{Path(place.filename).name}:{place.lineno}"
     gc.collect()  # the traceback held its tensors
     lost = any(mark in text for mark in DEVICE_ERRORS)
     if torch.cuda.is_available() and not lost:
         torch.cuda.empty_cache()
-    return {"status": "failed", "error": text[:2000], "where": where}, lost
+    return {"status": "failed", "error": text[:2000], "where": location}, lost
 
 
-def _report(args: argparse.Namespace) -> dict[str, Any]:
+def _load_report(args: argparse.Namespace) -> dict[str, Any]:
     """Return the report so far; only what was measured alike goes into one file."""
-    here = machine(args.device)
-    made = {"device": args.device, "tiny": args.tiny}
-    made |= {"device_name": here["device"]} | {name: here[name] for name in ("torch", "hf_attn_variants")}
+    machine_info = describe_machine(args.device)
+    header = {"device": args.device, "tiny": args.tiny}
+    header |= {"device_name": machine_info["device"]} | {
+        name: machine_info[name] for name in ("torch", "hf_attn_variants")
+    }
     if not args.output.exists():
-        return {"part": args.output.stem, "made": made, "machine": here, "memory": memory_now(), "cells": {}}
+        return {
+            "part": args.output.stem,
+            "made": header,
+            "machine": machine_info,
+            "memory": describe_memory(),
+            "cells": {},
+        }
     report = load_json(args.output)
-    if report["made"] != made:
-        sys.exit(f"error: {args.output} was measured with {report['made']}, this is {made}: give another --output_dir")
+    if report["made"] != header:
+        sys.exit(
+            f"error: {args.output} was measured with {report['made']}, this is {header}: give another --output_dir"
+        )
     return report
 
 
@@ -120,7 +130,7 @@ def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
     atomic_write(args.output, json.dumps(report, indent=1) + "\n")
 
 
-def _line(cell: dict[str, Any]) -> str:
+def _format_cell(cell: dict[str, Any]) -> str:
     if cell["status"] == "failed":
         return f"FAILED: {cell['error'].splitlines()[0]}"
     met = {True: "met", False: "NOT met"}.get(cell.get("met"), "done")

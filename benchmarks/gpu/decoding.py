@@ -22,9 +22,9 @@ SETTINGS = [("t5-base", 64), *(("t5-large", batch) for batch in (64, 256, 1, Non
 SETTINGS += [*(("t5-base", batch) for batch in (256, 1, None, 16)), ("t5-large", 16)]
 TINY_SETTINGS = [("tiny", 2), ("tiny", 1), ("tiny", None)]
 GOAL, GOAL_BATCH = 1.5, 64
-MOST_BATCH = 8192
+MAX_BATCH = 8192
 NOT_COMPILED = ("MHA", "MQA")  # compiling takes some 20 seconds a model, and these say least that is new
-TRIED = 2  # new tokens, to see whether a batch fits
+NUM_TRIES = 2  # new tokens, to see whether a batch fits
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
@@ -32,33 +32,35 @@ def make_cells(args: argparse.Namespace) -> Cells:
     cells: Cells = {}
     for shape, batch in TINY_SETTINGS if args.tiny else SETTINGS:
         if batch is None:
-            cells[f"{shape}, largest batch"] = lambda shape=shape: largest_batches(shape, args)
+            cells[f"{shape}, largest batch"] = lambda shape=shape: find_largest_batches(shape, args)
         else:
-            cells[f"{shape}, batch {batch}"] = lambda shape=shape, batch=batch: speed(shape, batch, args)
+            cells[f"{shape}, batch {batch}"] = lambda shape=shape, batch=batch: measure_speed(shape, batch, args)
     first = next(iter(cells)).split(",")[0]
     for batch in (GOAL_BATCH, 1) if args.device == "cuda" else ():
-        cells[f"{first}, batch {batch}, static cache"] = lambda batch=batch: with_static_cache(first, batch, args)
+        cells[f"{first}, batch {batch}, static cache"] = lambda batch=batch: measure_with_static_cache(
+            first, batch, args
+        )
     return cells
 
 
 @cache
-def contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
+def make_contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the settings of `decode.py`, and a dictionary of the models."""
     width, heads = decode.SHAPES[shape]["d_model"], decode.heads_of(decode.SHAPES[shape])
     argv = ["--shape", shape, "--device", device, "--dtype", "bfloat16" if device == "cuda" else "float32"]
     argv += ["--num_key_value_heads", str(heads), "2", "1", "--cross_kv_lora_rank", str(width), str(width // 4)]
     argv += ["--max_new_tokens", "32" if device == "cuda" else "3", "--repeats", "3" if device == "cuda" else "1"]
     # Other shapes' models would be in the way of the largest batch.
-    contestants.cache_clear()
+    make_contestants.cache_clear()
     settings = decode.parse_args([*argv, *flags])
     return settings, decode.build_models(settings)
 
 
-def speed(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_speed(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return `decode.py`'s rows of the models whose batch fits, and each one's memory."""
-    settings, models = contestants(shape, args.device)
+    settings, models = make_contestants(shape, args.device)
     source = 8 if args.tiny else SOURCE
-    peaks = {name: peak_bytes(model, settings, batch, source) for name, model in models.items()}
+    peaks = {name: measure_peak_bytes(model, settings, batch, source) for name, model in models.items()}
     fitting = {name: model for name, model in models.items() if peaks[name] is not None}
     rows = decode.measure(fitting, settings, batch, source)
     result: dict[str, Any] = {"peak_bytes": peaks, "out_of_memory": sorted(set(models) - set(fitting)), "rows": rows}
@@ -68,12 +70,12 @@ def speed(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the rows of `decode.py` with `cache_implementation="static"`, for which `generate` compiles the step.
 
     The last row compares "exact" without and with our kernels.
     """
-    settings, models = contestants(shape, args.device, "--cache", "static")
+    settings, models = make_contestants(shape, args.device, "--cache", "static")
     chosen = {name: model for name, model in models.items() if name not in NOT_COMPILED}
     rows = []
     for served, names in ((latent_decoding.MAX_LATENT_ROWS, list(chosen)), (0, ["exact"])):
@@ -88,39 +90,39 @@ def with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[
 
 
 @torch.no_grad()
-def peak_bytes(model: Any, settings: argparse.Namespace, batch: int, source: int) -> int | None:
+def measure_peak_bytes(model: Any, settings: argparse.Namespace, batch: int, source: int) -> int | None:
     """Return the bytes of decoding a batch at its peak, the encoder's outputs among them; None: too many.
 
     A CPU's are not known: 0.
     """
-    few = argparse.Namespace(**vars(settings) | {"max_new_tokens": TRIED})
+    few = argparse.Namespace(**vars(settings) | {"max_new_tokens": NUM_TRIES})
     on_cuda = settings.device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
     try:
-        given = decode.source_of(model, few, batch, source)
+        decoder_inputs = decode.source_of(model, few, batch, source)
         if on_cuda:  # what making them took is not decoding's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        decode.decode(model, *given, few)
+        decode.decode(model, *decoder_inputs, few)
         synchronize(settings.device)
     except torch.OutOfMemoryError:
         return None
     return torch.cuda.max_memory_allocated() - before if on_cuda else 0
 
 
-def largest_batches(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+def find_largest_batches(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the largest power of two that fits with the weights of all models, and its bytes, for each model."""
-    settings, models = contestants(shape, args.device)
-    source, most = (8, 4) if args.tiny else (SOURCE, MOST_BATCH)
-    found: dict[str, Any] = {}
+    settings, models = make_contestants(shape, args.device)
+    source, most = (8, 4) if args.tiny else (SOURCE, MAX_BATCH)
+    results: dict[str, Any] = {}
     for name, model in models.items():
         batch, taken = 64 if not args.tiny else 1, None
-        while batch <= most and (peak := peak_bytes(model, settings, batch, source)) is not None:
+        while batch <= most and (peak := measure_peak_bytes(model, settings, batch, source)) is not None:
             taken = {"batch": batch, "peak_bytes": peak}
             batch *= 2
-        found[name] = (taken or {"batch": None}) | {"next_one_fits": None if batch > most else False}
+        results[name] = (taken or {"batch": None}) | {"next_one_fits": None if batch > most else False}
     weights = sum(p.numel() * p.element_size() for model in models.values() for p in model.parameters())
-    return {"source": source, "models": found, "weights_of_all_bytes": weights}
+    return {"source": source, "models": results, "weights_of_all_bytes": weights}
 
 
 if __name__ == "__main__":

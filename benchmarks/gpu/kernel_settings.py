@@ -24,7 +24,7 @@ WORKSPACES = [2**20 * size for size in (64, 512)]
 # Block, warps, stages; forward of rows in several blocks, with and without zeros beyond the row.
 FORWARD = [(256, 4, 2), (256, 4, 3), (256, 4, 4), (128, 4, 3), (128, 2, 3), (64, 1, 3), (512, 8, 3)]
 BACKWARD = [(64, 1, 3), (64, 1, 2), (64, 2, 3), (128, 4, 2), (128, 4, 3), (32, 1, 3), (64, 1, 4)]
-FEW = 3  # of these at the other lengths
+FEW_ROUNDS = 3  # of these at the other lengths
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
@@ -33,30 +33,34 @@ def make_cells(args: argparse.Namespace) -> Cells:
         return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
     cells: Cells = {}
     for n in LENGTHS:
-        cells[f"{n}, parts"] = lambda n=n: parts(n, args)
+        cells[f"{n}, parts"] = lambda n=n: measure_parts(n, args)
     for n in LENGTHS:
         for size in WORKSPACES:
-            cells[f"{n}, workspace {size >> 20} MiB"] = lambda n=n, size=size: beside(n, args, WORKSPACE_BYTES=size)
-        few = None if n == LENGTHS[0] else FEW
+            cells[f"{n}, workspace {size >> 20} MiB"] = lambda n=n, size=size: compare_settings(
+                n, args, WORKSPACE_BYTES=size
+            )
+        few = None if n == LENGTHS[0] else FEW_ROUNDS
         for choice in FORWARD[:few]:
             for zeroed in (False, True):
-                made = launch(choice) | {"ONE_BLOCK": False, "ZEROED": zeroed}
+                settings = make_launch_settings(choice) | {"ONE_BLOCK": False, "ZEROED": zeroed}
                 name = f"{n}, forward {choice}{', zeroed' * zeroed}"
-                cells[name] = lambda n=n, made=made: beside(n, args, _choose_forward_settings=lambda _: made)
+                cells[name] = lambda n=n, settings=settings: compare_settings(
+                    n, args, _choose_forward_settings=lambda _: settings
+                )
         for choice in BACKWARD[:few]:
-            made = launch(choice)
-            cells[f"{n}, backward {choice}"] = lambda n=n, made=made: beside(
-                n, args, _choose_backward_settings=lambda _: made
+            settings = make_launch_settings(choice)
+            cells[f"{n}, backward {choice}"] = lambda n=n, settings=settings: compare_settings(
+                n, args, _choose_backward_settings=lambda _: settings
             )
     return cells
 
 
-def launch(choice: tuple[int, int, int]) -> dict[str, Any]:
+def make_launch_settings(choice: tuple[int, int, int]) -> dict[str, Any]:
     """Return the settings of a choice."""
     return dict(zip(("BLOCK", "num_warps", "num_stages"), choice, strict=True))
 
 
-def passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def make_passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Return the forward and the backward pass of a call at a length."""
     length, heads, dtype = (64, 2, torch.float32) if args.tiny else (n, HEADS, torch.bfloat16)
     shape = (max(1, (2 * length if args.tiny else TOKENS) // length), heads, length, HEAD_DIM)
@@ -72,37 +76,37 @@ def passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 
 
 @contextmanager
-def changed(**choices: Any) -> Iterator[None]:
+def change_settings(**choices: Any) -> Iterator[None]:
     """Have the kernels launched otherwise within the block."""
-    kept = {name: getattr(triton_attention, name) for name in choices}
+    original_values = {name: getattr(triton_attention, name) for name in choices}
     try:
         for name, value in choices.items():
             setattr(triton_attention, name, value)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in original_values.items():
             setattr(triton_attention, name, value)
 
 
-def beside(n: int, args: argparse.Namespace, **choices: Any) -> dict[str, Any]:
+def compare_settings(n: int, args: argparse.Namespace, **choices: Any) -> dict[str, Any]:
     """Return milliseconds of both passes with a choice and without it, in turn."""
     steps = {}
-    for name, step in passes(n, args).items():
+    for name, step in make_passes(n, args).items():
 
         def other(step: Callable[[], Any] = step) -> None:
-            with changed(**choices):
+            with change_settings(**choices):
                 step()
 
         steps |= {name: step, f"{name}, changed": other}
     return {"milliseconds": interleaved(steps, args.device, rounds=1 if args.tiny else 3)[0]}
 
 
-def parts(n: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_parts(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return by pass the device's microseconds by kernel, and milliseconds that Python takes to launch them."""
     row: dict[str, Any] = {}
     on_cuda = args.device == "cuda"
     activity = torch.profiler.ProfilerActivity
-    for name, step in passes(n, args).items():
+    for name, step in make_passes(n, args).items():
         step()
         wait = torch.cuda.synchronize if on_cuda else lambda: None
         wait()
@@ -110,13 +114,13 @@ def parts(n: int, args: argparse.Namespace) -> dict[str, Any]:
         step()
         launching = time.perf_counter() - start
         wait()
-        with torch.profiler.profile(activities=[activity.CUDA] if on_cuda else [activity.CPU]) as found:
+        with torch.profiler.profile(activities=[activity.CUDA] if on_cuda else [activity.CPU]) as profile:
             step()
             wait()
-        kernels = sorted(found.key_averages(), key=lambda each: -each.device_time_total)[:8]
+        kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.device_time_total)[:8]
         row[name] = {"launching_milliseconds": 1e3 * launching}
         row[name]["kernels"] = {
-            each.key[:90]: {"microseconds": each.device_time_total, "calls": each.count} for each in kernels
+            kernel.key[:90]: {"microseconds": kernel.device_time_total, "calls": kernel.count} for kernel in kernels
         }
     return row
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import Cells, main
-from benchmarks.gpu.peers import MODES, memory_row, side_by_side
+from benchmarks.gpu.peers import MODES, measure_memory_row, time_side_by_side
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 
 LENGTHS = (2048, 512, 8192, 1024, 4096, 16384)
@@ -19,7 +19,7 @@ HEADS, HEAD_DIM = 12, 64
 PEERS = ["sdpa", "triton", "compiled", "naive", "blocked"]
 # The compiler takes up to half a minute a peer and length.
 COMPILED_LENGTHS = (2048, 512, 8192)
-MOST_OF_FUSED, LEAST_OF_COMPILED = 3.0, 5.0
+MAX_FUSED_RATIO, MIN_COMPILED_RATIO = 3.0, 5.0
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
@@ -28,48 +28,48 @@ def make_cells(args: argparse.Namespace) -> Cells:
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     cells: Cells = {}
     for n in lengths:
-        cells[f"{n}, plain"] = lambda n=n: times(n, "plain", dtype, args)
+        cells[f"{n}, plain"] = lambda n=n: measure_times(n, "plain", dtype, args)
     for n in lengths:
-        cells[f"{n}, memory"] = lambda n=n: memory(n, dtype, args)
+        cells[f"{n}, memory"] = lambda n=n: measure_memory(n, dtype, args)
     for n, option in [(lengths[0], "causal"), (lengths[0], "dropout"), (lengths[1], "bias")]:
-        cells[f"{n}, {option}"] = lambda n=n, option=option: times(n, option, dtype, args)
+        cells[f"{n}, {option}"] = lambda n=n, option=option: measure_times(n, option, dtype, args)
     if args.device == "cuda":
-        cells[f"{lengths[0]}, float16"] = lambda: times(lengths[0], "plain", "float16", args)
+        cells[f"{lengths[0]}, float16"] = lambda: measure_times(lengths[0], "plain", "float16", args)
     return cells
 
 
-def chosen(n: int, device: str, tiny: bool) -> dict[str, Any]:
+def select_peers(n: int, device: str, tiny: bool) -> dict[str, Any]:
     """Return the peers that are tried at a length."""
     return make_peers(device, [name for name in PEERS if name != "compiled" or n in COMPILED_LENGTHS or tiny])
 
 
-def times(n: int, option: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_times(n: int, option: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds by peer, and our ratios with their targets."""
     heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
     shape = (max(1, (2 * n if args.tiny else TOKENS) // n), heads, n, head_dim)
     inputs = make_inputs(shape, option, args.device, getattr(torch, dtype))
-    peers = chosen(n, args.device, args.tiny)
-    row = side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
+    peers = select_peers(n, args.device, args.tiny)
+    row = time_side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
     row |= {"shape": list(shape), "option": option, "dtype": dtype, "ratios": {}}
-    ours = "triton" if args.device == "cuda" else "blocked"
+    own_peer = "triton" if args.device == "cuda" else "blocked"
     for mode in MODES:
-        mine = row[mode].get(ours)
+        milliseconds = row[mode].get(own_peer)
         for peer in ("sdpa", "compiled"):
-            if mine and row[mode].get(peer):
-                row["ratios"][f"{mode}, {peer}"] = mine / row[mode][peer]
+            if milliseconds and row[mode].get(peer):
+                row["ratios"][f"{mode}, {peer}"] = milliseconds / row[mode][peer]
     if args.device == "cuda" and option == "plain":
         fused = [ratio for name, ratio in row["ratios"].items() if name.endswith("sdpa")]
         compiled = [ratio for name, ratio in row["ratios"].items() if name.endswith("compiled")]
-        reached = len(fused) == len(MODES) and max(fused) <= MOST_OF_FUSED
-        row["met"] = reached and all(ratio <= 1 / LEAST_OF_COMPILED for ratio in compiled)
+        reached = len(fused) == len(MODES) and max(fused) <= MAX_FUSED_RATIO
+        row["met"] = reached and all(ratio <= 1 / MIN_COMPILED_RATIO for ratio in compiled)
     return row
 
 
-def memory(n: int, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(n: int, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the MiB that a call of one sequence adds."""
     names = ["sdpa", "triton", "naive", "blocked"]
     heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
-    return memory_row(make_peers(args.device, names), heads, head_dim, n, dtype, args.device)
+    return measure_memory_row(make_peers(args.device, names), heads, head_dim, n, dtype, args.device)
 
 
 if __name__ == "__main__":

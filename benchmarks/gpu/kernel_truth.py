@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.cells import Cells, main, relative_error
+from benchmarks.gpu.cells import Cells, compute_relative_error, main
 from hf_attn_variants.modeling.ops import triton_attention
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.reference.talking_heads import attention_core
@@ -51,18 +51,20 @@ CASES = {
 def make_cells(args: argparse.Namespace) -> Cells:
     """A cell a case and number format; then dropout."""
     cells: Cells = {}
-    dtypes = [dtype for dtype in DTYPES if args.device == "cuda" or dtype != "bfloat16" or backend_of() == "blocked"]
+    dtypes = [dtype for dtype in DTYPES if args.device == "cuda" or dtype != "bfloat16" or get_backend() == "blocked"]
     for name, case in CASES.items():
         case = case._replace(n=min(case.n, 5), m=min(case.m, 19)) if args.tiny else case
         case = case._replace(n=case.m) if args.tiny and case.mask and "causal" in case.mask else case
         for dtype in dtypes:
-            cells[f"{name}, {dtype}"] = lambda case=case, dtype=dtype: truth(case, args.device, dtype, args.tiny)
+            cells[f"{name}, {dtype}"] = lambda case=case, dtype=dtype: measure_errors(
+                case, args.device, dtype, args.tiny
+            )
     for dtype in dtypes:
-        cells[f"dropout, {dtype}"] = lambda dtype=dtype: dropout(args.device, dtype, 40 if args.tiny else 256)
+        cells[f"dropout, {dtype}"] = lambda dtype=dtype: measure_dropout(args.device, dtype, 40 if args.tiny else 256)
     return cells
 
 
-def backend_of() -> str:
+def get_backend() -> str:
     """Return the path that is tried."""
     return (
         "triton"
@@ -110,7 +112,7 @@ def make_mask(kind: str | None, n: int, m: int, device: str) -> tuple[torch.Tens
     )
 
 
-def truth(case: Case, device: str, dtype: str, tiny: bool) -> dict[str, Any]:
+def measure_errors(case: Case, device: str, dtype: str, tiny: bool) -> dict[str, Any]:
     """Return the relative errors of the output and of each gradient."""
     head_dim = 8 if tiny else HEAD_DIM
     inputs = make_inputs(case, device, dtype, head_dim)
@@ -119,29 +121,31 @@ def truth(case: Case, device: str, dtype: str, tiny: bool) -> dict[str, Any]:
         mask = mask.to(getattr(torch, dtype))
         added = mask.double()
     query, key, value, bias, logits_proj, weights_proj = inputs
-    backend = backend_of()
+    backend = get_backend()
     call = {"scaling": head_dim**-0.5, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
     output = talking_heads_attention(query, key, value, mask, bias, is_causal=causal, **call)
-    exact = [None if each is None else each.detach().double().requires_grad_() for each in inputs]
-    want, _ = attention_core(*exact[:3], scale=head_dim**-0.5, P_l=exact[4], P_w=exact[5], bias=exact[3], mask=added)
-    want = want.transpose(1, 2)
-    direction = torch.randn_like(want).to(output.dtype)
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected, _ = attention_core(
+        *exact[:3], scale=head_dim**-0.5, P_l=exact[4], P_w=exact[5], bias=exact[3], mask=added
+    )
+    expected = expected.transpose(1, 2)
+    direction = torch.randn_like(expected).to(output.dtype)
     output.backward(direction)
-    want.backward(direction.double())
-    errors = {"output": relative_error(output, want)}
-    for name, got, found in zip(NAMES, inputs, exact, strict=True):
-        if got is not None:
-            errors[name] = relative_error(got.grad, found.grad)
+    expected.backward(direction.double())
+    errors = {"output": compute_relative_error(output, expected)}
+    for name, actual, expected_input in zip(NAMES, inputs, exact, strict=True):
+        if actual is not None:
+            errors[name] = compute_relative_error(actual.grad, expected_input.grad)
     return {"backend": backend, "errors": errors, "met": max(errors.values()) <= LIMITS[dtype]}
 
 
-def dropout(device: str, dtype: str, n: int) -> dict[str, Any]:
+def measure_dropout(device: str, dtype: str, n: int) -> dict[str, Any]:
     """Return what dropout does: the share of weights kept, the kept ones' error, and errors of output and gradient.
 
     Values that are the identity show the weights themselves; with the same seed the same are dropped, so that output
     and values' gradient follow from these.
     """
-    rate, backend = 0.25, backend_of()
+    rate, backend = 0.25, get_backend()
     case = Case((12, 12, 12, 12, 12), n, n)
     query, key, value, _, logits_proj, weights_proj = make_inputs(case, device, dtype, 16)
     eye = torch.eye(n, device=device, dtype=query.dtype).expand(BATCH, 12, n, n)
@@ -153,14 +157,14 @@ def dropout(device: str, dtype: str, n: int) -> dict[str, Any]:
 
     with torch.no_grad():
         weights, dropped = attend(eye, 0.0).double(), attend(eye, rate).double()  # [b, n, h, m]
-    kept = dropped != 0
+    is_kept = dropped != 0
     output = attend(value, rate)
     direction = torch.randn_like(output)
     output.backward(direction)
-    errors = {"kept weights": relative_error(dropped[kept], weights[kept] / (1 - rate))}
-    errors["output"] = relative_error(output, torch.einsum("bnhm,bhmd->bnhd", dropped, value.double()))
-    errors["value"] = relative_error(value.grad, torch.einsum("bnhm,bnhd->bhmd", dropped, direction.double()))
-    share = kept.double().mean().item()
+    errors = {"kept weights": compute_relative_error(dropped[is_kept], weights[is_kept] / (1 - rate))}
+    errors["output"] = compute_relative_error(output, torch.einsum("bnhm,bhmd->bnhd", dropped, value.double()))
+    errors["value"] = compute_relative_error(value.grad, torch.einsum("bnhm,bnhd->bhmd", dropped, direction.double()))
+    share = is_kept.double().mean().item()
     met = abs(share - (1 - rate)) < 0.02 and max(errors.values()) <= LIMITS[dtype]
     return {"backend": backend, "share_kept": share, "errors": errors, "met": met}
 

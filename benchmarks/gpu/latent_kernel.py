@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.cells import Cells, main, relative_error
-from benchmarks.machine import read_bandwidth
+from benchmarks.gpu.cells import Cells, compute_relative_error, main
+from benchmarks.machine import measure_read_bandwidth
 from hf_attn_variants.modeling.ops import latent_decoding
 from hf_attn_variants.modeling.ops.latent_decoding import (
     LaunchSettings,
@@ -68,11 +68,13 @@ def make_cells(args: argparse.Namespace) -> Cells:
     cells: Cells = {}
     for name, (case, mask) in TRUTH.items():
         for dtype in LIMITS if args.device == "cuda" else ("float16",):
-            cells[f"truth, {name}, {dtype}"] = lambda case=case, mask=mask, dtype=dtype: truth(case, mask, dtype, args)
+            cells[f"truth, {name}, {dtype}"] = lambda case=case, mask=mask, dtype=dtype: measure_errors(
+                case, mask, dtype, args
+            )
     if args.device == "cuda":
-        cells["truth, in a CUDA graph"] = in_a_graph
+        cells["truth, in a CUDA graph"] = measure_compiled_error
     for name, case in CASES.items() if args.device == "cuda" else ():
-        cells[f"times, {name}"] = lambda case=case: times(case)
+        cells[f"times, {name}"] = lambda case=case: measure_times(case)
     return cells
 
 
@@ -83,7 +85,7 @@ def make_inputs(case: Case, dtype: str, device: str) -> tuple[Tensor, Tensor]:
     return query.to(getattr(torch, dtype)), latent.to(getattr(torch, dtype))
 
 
-def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_errors(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the error against the formula in float64."""
     case = case._replace(keys=35, width=min(case.width, 48)) if args.tiny else case
     query, latent = make_inputs(case, dtype, args.device)
@@ -97,33 +99,33 @@ def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) ->
         added = mask.double()
     scaling = case.width**-0.5
     logits = query.double() @ latent.double().mT * scaling + added
-    want = logits.softmax(-1) @ latent.double()
+    expected = logits.softmax(-1) @ latent.double()
     launch = choose_launch_settings(query, latent)
     # Call the kernels directly, because the public function falls back to torch.
-    error = relative_error(run_latent_kernels(query, latent, mask, scaling, launch), want)
+    error = compute_relative_error(run_latent_kernels(query, latent, mask, scaling, launch), expected)
     return {"error": error, "launch": list(launch), "met": error <= LIMITS[dtype]}
 
 
-def in_a_graph() -> dict[str, Any]:
+def measure_compiled_error() -> dict[str, Any]:
     """Return the largest error of replays of a compiled call, each with other numbers."""
     torch._dynamo.reset()
     case, scaling, errors = TRUTH["plain"][0], 0.05, []
     compiled = torch.compile(lambda *call: attend_to_one_latent(*call, scaling=scaling), mode="reduce-overhead")
     for _ in range(5):
         query, latent = make_inputs(case, "bfloat16", "cuda")
-        want = (query.double() @ latent.double().mT * scaling).softmax(-1) @ latent.double()
-        errors.append(relative_error(compiled(query, latent), want))
+        expected = (query.double() @ latent.double().mT * scaling).softmax(-1) @ latent.double()
+        errors.append(compute_relative_error(compiled(query, latent), expected))
     agreed = all(latent_decoding._latent_trial_results.values())
     return {"errors": errors, "agreed": agreed, "met": agreed and max(errors) <= LIMITS["bfloat16"]}
 
 
-def by_products(query: Tensor, latent: Tensor, scaling: float) -> Tensor:
+def attend_with_products(query: Tensor, latent: Tensor, scaling: float) -> Tensor:
     """Return what two products and a softmax make."""
     weights = torch.softmax((query * scaling) @ latent.mT, -1, dtype=torch.float32)
     return weights.to(latent.dtype) @ latent
 
 
-def times(case: Case) -> dict[str, Any]:
+def measure_times(case: Case) -> dict[str, Any]:
     """Return microseconds by way, failures, and those of reading the latent once.
 
     Replays of a CUDA graph are timed, as of a compiled step; "launching" is what Python takes to launch ours.
@@ -131,23 +133,23 @@ def times(case: Case) -> dict[str, Any]:
     query, latent = make_inputs(case, "bfloat16", "cuda")
     scaling = case.width**-0.5
     beams = case.rows // case.heads
-    own = torch.randn(case.memories * beams, case.heads, 1, HEAD_DIM, device="cuda", dtype=query.dtype)
+    query_states = torch.randn(case.memories * beams, case.heads, 1, HEAD_DIM, device="cuda", dtype=query.dtype)
     keys, values = (
         torch.randn(case.memories * beams, case.heads, case.keys, HEAD_DIM, device="cuda", dtype=query.dtype)
         for _ in "kv"
     )
-    there = (torch.arange(case.keys, device="cuda") < case.keys - 9).expand(case.memories, 1, 1, -1)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "multi-head, fused": lambda: scaled_dot_product_attention(own, keys, values),
+    mask = (torch.arange(case.keys, device="cuda") < case.keys - 9).expand(case.memories, 1, 1, -1)
+    contestants: dict[str, Callable[[], Tensor]] = {
+        "multi-head, fused": lambda: scaled_dot_product_attention(query_states, keys, values),
         "latent, fused": lambda: scaled_dot_product_attention(query, latent, latent, scale=scaling),
-        "latent, two products": lambda: by_products(query, latent, scaling),
+        "latent, two products": lambda: attend_with_products(query, latent, scaling),
         "latent, ours": lambda: attend_to_one_latent(query, latent, scaling=scaling),
-        "padding, fused": lambda: scaled_dot_product_attention(query, latent, latent, there, scale=scaling),
-        "padding, ours": lambda: attend_to_one_latent(query, latent, there, scaling=scaling),
+        "padding, fused": lambda: scaled_dot_product_attention(query, latent, latent, mask, scale=scaling),
+        "padding, ours": lambda: attend_to_one_latent(query, latent, mask, scaling=scaling),
     }
     row: dict[str, Any] = {"microseconds": {}, "failures": {}, "chosen": list(choose_launch_settings(query, latent))}
-    for name, way in ways.items():
-        measure(name, way, row)
+    for name, contestant in contestants.items():
+        measure(name, contestant, row)
     for block in BLOCKS:
         launch = LaunchSettings(*block, 264)
         measure(str(list(launch)), partial(run_latent_kernels, query, latent, None, scaling, launch), row)
@@ -157,7 +159,7 @@ def times(case: Case) -> dict[str, Any]:
         for programs in PROGRAMS:
             launch = LaunchSettings(*best[:-1], programs)
             measure(str(list(launch)), partial(run_latent_kernels, query, latent, None, scaling, launch), row)
-    row["reading_microseconds"] = 1e6 * latent.numel() * latent.element_size() / read_bandwidth("cuda")
+    row["reading_microseconds"] = 1e6 * latent.numel() * latent.element_size() / measure_read_bandwidth("cuda")
     attend_to_one_latent(query[:1], latent[:1], scaling=scaling)  # compiled, and tried
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -167,16 +169,16 @@ def times(case: Case) -> dict[str, Any]:
     return row
 
 
-def measure(name: str, way: Callable[[], Tensor], row: dict[str, Any]) -> None:
+def measure(name: str, contestant: Callable[[], Tensor], row: dict[str, Any]) -> None:
     """Put the median time of a contestant's replays into the row, or the reason why it is missing."""
     from triton.testing import do_bench_cudagraph
 
     if name in row["microseconds"]:
         return
     try:
-        way()  # compiled, and tried
+        contestant()  # compiled, and tried
         with torch.cuda.stream(torch.cuda.Stream()):
-            row["microseconds"][name] = 1e3 * do_bench_cudagraph(way, rep=20, return_mode="median")
+            row["microseconds"][name] = 1e3 * do_bench_cudagraph(contestant, rep=20, return_mode="median")
     except Exception as error:
         if "CUDA error" in str(error):
             raise

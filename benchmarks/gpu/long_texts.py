@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import Cells, main
-from benchmarks.gpu.peers import memory_row, side_by_side
+from benchmarks.gpu.peers import measure_memory_row, time_side_by_side
 from benchmarks.long.sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
@@ -29,10 +29,10 @@ WINDOWS = [*PEERS, "window in blocks"]
 
 def make_cells(args: argparse.Namespace) -> Cells:
     """A cell a length and kind."""
-    measures = {"attention": attention, "layers": layers, "memory": memory}
+    measures = {"attention": measure_attention, "layers": measure_layers, "memory": measure_memory}
     agreement = {
-        f"FlexAttention, {dtype}{', bias' * bias}{', padding' * bias}": lambda dtype=dtype, bias=bias: agrees(
-            args, dtype, bias
+        f"FlexAttention, {dtype}{', bias' * bias}{', padding' * bias}": lambda dtype=dtype, bias=bias: (
+            compare_backends(args, dtype, bias)
         )
         for bias in (False, True)
         for dtype in DTYPES
@@ -48,7 +48,7 @@ def _heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
     return 1 if args.tiny else HEADS, "bfloat16" if args.device == "cuda" else "float32"
 
 
-def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
+def compare_backends(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
     """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and if not, why."""
     if args.tiny:
         return {"reason": "not tried: on a CPU it has no gradients"}
@@ -68,36 +68,36 @@ def agrees(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
     return {"met": reason is None, "reason": reason}
 
 
-def attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of full attention and of windows."""
     heads, dtype = _heads_and_dtype(args)
     inputs = make_inputs((1, heads, n, HEAD_DIM), "plain", args.device, getattr(torch, dtype))
     peers = make_peers(args.device, WINDOWS)
-    return side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
+    return time_side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
 
 
-def layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of whole layers: full, windows, Longformer's, and each kernel's."""
     heads, dtype = _heads_and_dtype(args)
     size = heads * HEAD_DIM
-    made = make_layers(size, n)
-    made |= {f"BERT layer, {name}": bert_layer(size, **_fields(name, n)) for name in KERNELS}
-    for layer in made.values():
+    layers_by_name = make_layers(size, n)
+    layers_by_name |= {f"BERT layer, {name}": bert_layer(size, **_get_kernel_fields(name, n)) for name in KERNELS}
+    for layer in layers_by_name.values():
         layer.to(args.device, getattr(torch, dtype))
     states = torch.randn(1, n, size, device=args.device, dtype=getattr(torch, dtype), requires_grad=True)
-    return side_by_side(lambda layer, training: layer_step(layer, states, training), made, args.device)
+    return time_side_by_side(lambda layer, training: layer_step(layer, states, training), layers_by_name, args.device)
 
 
-def _fields(kernel: str, n: int) -> dict[str, Any]:
+def _get_kernel_fields(kernel: str, n: int) -> dict[str, Any]:
     """Return the fields of a kernel: linformer sums over the positions there are, a hybrid has a window."""
     fields = {"attention_kernel": kernel, "max_position_embeddings": n}
     return fields | ({"attention_window": WINDOW} if kernel == "hybrid" else {})
 
 
-def memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the MiB that a call of attention adds."""
     heads, dtype = _heads_and_dtype(args)
-    return memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
+    return measure_memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from benchmarks.speed.talking_heads_peers import interleaved
 MODES = ("forward", "training")
 
 
-def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: dict[str, Any], device: str) -> dict:
+def time_side_by_side(
+    make_step: Callable[[Any, bool], Callable[[], None]], peers: dict[str, Any], device: str
+) -> dict:
     """Return median milliseconds: {"forward" | "training": {peer: ms}, "failures": {mode: {peer: error}}}.
 
     Args:
@@ -37,7 +39,7 @@ def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: di
     return row
 
 
-def memory_row(
+def measure_memory_row(
     peers: dict[str, Any], heads: int, head_dim: int, length: int, dtype: str, device: str
 ) -> dict[str, Any]:
     """Return the MiB that a call adds at its peak, forward and training, by peer; see `talking_heads_memory`."""

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.retry:
         for part in args.parts:
-            forget_failures(args.output_dir / f"{part}.json")
+            remove_failures(args.output_dir / f"{part}.json")
     # In a second round what the others left over goes to the parts that were not done in their share.
     problems: dict[str, str] = {}
     for share_of_all in (False, True):
@@ -83,11 +83,11 @@ def main(args: argparse.Namespace) -> int:
             share = args.minutes * PARTS[part][0] / sum(minutes for minutes, _ in PARTS.values())
             end = deadline if share_of_all else min(deadline, time.time() + 60 * share)
             left = end - time.time()
-            if not summary(args.output_dir, part)["complete"] and part not in problems and left > MIN_SECONDS:
+            if not summarize_part(args.output_dir, part)["complete"] and part not in problems and left > MIN_SECONDS:
                 print(f"== {part}: {PARTS[part][1]}; {left:.0f} s", flush=True)
                 problem = run_part(args, part, end)
                 problems |= {part: problem} if problem else {}
-    rows = [summary(args.output_dir, part) | {"problem": problems.get(part)} for part in args.parts]
+    rows = [summarize_part(args.output_dir, part) | {"problem": problems.get(part)} for part in args.parts]
     atomic_write(args.output_dir / "summary.json", json.dumps(rows, indent=1) + "\n")
     for row in rows:
         print(
@@ -128,7 +128,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
         if before_any_cell and status:
             # Its import failed, or it does not accept the existing file; stderr has the error.
             return f"ended with status {status} before its first cell"
-        if summary(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
+        if summarize_part(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
             return None
     return f"not complete after {MAX_STARTS} starts"
 
@@ -142,7 +142,7 @@ def stop_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def summary(folder: Path, part: str) -> dict[str, Any]:
+def summarize_part(folder: Path, part: str) -> dict[str, Any]:
     """Return a part's numbers of cells, and whether all have a result."""
     path = folder / f"{part}.json"
     report = load_json(path) if path.exists() else {"cells": {}, "cells_in_all": 0}
@@ -154,7 +154,7 @@ def summary(folder: Path, part: str) -> dict[str, Any]:
     return row | {"complete": in_all > 0 and row["done"] + row["failed"] == in_all}
 
 
-def forget_failures(path: Path) -> None:
+def remove_failures(path: Path) -> None:
     """Take the failed cells out of a part's file."""
     if path.exists():
         report = load_json(path)

@@ -38,24 +38,27 @@ def make_cells(args: argparse.Namespace) -> Cells:
     """A cell a precision: it learns; then both kills in each."""
     precisions = ("bf16", "fp16", "no") if args.device == "cuda" else ("no",)
     cells: Cells = {
-        f"learns, {precision}": lambda precision=precision: learns(precision, args) for precision in precisions
+        f"learns, {precision}": lambda precision=precision: measure_learning(precision, args)
+        for precision in precisions
     }
     for precision in precisions[: 2 if args.device == "cuda" else 1]:
         for name in KILLS:
-            cells[f"killed {name}, {precision}"] = lambda precision=precision, name=name: killed(precision, name, args)
+            cells[f"killed {name}, {precision}"] = lambda precision=precision, name=name: measure_killed_run(
+                precision, name, args
+            )
     return cells
 
 
-def rows(count: int) -> list[dict[str, torch.Tensor]]:
+def make_examples(count: int) -> list[dict[str, torch.Tensor]]:
     """Return texts that count upwards, a sixth of their tokens masked."""
     generator = torch.Generator().manual_seed(0)
-    made = []
+    examples = []
     for _ in range(count):
         first = torch.randint(WORDS, (1,), generator=generator)
         ids = 2 + (first + torch.arange(LENGTH)) % WORDS
         hidden = torch.rand(LENGTH, generator=generator) < 1 / 6
-        made.append({"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)})
-    return made
+        examples.append({"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)})
+    return examples
 
 
 def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, kill: str | None) -> None:
@@ -73,7 +76,7 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if tiny else 5e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     # Without its own generator, the data loader would change the random numbers of dropout.
-    loader = DataLoader(rows(8 if tiny else 1024), batch_size=4 if tiny else 32, generator=torch.Generator())
+    loader = DataLoader(make_examples(8 if tiny else 1024), batch_size=4 if tiny else 32, generator=torch.Generator())
     prepared = accelerator.prepare(model, optimizer, schedule, loader)
     settings = TrainingSettings(
         model_name_or_path="",
@@ -103,35 +106,41 @@ def run(folder: Path, precision: str, args: argparse.Namespace, resume: bool = F
     return done.returncode
 
 
-def losses(folder: Path) -> list[float]:
+def read_losses(folder: Path) -> list[float]:
     """Return the loss of each step."""
     records = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record]
 
 
-def learns(precision: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_learning(precision: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the first and last losses of a run, and its results."""
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder) / "run", precision, args)
-        found = losses(Path(folder) / "run")
+        run_losses = read_losses(Path(folder) / "run")
         results = json.loads((Path(folder) / "run/results.json").read_text())
-    part = max(1, len(found) // 10)
-    first, last = sum(found[:part]) / part, sum(found[-part:]) / part
+    part = max(1, len(run_losses) // 10)
+    first, last = sum(run_losses[:part]) / part, sum(run_losses[-part:]) / part
     return {"first_loss": first, "last_loss": last, "results": results, "met": args.tiny or last < LEARNED * first}
 
 
-def killed(precision: str, kill: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_killed_run(precision: str, kill: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return how far the losses of a killed and resumed run are from those of a whole one."""
     with tempfile.TemporaryDirectory() as folder:
-        whole, cut = Path(folder) / "whole", Path(folder) / "cut"
-        run(whole, precision, args)
+        uninterrupted, cut = Path(folder) / "whole", Path(folder) / "cut"
+        run(uninterrupted, precision, args)
         run(cut, precision, args, kill=kill)
         left = sorted(path.name for path in cut.iterdir())
         run(cut, precision, args, resume=True)
-        expected, found = losses(whole), losses(cut)
-    gap = max((abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=False)), default=float("inf"))
-    met = len(found) == len(expected) and (gap == 0 if args.device == "cpu" else gap <= CLOSE)
-    return {"steps": len(found), "largest_relative_gap": gap, "same_bits": found == expected, "left": left, "met": met}
+        expected, actual = read_losses(uninterrupted), read_losses(cut)
+    gap = max((abs(a - b) / max(abs(b), 1e-3) for a, b in zip(actual, expected, strict=False)), default=float("inf"))
+    met = len(actual) == len(expected) and (gap == 0 if args.device == "cpu" else gap <= CLOSE)
+    return {
+        "steps": len(actual),
+        "largest_relative_gap": gap,
+        "same_bits": actual == expected,
+        "left": left,
+        "met": met,
+    }
 
 
 if __name__ == "__main__":

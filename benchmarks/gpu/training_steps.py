@@ -32,7 +32,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
     cells: Cells = {}
     for dtype in ("bfloat16", "float16") if args.device == "cuda" else ("bfloat16",):
         for kind in ("bert", "t5"):
-            cells[f"{kind}, {dtype}"] = lambda kind=kind, dtype=dtype: speed(kind, dtype, args)
+            cells[f"{kind}, {dtype}"] = lambda kind=kind, dtype=dtype: measure_speed(kind, dtype, args)
     return cells
 
 
@@ -56,7 +56,9 @@ def make_batch(kind: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.where(torch.rand(b, n, device=args.device) < 0.15, -100)}
 
 
-def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Callable[[], None]:
+def make_training_step(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
+) -> Callable[[], None]:
     """Return one step: forward, backward, AdamW; float16 by a loss scaler."""
     device = batch["input_ids"].device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
@@ -73,7 +75,7 @@ def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype:
     return step
 
 
-def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
+def measure_matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     """Return the best speed of a large matrix product: less than a data sheet promises, and what a program gets."""
     size = 8192 if device == "cuda" else 1024  # enough work to fill it
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -85,13 +87,13 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     return best
 
 
-def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds per step, tokens per second and MFU of each contestant."""
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
-    steps = {name: training_step(model, batch, number_format) for name, model in models.items()}
+    steps = {name: make_training_step(model, batch, number_format) for name, model in models.items()}
     times, _ = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
-    peak = matmul_flops_per_second(args.device, number_format)
+    peak = measure_matmul_flops_per_second(args.device, number_format)
     rows = {}
     for name, model in models.items():
         tokens, flops = TrainingCostCounter(model).count(batch, 0)

@@ -28,8 +28,8 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.long.sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
@@ -89,20 +89,20 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
         return [torch.randn(1, args.heads, count, HEAD_DIM, device=args.device, dtype=dtype) for _ in range(3)]
 
     (_, keys, values), token, scaling = states(length), states(1), HEAD_DIM**-0.5
-    steps, kept = {}, {}
+    steps, stored_bytes = {}, {}
     for name in args.peers:
         if name == "linformer":
             continue
         if name == "sdpa":
-            kept[name] = keys.nbytes + values.nbytes
+            stored_bytes[name] = keys.nbytes + values.nbytes
             steps[name] = lambda: fused_attention(token[0], keys, values, scaling=scaling)
             continue
         module = kernel_module(name, args.heads, HEAD_DIM, is_causal=True).to(args.device, dtype)
         _, state = attend_with_kernel(module, keys, keys, values, None, scaling)
-        kept[name] = sum(each.nbytes for each in state if each is not None)
+        stored_bytes[name] = sum(tensor.nbytes for tensor in state if tensor is not None)
         steps[name] = lambda module=module, state=state: attend_with_kernel(module, *token, None, scaling, state)
     times, usage = interleaved(steps, args.device, args.rounds)
-    return {"length": length, "step": times, "bytes": kept, "usage": {"step": usage}}
+    return {"length": length, "step": times, "bytes": stored_bytes, "usage": {"step": usage}}
 
 
 @torch.no_grad()
@@ -112,11 +112,14 @@ def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     shape |= {"intermediate_size": 4 * args.heads * HEAD_DIM, "num_hidden_layers": args.num_layers}
     shape |= {"max_position_embeddings": length}
     models = {"upstream": BertModel(BertConfig(**shape))}
-    for name in (each for each in args.peers if each in KERNELS and each not in OTHERS):
+    for name in (peer for peer in args.peers if peer in KERNELS and peer not in OTHERS):
         layers = [None if layer in args.kept else name for layer in range(args.num_layers)]
         some = {"per_layer_values": {"attention_kernel": layers}}
-        made = {name: {"attention_kernel": name}, f"{name} in {args.num_layers - len(args.kept)} layers": some}
-        for title, fields in made.items():
+        fields_by_name = {
+            name: {"attention_kernel": name},
+            f"{name} in {args.num_layers - len(args.kept)} layers": some,
+        }
+        for title, fields in fields_by_name.items():
             models[title] = AttnVariantBertModel(AttnVariantBertConfig(**shape, **fields))
     tokens = torch.randint(1000, (1, length), device=args.device)
     models = {name: model.eval().to(args.device, getattr(torch, args.dtype)) for name, model in models.items()}
@@ -159,14 +162,14 @@ def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what was to be reached, with what was measured, for the lengths that were."""
-    found = []
+    target_rows = []
     for row in report["attention"]:
         least = GOALS.get(row["length"])
         if least is not None and {"sdpa", "hedgehog"} <= row["forward"].keys():
             ratio = row["forward"]["sdpa"] / row["forward"]["hedgehog"]
-            found.append({"what": f"times softmax's speed, hedgehog, {row['length']} tokens", "least": least})
-            found[-1] |= {"measured": ratio, "met": ratio >= least}
-    return found
+            target_rows.append({"what": f"times softmax's speed, hedgehog, {row['length']} tokens", "least": least})
+            target_rows[-1] |= {"measured": ratio, "met": ratio >= least}
+    return target_rows
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +177,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report = {"arguments": arguments, "machine": machine(args.device), "heads": args.heads, "memory": memory_now()}
+    report = {
+        "arguments": arguments,
+        "machine": describe_machine(args.device),
+        "heads": args.heads,
+        "memory": describe_memory(),
+    }
     report |= {REPORTED.get(part, part): [] for part in PARTS}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"linear_attention_{args.device}.json"
@@ -204,9 +212,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for part in PARTS:
         for row in report[REPORTED.get(part, part)]:
             print(part, json.dumps(row))
-    for each in report["targets"]:
+    for target in report["targets"]:
         print(
-            f"{each['what']}: {each['measured']:.2f} (at least {each['least']}: {'met' if each['met'] else 'NOT met'})"
+            f"{target['what']}: {target['measured']:.2f} (at least {target['least']}: "
+            f"{'met' if target['met'] else 'NOT met'})"
         )
     print(f"time grows with the length to the power of: {report['growth']}\nwrote {path}")
     return report

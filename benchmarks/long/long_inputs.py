@@ -26,7 +26,7 @@ import transformers
 from transformers import AutoModel
 
 from benchmarks.convert.conversion_subjects import SentenceEncoder, sample_lines, write_texts
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from benchmarks.run_records import check_data_dir, write_rows
 from hf_attn_variants.commands import convert as convert_command
 from hf_attn_variants.commands.training import uptrain as uptrain_command
@@ -86,16 +86,18 @@ def long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int)
         share = count // len(shards) + (i < count % len(shards))
         articles = [article for article in read_articles(shard) if len(article) >= LEAST_CHARACTERS]
         random.Random(seed).shuffle(articles)
-        found = 0
+        num_articles = 0
         for article in articles:
-            if found == share:
+            if num_articles == share:
                 break
             ids = tokenizer(article, add_special_tokens=False, verbose=False)["input_ids"]
             if SHORTEST <= len(ids) <= LONGEST:
-                found += 1
+                num_articles += 1
                 yield ids
-        if found < share:
-            raise ValueError(f"{shard} has {found} articles of {SHORTEST} to {LONGEST} tokens; {share} are needed.")
+        if num_articles < share:
+            raise ValueError(
+                f"{shard} has {num_articles} articles of {SHORTEST} to {LONGEST} tokens; {share} are needed."
+            )
 
 
 def encoder(model: torch.nn.Module, tokenizer: Any, length: int, pieces: int | None = None) -> Encode:
@@ -137,9 +139,9 @@ def found_by(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
         queries: [q * n, D], q of each in turn.
         others: [n, D].
     """
-    own = torch.arange(len(queries)) // (len(queries) // len(others))
+    own_indices = torch.arange(len(queries)) // (len(queries) // len(others))
     cosines = queries @ others.T
-    ranks = (cosines > cosines.gather(1, own[:, None])).sum(1) + 1
+    ranks = (cosines > cosines.gather(1, own_indices[:, None])).sum(1) + 1
     return {
         "accuracy": round((ranks == 1).float().mean().item(), 4),
         "reciprocal_rank": round((1 / ranks).mean().item(), 4),
@@ -148,11 +150,11 @@ def found_by(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
 
 def training_texts(shards: Sequence[Path], seed: int) -> list[str]:
     """Draw articles of `SHORTEST` tokens or nearly as many, and as many lines, of shards; each text on one line."""
-    drawn = random.Random(seed)
+    generator = random.Random(seed)
     articles = [article for shard in shards for article in read_articles(shard) if len(article) >= 4 * SHORTEST]
-    texts = [" ".join(article.split()) for article in drawn.sample(articles, TRAINING_TEXTS)]
+    texts = [" ".join(article.split()) for article in generator.sample(articles, TRAINING_TEXTS)]
     texts += sample_lines(shards, TRAINING_TEXTS, seed)
-    drawn.shuffle(texts)
+    generator.shuffle(texts)
     return texts
 
 
@@ -202,7 +204,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     shards = subject.shards[-SET_ASIDE:]
     tokens = list(long_articles(shards, subject.tokenizer, args.articles, args.seed))
     halves = [tuple(part[: POSITIONS - 2] for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :])) for ids in tokens]
-    head = {"machine": machine("cpu"), "set_aside": [shard.name for shard in shards]}
+    head = {"machine": describe_machine("cpu"), "set_aside": [shard.name for shard in shards]}
     head["tokens"] = {str(args.articles): sum(map(len, tokens))}
     rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
     for reading in args.readings:
@@ -211,8 +213,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         started = time.process_time()
         model = AutoModel.from_pretrained(make_model(reading, subject, args.work_dir, args.seed)).eval()
-        made = {"making_seconds": round(time.process_time() - started, 1)}
-        rows.append(key | measure(reading, subject, halves, model) | made)
+        timing = {"making_seconds": round(time.process_time() - started, 1)}
+        rows.append(key | measure(reading, subject, halves, model) | timing)
         write_rows(args.output, head, rows, KEY)
         print(json.dumps(rows[-1]), flush=True)
     return rows

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from benchmarks.run_records import check_data_dir, write_rows
 from hf_attn_variants.commands import convert as convert_command
 from hf_attn_variants.commands.training import squad as squad_command
@@ -53,7 +53,7 @@ def whole_articles(content: dict[str, Any], tokenizer: Any, tokens: int, questio
     """
     articles = []
     for number, article in enumerate(content["data"]):
-        context, asked, used = "", [], 0
+        context, available_questions, used = "", [], 0
         for paragraph in article["paragraphs"]:
             used += len(tokenizer(paragraph["context"], add_special_tokens=False, verbose=False)["input_ids"])
             if used > tokens:
@@ -62,11 +62,13 @@ def whole_articles(content: dict[str, Any], tokenizer: Any, tokens: int, questio
             context = f"{context}{GAP}{paragraph['context']}" if context else paragraph["context"]
             for qa in paragraph["qas"]:
                 moved = [answer | {"answer_start": answer["answer_start"] + begin} for answer in qa["answers"]]
-                asked.append(qa | {"answers": moved})
+                available_questions.append(qa | {"answers": moved})
         share = questions // len(content["data"]) + (number < questions % len(content["data"]))
-        drawn = random.Random(f"{seed}-{number}").sample(asked, min(share, len(asked)))
-        if drawn:
-            paragraphs = [{"context": context, "qas": drawn}]
+        sampled_questions = random.Random(f"{seed}-{number}").sample(
+            available_questions, min(share, len(available_questions))
+        )
+        if sampled_questions:
+            paragraphs = [{"context": context, "qas": sampled_questions}]
             articles.append({"title": article.get("title", ""), "paragraphs": paragraphs})
     return {"version": "1.1", "data": articles}
 
@@ -98,17 +100,17 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     content = json.loads((args.data_dir / DEV).read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    whole = whole_articles(content, tokenizer, POSITIONS - ROOM, args.questions, args.seed)
+    articles = whole_articles(content, tokenizer, POSITIONS - ROOM, args.questions, args.seed)
     file = args.work_dir / f"articles-{args.questions}-{args.seed}.json"
-    file.write_text(json.dumps(whole), encoding="utf-8")
+    file.write_text(json.dumps(articles), encoding="utf-8")
     rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
     for reading in args.readings:
         key = dict(zip(KEY, (reading, args.questions, args.seed), strict=True))
         if any(key.items() <= row.items() for row in rows):
             continue
-        found = measure(reading, args.model, file, args.work_dir, args.mixed_precision)
-        rows.append(key | {"mixed_precision": args.mixed_precision} | found)
-        write_rows(args.output, {"machine": machine("cpu")}, rows, KEY)
+        result = measure(reading, args.model, file, args.work_dir, args.mixed_precision)
+        rows.append(key | {"mixed_precision": args.mixed_precision} | result)
+        write_rows(args.output, {"machine": describe_machine("cpu")}, rows, KEY)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -27,8 +27,8 @@ from transformers import LongT5Config, LongT5EncoderModel, PreTrainedModel, T5Co
 
 from benchmarks.convert.conversion_subjects import Translator
 from benchmarks.kept_memory import add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.run_records import check_data_dir, write_rows
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
@@ -69,7 +69,13 @@ def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) ->
     elif not (folder / "all_results.json").is_file():
         start = make_model(subject, encoder, 0, work_dir)
         argv = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *subject.uptraining]
-        argv += [*subject.training_flags(work_dir, 0, steps), "--max_train_steps", str(steps), "--trainable", "all"]
+        argv += [
+            *subject.write_training_texts(work_dir, 0, steps),
+            "--max_train_steps",
+            str(steps),
+            "--trainable",
+            "all",
+        ]
         argv += ["--per_device_train_batch_size", str(subject.batch_size), "--group_by_length"]
         argv += ["--learning_rate", "3e-4", "--eval_steps", str(steps), "--max_eval_samples", "64"]
         argv += ["--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
@@ -79,17 +85,17 @@ def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) ->
 
 def make_encoders() -> dict[str, PreTrainedModel]:
     """Return a dictionary of our encoders and those of Transformers, in pairs that attend to the same tokens."""
-    shape, made = SHAPES["t5-small"], {}
+    shape, encoders = SHAPES["t5-small"], {}
     for name, fields in ENCODERS.items():
         widths = {"encoder_attention_window": 2 * RADIUS} if fields else {}
-        made[name] = AttnVariantT5EncoderModel(AttnVariantT5Config(**shape, **fields | widths))
+        encoders[name] = AttnVariantT5EncoderModel(AttnVariantT5Config(**shape, **fields | widths))
         if not fields:
-            made[UPSTREAM[name]] = T5EncoderModel(T5Config(**shape))
+            encoders[UPSTREAM[name]] = T5EncoderModel(T5Config(**shape))
             continue
         kind = "local" if name == "windows" else "transient-global"
         config = LongT5Config(**shape, encoder_attention_type=kind, local_radius=RADIUS, global_block_size=16)
-        made[UPSTREAM[name]] = LongT5EncoderModel(config)
-    return {name: model.eval() for name, model in made.items()}
+        encoders[UPSTREAM[name]] = LongT5EncoderModel(config)
+    return {name: model.eval() for name, model in encoders.items()}
 
 
 def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,7 +113,12 @@ def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
         times, usage = interleaved(steps, "cpu", args.rounds)
         rows.append({"tokens": length, "milliseconds": times, "usage": {"milliseconds": usage}})
         arguments = {"parts": "['passes']"} | {name: str(getattr(args, name)) for name in OF_PASSES}
-        report = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "rounds": args.rounds}
+        report = {
+            "arguments": arguments,
+            "machine": describe_machine("cpu"),
+            "memory": describe_memory(),
+            "rounds": args.rounds,
+        }
         report |= {"runs": rows}
         atomic_write(args.output.with_name("long_t5_passes.json"), json.dumps(report, indent=1) + "\n")
         print(json.dumps(rows[-1]), flush=True)
@@ -135,9 +146,9 @@ def translate(args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         started = time.process_time()
         folder = make_model(subject, encoder, steps, args.work_dir)
-        made = {"making_seconds": round(time.process_time() - started, 1)}
-        rows.append(key | subject.evaluate(folder) | made)
-        write_rows(args.output, {"machine": machine("cpu")}, rows, KEY)
+        timing = {"making_seconds": round(time.process_time() - started, 1)}
+        rows.append(key | subject.evaluate(folder) | timing)
+        write_rows(args.output, {"machine": describe_machine("cpu")}, rows, KEY)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -25,8 +25,8 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 import hf_attn_variants
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import (
     GLOBAL_TOKENS,
@@ -82,12 +82,12 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     """Return `measure_attention` for each number of queries in a block."""
-    kept, found = key_ranges.QUERIES_PER_BLOCK, []
+    original, results = key_ranges.QUERIES_PER_BLOCK, []
     for rows in args.rows or ():
         key_ranges.QUERIES_PER_BLOCK = (rows,)
-        found += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
-    key_ranges.QUERIES_PER_BLOCK = kept
-    return found
+        results += [{"rows": rows} | measure_attention(length, heads, args) for length in args.lengths]
+    key_ranges.QUERIES_PER_BLOCK = original
+    return results
 
 
 def layer_sizes(hidden_size: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of whole layers: {"forward" | "training": {layer: ms}}."""
     dtype, row = getattr(torch, args.dtype), {"length": length, "usage": {}}
     states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
-    layers = {name: each.to(args.device, dtype) for name, each in make_layers(args.hidden_size, length).items()}
+    layers = {name: module.to(args.device, dtype) for name, module in make_layers(args.hidden_size, length).items()}
     for mode in MODES:
         steps = {name: layer_step(layer, states, mode == "training") for name, layer in layers.items()}
         row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
@@ -171,28 +171,30 @@ def growth(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
 
 def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what was to be reached, with what was measured, for the lengths that were."""
-    found = []
+    target_rows = []
     for row in report["attention"]:
         for mode in MODES:
             least = {GOAL_LENGTH: GOALS[mode], SHORT_LENGTH: 1.0}.get(row["length"])
             if least is not None:
                 ratio = row[mode]["sdpa"] / row[mode]["window"]
-                found.append({"what": f"times full attention's speed, {mode}, {row['length']} tokens", "least": least})
-                found[-1] |= {"measured": ratio, "met": ratio >= least}
+                target_rows.append(
+                    {"what": f"times full attention's speed, {mode}, {row['length']} tokens", "least": least}
+                )
+                target_rows[-1] |= {"measured": ratio, "met": ratio >= least}
     for row in report["layers"]:
         for mode in MODES if row["length"] == GOAL_LENGTH else ():
             ratio = row[mode][LONGFORMER] / row[mode][OURS]
-            found.append({"what": f"times Longformer's speed, {mode}", "least": GOALS["longformer"]})
-            found[-1] |= {"measured": ratio, "met": ratio >= GOALS["longformer"]}
+            target_rows.append({"what": f"times Longformer's speed, {mode}", "least": GOALS["longformer"]})
+            target_rows[-1] |= {"measured": ratio, "met": ratio >= GOALS["longformer"]}
     for row in report["peak_memory"]:
         for mode in MODES:
             if row["shape"][2] >= GOAL_LENGTH and row[mode]["sdpa"]:
                 ratio = row[mode]["window"] / row[mode]["sdpa"]
-                what = f"full attention's memory, {mode}, {row['shape'][2]} tokens"
-                found.append(
-                    {"what": what, "most": GOALS["memory"], "measured": ratio, "met": ratio <= GOALS["memory"]}
+                label = f"full attention's memory, {mode}, {row['shape'][2]} tokens"
+                target_rows.append(
+                    {"what": label, "most": GOALS["memory"], "measured": ratio, "met": ratio <= GOALS["memory"]}
                 )
-    return found
+    return target_rows
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -202,8 +204,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     heads = args.hidden_size // HEAD_DIM
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report = {"arguments": arguments, "machine": machine(args.device), "window": WINDOW, "heads": heads}
-    report["memory"] = memory_now()
+    report = {"arguments": arguments, "machine": describe_machine(args.device), "window": WINDOW, "heads": heads}
+    report["memory"] = describe_memory()
     report |= {"attention": [], "layers": [], "peak_memory": [], "rows": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"sliding_window_{args.device}.json"
@@ -224,9 +226,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     atomic_write(path, json.dumps(report, indent=1) + "\n")
     for row in (*report["rows"], *report["attention"], *report["layers"], *report["peak_memory"]):
         print(json.dumps(row))
-    for each in report["targets"]:
-        bound = f"at least {each['least']}" if "least" in each else f"at most {each['most']}"
-        print(f"{each['what']}: {each['measured']:.2f} ({bound}: {'met' if each['met'] else 'NOT met'})")
+    for target in report["targets"]:
+        bound = f"at least {target['least']}" if "least" in target else f"at most {target['most']}"
+        print(f"{target['what']}: {target['measured']:.2f} ({bound}: {'met' if target['met'] else 'NOT met'})")
     print(f"time grows with the length to the power of: {report['growth']}\nwrote {path}")
     return report
 

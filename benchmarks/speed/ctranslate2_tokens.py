@@ -103,12 +103,12 @@ def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, A
                 batch = tokenizer(lines, padding=True, return_tensors="pt", return_token_type_ids=False)
                 texts = [tokenizer.convert_ids_to_tokens(tokenizer(line).input_ids) for line in lines]
                 for search in searches:
-                    ours, theirs = SEARCHES[search]
-                    tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **ours)
+                    generate_options, translator_options = SEARCHES[search]
+                    tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **generate_options)
                     expected = [until(row[1:], end) for row in tokens.tolist()]
-                    found = translator.translate_batch(texts, max_decoding_length=NEW_TOKENS, **theirs)
-                    numbers = [tokenizer.convert_tokens_to_ids(each.hypotheses[0]) for each in found]
-                    yield look_up_field(source, written, search, expected, numbers, target)
+                    outputs = translator.translate_batch(texts, max_decoding_length=NEW_TOKENS, **translator_options)
+                    numbers = [tokenizer.convert_tokens_to_ids(output.hypotheses[0]) for output in outputs]
+                    yield make_result_row(source, written, search, expected, numbers, target)
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str,
     processor: Any = transformers.AutoProcessor.from_pretrained(source)
     samples = [load_audio(path)[0] for path in files]
     rate = processor.feature_extractor.sampling_rate
-    features = [processor(each, sampling_rate=rate, return_tensors="pt").input_features for each in samples]
+    features = [processor(sample, sampling_rate=rate, return_tensors="pt").input_features for sample in samples]
     batch = torch.cat(features)
     options = {"language": "en", "task": "transcribe", "num_beams": 1, "max_new_tokens": HEARD_TOKENS}
     tokens = model.generate(batch, attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long), **options)
@@ -133,8 +133,8 @@ def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str,
             written = export_ctranslate2(source, target, quantization=quantization)
             whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
             heard = ctranslate2.StorageView.from_array(batch.numpy())
-            found = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
-            yield look_up_field(source, written, "greedy", expected, [f.sequences_ids[0] for f in found], target)
+            outputs = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
+            yield make_result_row(source, written, "greedy", expected, [f.sequences_ids[0] for f in outputs], target)
 
 
 def until(row: list[int], end: int) -> list[int]:
@@ -142,8 +142,8 @@ def until(row: list[int], end: int) -> list[int]:
     return row[: row.index(end)] if end in row else row
 
 
-def look_up_field(
-    source: Path, written: Any, search: str, expected: list[list[int]], found: list[list[int]], target: Path
+def make_result_row(
+    source: Path, written: Any, search: str, expected: list[list[int]], actual: list[list[int]], target: Path
 ) -> dict[str, Any]:
     """Return a row of the JSON."""
     return {
@@ -152,7 +152,7 @@ def look_up_field(
         "decoder_heads": written.heads["num_key_value_heads"][1],
         "quantization": written.quantization,
         "search": search,
-        "same": sum(map(list.__eq__, expected, found)),
+        "same": sum(map(list.__eq__, expected, actual)),
         "of": len(expected),
         "megabytes": round((target / "model.bin").stat().st_size / 1e6, 1),
     }

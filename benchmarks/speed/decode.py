@@ -28,8 +28,14 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.machine import arithmetic_rate, machine, read_bandwidth, seconds, synchronize
-from benchmarks.page_faults import Usage, Watch, memory_now, summary, usage_text
+from benchmarks.machine import (
+    describe_machine,
+    measure_arithmetic_rate,
+    measure_read_bandwidth,
+    measure_seconds,
+    synchronize,
+)
+from benchmarks.page_faults import Usage, UsageRecorder, describe_memory, format_usage, summarize_usages
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.speed import FirstTokenTimer
 from hf_attn_variants.modeling.attention.latent_attention import EXPANDED_LATENTS, attend_to_latent
@@ -113,14 +119,19 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for batch_size, source_length in itertools.product(args.batch_size, args.source_length):
         rows += measure(models, args, batch_size, source_length)
     arguments = {key: str(value) for key, value in vars(args).items() if key not in NOT_SHOWN}
-    results = {"arguments": arguments, "machine": machine(args.device), "memory": memory_now(), "rows": rows}
+    results = {
+        "arguments": arguments,
+        "machine": describe_machine(args.device),
+        "memory": describe_memory(),
+        "rows": rows,
+    }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = [f"batch{'-'.join(map(str, args.batch_size))}", f"source{'-'.join(map(str, args.source_length))}"]
     search = [f"beams{args.num_beams}", args.cache] + (["compiled"] if args.compile else [])
     name = args.run_name or "_".join(["decode", args.shape, args.device, args.dtype, *sizes, *search])
     path = args.output_dir / f"{name}.json"
     atomic_write(path, json.dumps(results, indent=2) + "\n")
-    plot(results, path.with_suffix(".png"), args)
+    save_plot(results, path.with_suffix(".png"), args)
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return results
 
@@ -193,12 +204,15 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
     for repeat in range(args.repeats):
         # In turn, and each round from another one on: what else the machine does hits all alike.
         for name in rotated(list(models), repeat):
-            with Watch() as watch:
+            with UsageRecorder() as watch:
                 times[name].append(decode(models[name], states, mask, args)[1:])
             usages[name].append(watch.usage)
     first_model = next(iter(models.values()))
     encoder = None if args.skip_encoder else encoder_seconds(first_model, batch_size, source_length, args)
-    bandwidth, arithmetic = read_bandwidth(args.device), arithmetic_rate(args.device, getattr(torch, args.dtype))
+    bandwidth, arithmetic = (
+        measure_read_bandwidth(args.device),
+        measure_arithmetic_rate(args.device, getattr(torch, args.dtype)),
+    )
     rows: list[dict[str, Any]] = []
     for name, model in models.items():
         first, total = (statistics.median(column) for column in zip(*times[name], strict=True))
@@ -220,7 +234,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
             "memory_bytes_per_second": bandwidth,
             "flops_per_second": arithmetic,
             **parts[name],
-            "usage": summary(usages[name]),
+            "usage": summarize_usages(usages[name]),
         }
         upstream = rows[0] if rows else row
         row["speedup"] = upstream["decode_seconds"] / total
@@ -231,7 +245,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
         limit = row["cross_attention_flops"] / arithmetic * 1e3
         row["cross_attention_over_arithmetic_limit"] = row["cross_attention_milliseconds"] / limit
         rows.append(row)
-        print(row_text(row), flush=True)
+        print(format_row(row), flush=True)
     return rows
 
 
@@ -290,7 +304,7 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
                 attend(module, query, layer.keys, layer.values, None, scaling=1.0, **bias)
 
     step()
-    times = [seconds(step, args.device) for _ in range(9)]
+    times = [measure_seconds(step, args.device) for _ in range(9)]
     sizes = [size_of(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
     # One latent is read by every layer.
     read = sizes[1] * len(modules) if has_latent else sizes[1]
@@ -310,9 +324,11 @@ def key_value_maps(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.M
 
 def size_of(cache: Any) -> int:
     """Return the bytes of the keys and values in a cache, including those that are cached with a short latent."""
-    kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED_LATENTS, {}).values()]
+    expanded_tensors = [
+        expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED_LATENTS, {}).values()
+    ]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    tensors += [tensor for _, *pair, _ in kept for tensor in pair]
+    tensors += [tensor for _, *pair, _ in expanded_tensors for tensor in pair]
     # A latent that all layers show is kept once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
@@ -320,20 +336,20 @@ def size_of(cache: Any) -> int:
 def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
     """Return the seconds of one pass of upstream's encoder; all are multi-head (with wider layers if so asked)."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
-    return seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
+    return measure_seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
 
 
 def rotated(names: list[str], by: int) -> list[str]:
     return names[by % len(names) :] + names[: by % len(names)]
 
 
-def row_text(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     return (
         f"batch {row['batch_size']:3d} source {row['source_length']:4d} {row['model']:12s} "
         f"{row['tokens_per_second']:8.1f} tokens/s {row['speedup']:5.2f}x | "
         f"first {row['first_token_seconds']:6.3f} s | "
         f"step {row['step_milliseconds']:7.2f} ms {row['step_speedup']:5.2f}x | "
-        f"{usage_text(row['usage'])} | "
+        f"{format_usage(row['usage'])} | "
         f"cache {row['cache_bytes'] / 2**20:7.1f} MiB {row['cache_bytes_ratio']:.4f} | "
         f"cross-attention {row['cross_attention_milliseconds']:7.2f} ms, "
         f"{row['cross_attention_over_memory_limit']:.1f}x its reading, "
@@ -346,7 +362,7 @@ def alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(row[name] == other[name] for name in ("model", "batch_size", "source_length"))
 
 
-def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
+def save_plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     """Plot tokens per second against the bytes of the cache, with a panel per batch size and source length."""
     import matplotlib
 
@@ -372,8 +388,13 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
                 style = {"color": "k", "marker": "x"} if name == UPSTREAM else {"color": "C1" if latent else "C0"}
                 point = (row["cache_bytes"] / 2**20, row["tokens_per_second"])
                 axes.scatter(*point, **style)
-                kept = [other for other in kept_rows if alike(row, other)]
-                axes.scatter([point[0]] * len(kept), [other["tokens_per_second"] for other in kept], s=12, color="C2")
+                matching_rows = [other for other in kept_rows if alike(row, other)]
+                axes.scatter(
+                    [point[0]] * len(matching_rows),
+                    [other["tokens_per_second"] for other in matching_rows],
+                    s=12,
+                    color="C2",
+                )
                 # Names stay inside the panel: of large caches to the left; upstream's and those of latents below.
                 place = (-6 if row["cache_bytes"] > middle else 6, -12 if latent or name == UPSTREAM else 5)
                 side = "right" if place[0] < 0 else "left"
@@ -390,9 +411,9 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
     for line in panels:
         line[0].set_ylabel("tokens / s")
     search = "greedy" if args.num_beams == 1 else f"{args.num_beams} beams"
-    where = results["machine"]["device"]
-    where = f"CPU, {results['machine']['threads']} threads" if where == "cpu" else where
-    title = [f"{args.shape}, {args.max_new_tokens} new tokens, {search}", f"{args.dtype}, {where}"]
+    device = results["machine"]["device"]
+    device = f"CPU, {results['machine']['threads']} threads" if device == "cpu" else device
+    title = [f"{args.shape}, {args.max_new_tokens} new tokens, {search}", f"{args.dtype}, {device}"]
     title += ["small green dots: the same with memory kept"] if kept_rows else []
     figure.suptitle("\n".join(title) if len(sizes) == 1 else ", ".join(title), fontsize=10)
     figure.savefig(path, dpi=120)
@@ -400,4 +421,4 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(main, parse_args, lambda report, path, args: plot(report, path.with_suffix(".png"), args))
+    run(main, parse_args, lambda report, path, args: save_plot(report, path.with_suffix(".png"), args))

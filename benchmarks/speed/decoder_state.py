@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
@@ -90,12 +90,12 @@ def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callabl
 
 def kept_bytes(cache: Any) -> int:
     """Return the bytes of a cache's layers: keys and values, or sums."""
-    kept = 0
+    num_bytes = 0
     for layer in cache.layers:
         is_state = isinstance(layer, KernelStateLayer)
         tensors = layer.state if is_state else (layer.keys, layer.values)
-        kept += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return kept
+        num_bytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return num_bytes
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -103,14 +103,19 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "steps": []}
+    report: dict[str, Any] = {
+        "arguments": arguments,
+        "machine": describe_machine("cpu"),
+        "memory": describe_memory(),
+        "steps": [],
+    }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path, models = args.output_dir / "decoder_state_cpu.json", make_models()
     for length in tqdm(args.lengths, desc="lengths"):
-        found = {name: after(model, length, args.batch_size) for name, model in models.items()}
-        times, usage = interleaved({name: step for name, (step, _) in found.items()}, "cpu", args.rounds)
-        kept = {name: size for name, (_, size) in found.items()}
-        report["steps"].append({"length": length, "step_ms": times, "bytes": kept, "usage": {"step_ms": usage}})
+        steps = {name: after(model, length, args.batch_size) for name, model in models.items()}
+        times, usage = interleaved({name: step for name, (step, _) in steps.items()}, "cpu", args.rounds)
+        state_bytes = {name: size for name, (_, size) in steps.items()}
+        report["steps"].append({"length": length, "step_ms": times, "bytes": state_bytes, "usage": {"step_ms": usage}})
         atomic_write(path, json.dumps(report, indent=1) + "\n")
         tqdm.write(json.dumps(report["steps"][-1]))
     return report

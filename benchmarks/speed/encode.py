@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now, summary, usage_text, watched_rounds
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory, format_usage, record_rounds, summarize_usages
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import speed
 from hf_attn_variants.inspection.costs import check_sizes, make_variant_config, read_checkpoint_config
@@ -68,11 +68,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         config["max_position_embeddings"] = args.max_position_embeddings
     table = measure_passes(config, args.batch_size, args.length, args.rounds, **options)
     arguments = {key: value for key, value in vars(args).items() if key not in (*NOT_SHOWN, "model_name_or_path")}
-    report = {"arguments": arguments, "checkpoint": name} | table | {"machine": machine("cpu"), "memory": memory_now()}
+    report = (
+        {"arguments": arguments, "checkpoint": name}
+        | table
+        | {"machine": describe_machine("cpu"), "memory": describe_memory()}
+    )
     args.output_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(args.output_dir / f"{args.run_name}.json", json.dumps(report, indent=1) + "\n")
     for row in table["rows"]:
-        took = usage_text(row["usage"])
+        took = format_usage(row["usage"])
         print(f"{row['name']:15s} {row['milliseconds']:8.1f} ms {row['speedup']:5.2f}x | {took}", flush=True)
     return report
 
@@ -100,19 +104,19 @@ def measure_passes(
     auto_class = select_timed_auto_class(config, current)
     length = resolve_timed_length(length, current, auto_class)
     models = build_verified_models(config, **options)
-    with torch.no_grad(), watched_rounds(speed) as usages:
+    with torch.no_grad(), record_rounds(speed) as usages:
         runs = {name: make_timed_function(model, batch_size, length, None) for name, (_, model) in models.items()}
         times = speed._time_engines(runs, rounds, "cpu")
     rows: list[dict[str, Any]] = []
-    for name, found in times.items():
-        each = [1e3 * end for _, end in found]
-        row = {"name": name, "fields": models[name][0], "milliseconds": statistics.median(each)}
-        row |= {"all_milliseconds": each, "tokens_per_second": batch_size * length / row["milliseconds"] * 1e3}
+    for name, engine_times in times.items():
+        milliseconds = [1e3 * end for _, end in engine_times]
+        row = {"name": name, "fields": models[name][0], "milliseconds": statistics.median(milliseconds)}
+        row |= {"all_milliseconds": milliseconds, "tokens_per_second": batch_size * length / row["milliseconds"] * 1e3}
         baseline = rows[0]["milliseconds"] if rows else row["milliseconds"]
-        row |= {"speedup": baseline / row["milliseconds"], "usage": summary(usages[name][1:])}
+        row |= {"speedup": baseline / row["milliseconds"], "usage": summarize_usages(usages[name][1:])}
         rows.append(row)
-    made = {"architecture": current.auto_classes[auto_class], "work": "forward", "batch_size": batch_size}
-    return made | {"length": length, "dtype": "float32", "device": "cpu", "rows": rows}
+    header = {"architecture": current.auto_classes[auto_class], "work": "forward", "batch_size": batch_size}
+    return header | {"length": length, "dtype": "float32", "device": "cpu", "rows": rows}
 
 
 if __name__ == "__main__":

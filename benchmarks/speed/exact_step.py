@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from benchmarks.kept_memory import run
-from benchmarks.machine import arithmetic_rate, read_bandwidth
+from benchmarks.machine import measure_arithmetic_rate, measure_read_bandwidth
 from benchmarks.speed.decode import CROSS_ATTENTION_NAMES, SHAPES, key_value_maps
 from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
@@ -79,23 +79,23 @@ def products_of(modules: list[torch.nn.Module], states: torch.Tensor, source: to
     (rows, _, width), (memories, length, _) = states.shape, source.shape
     inner = key_value_maps(modules[0])[0].out_features
     heads = modules[0].config.num_attention_heads
-    size, asked = inner // heads, rows // memories * heads  # d; the queries that read one memory
-    maps = [[each.weight.detach() for each in (query_of(module), *key_value_maps(module), output_of(module))]
+    size, num_queries = inner // heads, rows // memories * heads  # d; the queries that read one memory
+    maps = [[linear.weight.detach() for linear in (query_of(module), *key_value_maps(module), output_of(module))]
             for module in modules]  # fmt: skip
-    x, made = states[:, 0], torch.empty(rows, inner)
+    x, buffer = states[:, 0], torch.empty(rows, inner)
     by_head, absorbed = torch.randn(heads, rows, size), torch.empty(heads, rows, width)
-    queries, logits = torch.randn(memories, asked, width), torch.empty(memories, asked, length)
-    weights, sums = torch.rand(memories, asked, length), torch.empty(memories, asked, width)
+    queries, logits = torch.randn(memories, num_queries, width), torch.empty(memories, num_queries, length)
+    weights, sums = torch.rand(memories, num_queries, length), torch.empty(memories, num_queries, width)
     read, values, output = torch.randn(heads, rows, width), torch.empty(heads, rows, size), torch.empty(rows, width)
 
     def products() -> None:
         for query, key, value, last in maps:
-            torch.mm(x, query.T, out=made)
+            torch.mm(x, query.T, out=buffer)
             torch.bmm(by_head, key.view(heads, size, width), out=absorbed)
             torch.bmm(queries, source.mT, out=logits)
             torch.bmm(weights, source, out=sums)
             torch.bmm(read, value.view(heads, size, width).mT, out=values)
-            torch.mm(made, last.T, out=output)
+            torch.mm(buffer, last.T, out=output)
 
     return products
 
@@ -135,7 +135,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     modules = cross_attentions(models[UPSTREAM])
     works = {PRODUCTS: products_of(modules, states, source), **works}
     times, usage = interleaved(works, "cpu", args.rounds)
-    rate, bandwidth = arithmetic_rate("cpu", torch.float32), read_bandwidth("cpu")
+    rate, bandwidth = measure_arithmetic_rate("cpu", torch.float32), measure_read_bandwidth("cpu")
     operations = arithmetic(modules, batch_size * beams, batch_size, length)
     return {
         "batch_size": batch_size,
@@ -153,10 +153,10 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     models = make_models(args)
-    return measure_sizes(args, f"exact_step_{args.shape}_cpu", lambda *size: measure(models, args, *size), row_text)
+    return measure_sizes(args, f"exact_step_{args.shape}_cpu", lambda *size: measure(models, args, *size), format_row)
 
 
-def row_text(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return what is printed of a row."""
     times = row["milliseconds"]
     words = [f"{name} {time:.2f} ms ({time / times[PRODUCTS]:.2f} of the products)" for name, time in times.items()]

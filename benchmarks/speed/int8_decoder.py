@@ -24,10 +24,10 @@ import transformers
 from transformers import AutoFeatureExtractor, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer
 
 from benchmarks.convert.conversion_subjects import read_lines
-from benchmarks.convert.int8_quality import T5, by_torch
+from benchmarks.convert.int8_quality import T5, quantize_with_torch
 from benchmarks.kept_memory import add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.int8_encoder import LIMITS, time_engines
 from examples.onnx_decoding import greedy, load_graphs
 from hf_attn_variants import quantize, share_memory
@@ -99,7 +99,7 @@ def measure(
     models = {
         "float32": model,
         "quantize": quantize(copy.deepcopy(model)),
-        "quantize_dynamic": by_torch(copy.deepcopy(model)),
+        "quantize_dynamic": quantize_with_torch(copy.deepcopy(model)),
         "share_memory and quantize": quantize(share_memory(copy.deepcopy(model))),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,8 @@ def measure(
         # All models write the same number of tokens.
         options = {"num_beams": beams, "min_new_tokens": args.max_new_tokens, "max_new_tokens": args.max_new_tokens}
         calls: dict[str, Any] = {
-            engine: functools.partial(generate, each, batches[size], **options) for engine, each in models.items()
+            engine: functools.partial(generate, engine_model, batches[size], **options)
+            for engine, engine_model in models.items()
         }
         if beams == 1:
             source = {name: tensor.numpy() for name, tensor in batches[size].items() if name in source_names}
@@ -138,10 +139,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.whisper:
         rows += measure("Whisper", args.whisper, *speech_batches(args), args)
     report = {
-        "machine": machine("cpu"),
+        "machine": describe_machine("cpu"),
         "threads": args.threads,
         "new_tokens": args.max_new_tokens,
-        "memory": memory_now(),
+        "memory": describe_memory(),
         "int8_path": str(get_current_plan()),
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "sizes": rows,

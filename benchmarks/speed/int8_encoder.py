@@ -32,8 +32,8 @@ from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from benchmarks.kept_memory import add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import Usage, Watch, memory_now, summary
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import Usage, UsageRecorder, describe_memory, summarize_usages
 from hf_attn_variants import quantize
 from hf_attn_variants.export.onnx import OPENVINO_NAME, export_onnx
 from hf_attn_variants.export.onnx_int8 import load_graph
@@ -173,9 +173,9 @@ def main(args: argparse.Namespace) -> None:
             scores = {engine: spearman(encode, tokenizer, pairs) for engine, encode in encoders.items()}
             print("Spearman:", ", ".join(f"{engine} {score:.4f}" for engine, score in scores.items()))
     report: dict[str, Any] = {
-        "machine": machine("cpu"),
+        "machine": describe_machine("cpu"),
         "threads": args.threads,
-        "memory": memory_now(),
+        "memory": describe_memory(),
         "int8_path": str(get_current_plan()),
         "input_bits": get_current_plan().bits,
         "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
@@ -202,12 +202,12 @@ def time_engines(calls: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[
     usages: dict[str, list[Usage]] = {engine: [] for engine in calls}
     for turn in range(turns + 1):
         for engine, call in calls.items():
-            with Watch() as watch:
+            with UsageRecorder() as watch:
                 call()
             if turn:  # the first turn is a warm-up
                 usages[engine].append(watch.usage)
-    times = {engine: 1e3 * min(usage.seconds for usage in each) for engine, each in usages.items()}
-    return times, {engine: summary(each) for engine, each in usages.items()}
+    times = {engine: 1e3 * min(usage.seconds for usage in engine_usages) for engine, engine_usages in usages.items()}
+    return times, {engine: summarize_usages(engine_usages) for engine, engine_usages in usages.items()}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
@@ -90,14 +90,14 @@ def next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: in
 def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
     """Return the engines, each with its configuration."""
     converted = make_variant_config(config, **latents)
-    found = [
+    engines = [
         (config, Engine("transformers")),
         (config, Engine("share_memory", shared=True)),
         (converted.to_dict(), Engine(get_variant_name(converted))),
     ]
     if get_ctranslate2_unsupported_reason(config) is None:
-        found.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
-    return found
+        engines.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
+    return engines
 
 
 def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedModel | None:
@@ -127,12 +127,14 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     config = config_of(args.shape)
     arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}
-    report: dict[str, Any] = {"arguments": arguments, "machine": machine("cpu"), "rows": {}}
+    report: dict[str, Any] = {"arguments": arguments, "machine": describe_machine("cpu"), "rows": {}}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for own, engine in contestants(config, args.latents):
+    for engine_config, engine in contestants(config, args.latents):
         with tempfile.TemporaryDirectory() as folder:
-            exported = export(own, engine, Path(folder))
-            most, peaks = largest_batch(partial(peak_of, args, own, engine, exported), int(args.memory_gib * 2**30))
+            exported = export(engine_config, engine, Path(folder))
+            most, peaks = largest_batch(
+                partial(peak_of, args, engine_config, engine, exported), int(args.memory_gib * 2**30)
+            )
         report["rows"][engine.name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
         atomic_write(args.output_dir / f"largest_batch_{args.shape}.json", json.dumps(report, indent=1) + "\n")
         print(f"{engine.name}: {most} texts in {args.memory_gib:g} GiB", flush=True)

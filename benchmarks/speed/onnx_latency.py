@@ -33,7 +33,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_attn_variants
 from benchmarks import machine as machines
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.page_faults import Usage, Watch, memory_now, summary
+from benchmarks.page_faults import Usage, UsageRecorder, describe_memory, summarize_usages
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.transformers_internals import get_cache, get_cache_name
 
@@ -60,7 +60,7 @@ class DecodingStep(nn.Module):
         self,
         token: torch.Tensor,
         source_mask: torch.Tensor,
-        own: list[tuple[torch.Tensor, torch.Tensor]],
+        self_cache: list[tuple[torch.Tensor, torch.Tensor]],
         source: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return the logits [b, vocabulary] and the decoder's own keys and values, one token longer.
@@ -68,10 +68,10 @@ class DecodingStep(nn.Module):
         Args:
             token: The newest token [b, 1].
             source_mask: Which source tokens are not padding [b, m].
-            own: Keys and values of the earlier tokens, a pair [b, k, n, d] per layer.
+            self_cache: Keys and values of the earlier tokens, a pair [b, k, n, d] per layer.
             source: Keys and values of the source, a pair [b, k, m, d] per layer.
         """
-        cache = EncoderDecoderCache(DynamicCache(own), DynamicCache(source))
+        cache = EncoderDecoderCache(DynamicCache(self_cache), DynamicCache(source))
         # The source's states are in its cache; only their length is looked at.
         states = torch.zeros(*source_mask.shape, self.model.config.d_model)
         output = self.model(
@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     rows = [*measure_encoders(args), *measure_decoding(args)]
     arguments = {name: value for name, value in vars(args).items() if name not in (*NOT_SHOWN, "model_name_or_path")}
-    results = {"arguments": arguments, "machine": machine(), "memory": memory_now(), "rows": rows}
+    results = {"arguments": arguments, "machine": machine(), "memory": describe_memory(), "rows": rows}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "onnx_latency.json"
     atomic_write(path, json.dumps(results, indent=2) + "\n")
@@ -207,7 +207,7 @@ def open_session(program: Any, threads: int) -> onnxruntime.InferenceSession:
 def arrays(session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the tensors of nested inputs under the names that a session gives them, in the same order."""
     leaves = torch.utils._pytree.tree_leaves(inputs)
-    return {each.name: leaf.numpy() for each, leaf in zip(session.get_inputs(), leaves, strict=True)}
+    return {input_info.name: leaf.numpy() for input_info, leaf in zip(session.get_inputs(), leaves, strict=True)}
 
 
 def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: argparse.Namespace) -> list[dict]:
@@ -220,14 +220,14 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
             inputs = inputs_of(model, size)
             feeds[name] = arrays(sessions[name], inputs)
             expected = torch.utils._pytree.tree_leaves(model(**inputs))[0]
-            found = sessions[name].run(None, feeds[name])[0]
-            errors[name] = float((torch.from_numpy(found) - expected).abs().max())
+            output = sessions[name].run(None, feeds[name])[0]
+            errors[name] = float((torch.from_numpy(output) - expected).abs().max())
         times: dict[Any, list[float]] = {name: [] for name in contestants}
         usages: dict[Any, list[Usage]] = {name: [] for name in contestants}
         for turn in range(args.rounds):
             names = list(contestants)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                with Watch() as watch:
+                with UsageRecorder() as watch:
                     sessions[name].run(None, feeds[name])
                 usages[name].append(watch.usage)
                 times[name].append(watch.usage.seconds * 1e3)
@@ -241,7 +241,7 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
                 "milliseconds": statistics.median(times[k, opset]),
                 "milliseconds_fastest": min(times[k, opset]),
                 "largest_error": errors[k, opset],
-                "usage": summary(usages[k, opset]),
+                "usage": summarize_usages(usages[k, opset]),
             }
             rows.append(row)
             print(
@@ -267,7 +267,7 @@ def demo_model() -> Path:
 def machine() -> dict[str, Any]:
     """Return what ran this, in which versions, and how busy it was."""
     packages = ("onnx", "onnxruntime", "onnxscript")
-    return machines.machine("cpu") | {name: version(name) for name in packages}
+    return machines.describe_machine("cpu") | {name: version(name) for name in packages}
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     with gzip.open(args.data_dir / "multi30k/val.en.gz", "rt") as file:
         lines = list(itertools.islice(map(str.strip, file), SENTENCES))
-    asked: dict[str, Any] = {"graphs": {}, "inputs": {}}
+    request: dict[str, Any] = {"graphs": {}, "inputs": {}}
     expected = {}
     sources = {f"T5, {heads} of 8 heads": (args.data_dir / T5, heads) for heads in HEADS}
     sources |= {"MiniLM, 4 of 12 heads": (args.model, 4)} if args.model else {}
@@ -63,25 +63,25 @@ def main(args: argparse.Namespace) -> None:
         model = hf_attn_variants.convert(auto.from_pretrained(source), num_key_value_heads=heads, method="mean").eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         folder, graphs = (args.work_dir / f"{kind}-{name.split(',')[0]}-{heads}" for kind in ("model", "onnx"))
-        for each in (folder, graphs):
-            shutil.rmtree(each, ignore_errors=True)
+        for directory in (folder, graphs):
+            shutil.rmtree(directory, ignore_errors=True)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         export_onnx(folder, graphs)
-        asked["graphs"][name] = str(graphs)
+        request["graphs"][name] = str(graphs)
         # The worker's transformers cannot read the tokenizer of a later one, so it is given token ids.
-        asked["inputs"][name] = dict(tokenizer(lines, padding=True))
-        expected[name] = outputs(model, asked["inputs"][name])
-    found = by_optimum(asked, args.work_dir)
+        request["inputs"][name] = dict(tokenizer(lines, padding=True))
+        expected[name] = outputs(model, request["inputs"][name])
+    response = by_optimum(request, args.work_dir)
     rows = []
     for name, outs in expected.items():
         for kind, value in outs.items():
-            other = found["outputs"][name][kind]
+            other = response["outputs"][name][kind]
             same = value == other if kind != "states" else None
             off = float((torch.tensor(value) - torch.tensor(other)).abs().max()) if kind == "states" else None
             rows.append({"model": name, "compared": kind, "same": same, "largest_difference": off})
             print(json.dumps(rows[-1]), flush=True)
-    result = {key: found[key] for key in ("optimum_onnx", "transformers")} | {
+    result = {key: response[key] for key in ("optimum_onnx", "transformers")} | {
         "saved_with": transformers.__version__,
         "sentences": SENTENCES,
         "runs": rows,
@@ -93,14 +93,14 @@ def main(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
     """Return the tokens of each number of beams, or an encoder's states of the first text."""
-    given = {key: torch.tensor(value) for key, value in inputs.items()}
+    tensors = {key: torch.tensor(value) for key, value in inputs.items()}
     if not model.can_generate():
-        return {"states": model(**given).last_hidden_state[0].tolist()}
+        return {"states": model(**tensors).last_hidden_state[0].tolist()}
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    return {f"beams {beams}": model.generate(**given, num_beams=beams, **options).tolist() for beams in BEAMS}
+    return {f"beams {beams}": model.generate(**tensors, num_beams=beams, **options).tolist() for beams in BEAMS}
 
 
-def by_optimum(asked: dict[str, Any], work_dir: Path) -> dict[str, Any]:
+def by_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
     """Run this file as a worker, under optimum and its transformers; install them the first time."""
     folder = work_dir / "packages"
     if not folder.is_dir():
@@ -111,7 +111,7 @@ def by_optimum(asked: dict[str, Any], work_dir: Path) -> dict[str, Any]:
         stage.rename(folder)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--worker"],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -126,13 +126,13 @@ def worker() -> None:
 
     from optimum.onnxruntime import ORTModelForFeatureExtraction, ORTModelForSeq2SeqLM
 
-    asked = json.load(sys.stdin)
-    found = {}
-    for name, folder in asked["graphs"].items():
+    request = json.load(sys.stdin)
+    response = {}
+    for name, folder in request["graphs"].items():
         ort_class = ORTModelForFeatureExtraction if name.startswith("MiniLM") else ORTModelForSeq2SeqLM
-        found[name] = outputs(ort_class.from_pretrained(folder), asked["inputs"][name])
+        response[name] = outputs(ort_class.from_pretrained(folder), request["inputs"][name])
     versions = {"optimum_onnx": version("optimum-onnx"), "transformers": version("transformers")}
-    print(json.dumps(versions | {"outputs": found}))
+    print(json.dumps(versions | {"outputs": response}))
 
 
 if __name__ == "__main__":

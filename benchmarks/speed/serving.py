@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.kept_memory import run
-from benchmarks.page_faults import summary, watched_rounds, way_now
+from benchmarks.page_faults import get_allocator_setting, record_rounds, summarize_usages
 from benchmarks.speed.decode import MARIANS, SHAPES
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
 from hf_attn_variants.serving import measure as serving
@@ -68,7 +68,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, length: int, beams: int) -> dict:
     """Return the times of one size in milliseconds, the peaks in bytes, and the advice."""
-    with watched_rounds(serving) as usages:
+    with record_rounds(serving) as usages:
         table = measure_serving(
             config,
             checkpoint=args.shape,
@@ -81,7 +81,8 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
             compiles=args.compile,
             variants=list(map(json.loads, args.variants)),
             engines=args.engines,
-            peak_memory=not args.no_peak_memory and way_now() == "glibc",  # in kept memory a peak says what was kept
+            peak_memory=not args.no_peak_memory
+            and get_allocator_setting() == "glibc",  # in kept memory a peak says what was kept
         )
     calls = 1 if args.shape in ENCODERS else 2  # a round that generates has a second call, for the first token
     rows = {row.engine.name: row for row in table.rows}
@@ -93,7 +94,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
         "all_milliseconds": {name: row.all_milliseconds for name, row in rows.items()},
         "first_milliseconds": {name: row.first_milliseconds for name, row in rows.items()},
         "peak_bytes": {name: row.peak_bytes for name, row in rows.items()},
-        "usage": {"milliseconds": {name: summary(usages[name][calls::calls]) for name in rows}},
+        "usage": {"milliseconds": {name: summarize_usages(usages[name][calls::calls]) for name in rows}},
         "advice": recommend_engine(table),
     }
 
@@ -101,15 +102,15 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     config = config_of(args.shape)
-    return measure_sizes(args, f"serving_{args.shape}_cpu", lambda *size: measure(args, config, *size), row_text)
+    return measure_sizes(args, f"serving_{args.shape}_cpu", lambda *size: measure(args, config, *size), format_row)
 
 
-def row_text(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return what is printed of a row."""
     times = row["milliseconds"]
     base = next(iter(times.values()))
-    found = ", ".join(f"{name} {time:.1f} ms ({base / time:.2f}x)" for name, time in times.items())
-    return f"{found}. {row['advice']}"
+    cells = ", ".join(f"{name} {time:.1f} ms ({base / time:.2f}x)" for name, time in times.items())
+    return f"{cells}. {row['advice']}"
 
 
 if __name__ == "__main__":

@@ -58,12 +58,12 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 
     works = {name: decoding(model) for name, model in models.items()}
     first = {name: work(return_dict_in_generate=True) for name, work in works.items()}
-    same = {name: torch.equal(each.sequences, first[UPSTREAM].sequences) for name, each in first.items()}
-    kept = {name: kept_of(get_cache(each)) for name, each in first.items()}
+    same = {name: torch.equal(output.sequences, first[UPSTREAM].sequences) for name, output in first.items()}
+    stored_bytes = {name: kept_of(get_cache(output)) for name, output in first.items()}
     del first
     times, usage = interleaved(works, "cpu", args.rounds)
     size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}
-    row = {"milliseconds": times, "same_tokens": same, "cross_cache_bytes": kept}
+    row = {"milliseconds": times, "same_tokens": same, "cross_cache_bytes": stored_bytes}
     return size | row | {"usage": {"milliseconds": usage}}
 
 
@@ -79,10 +79,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     models = make_models(args)
     name = f"share_memory_{args.shape}_{args.dtype}_cpu"
-    return measure_sizes(args, name, lambda *size: measure(models, args, *size), row_text)
+    return measure_sizes(args, name, lambda *size: measure(models, args, *size), format_row)
 
 
-def row_text(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return what is printed of a row."""
     times, ratios = row["milliseconds"], []
     for name, time in times.items():

@@ -26,12 +26,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.talking_heads_layers import measure_layers, measure_training_steps, peer_version
 from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, make_inputs, make_peers, make_step
-from benchmarks.speed.talking_heads_report import plot, tables, targets
+from benchmarks.speed.talking_heads_report import format_tables, save_plot, targets
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.ops import triton_attention
 
@@ -88,30 +88,30 @@ def measure_errors(peers: dict[str, Callable], device: str, dtype: torch.dtype) 
             names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
             expected = make_peers("cpu", ["naive"])["naive"](**exact)
             d_output = torch.randn_like(expected).to(dtype)
-            wanted = torch.autograd.grad(expected, [exact[name] for name in names], d_output.double())
+            expected_gradients = torch.autograd.grad(expected, [exact[name] for name in names], d_output.double())
             for peer, attend in peers.items():
                 if peer == "sdpa":
                     continue
                 output = attend(**inputs)
-                got = torch.autograd.grad(output, [inputs[name] for name in names], d_output)
-                found = {"output": _error(output, expected)}
-                found |= {name: _error(g, w) for name, g, w in zip(names, got, wanted, strict=True)}
-                errors.setdefault(peer, {})[f"{shape} {option}"] = found
+                gradients = torch.autograd.grad(output, [inputs[name] for name in names], d_output)
+                row = {"output": _error(output, expected)}
+                row |= {name: _error(g, w) for name, g, w in zip(names, gradients, expected_gradients, strict=True)}
+                errors.setdefault(peer, {})[f"{shape} {option}"] = row
     return errors
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "x-transformers": peer_version()}
+    versions = {"python": platform.python_version(), "x-transformers": peer_version()}
     for name in ("torch", "triton", "transformers"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            versions[name] = "absent"
+    return versions
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -132,8 +132,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    whole = set(args.parts) == set(PARTS) and args.num_shapes is None and not args.tiny
-    if not whole and (args.output_dir / f"talking_heads_{args.device}.json").exists():
+    is_complete = set(args.parts) == set(PARTS) and args.num_shapes is None and not args.tiny
+    if not is_complete and (args.output_dir / f"talking_heads_{args.device}.json").exists():
         parser.error(f"this measures a part, and {args.output_dir} has a report that it would replace: --output_dir")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.peers = list(make_peers(args.device, args.peers))
@@ -161,8 +161,8 @@ def measure_parts(args: argparse.Namespace, report: dict) -> None:
         _write(args, report)
     if "training_steps" in args.parts:
         training = TRAINING[sizes]
-        found, usage = measure_training_steps(**training, device=args.device, dtype=dtype, rounds=args.rounds)
-        report["training_steps"] = training | {"milliseconds": found, "usage": {"milliseconds": usage}}
+        step_times, usage = measure_training_steps(**training, device=args.device, dtype=dtype, rounds=args.rounds)
+        report["training_steps"] = training | {"milliseconds": step_times, "usage": {"milliseconds": usage}}
         _write(args, report)
     if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
         heads, lengths = MEMORY_HEADS[sizes], MEMORY_LENGTHS[sizes]
@@ -183,13 +183,15 @@ def main(args: argparse.Namespace) -> dict:
     """Measure, write the JSON and the plot, print the tables; returns the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
-    on_cuda, here = args.device == "cuda", machine(args.device)
+    on_cuda, machine_info = args.device == "cuda", describe_machine(args.device)
     report = {
         "arguments": {name: value for name, value in vars(args).items() if name not in NOT_SHOWN},
-        "machine": here,
-        "memory": memory_now(),
+        "machine": machine_info,
+        "memory": describe_memory(),
         "device": args.device,
-        "device_name": torch.cuda.get_device_name() if on_cuda else f"{here['cpu']}, threads: {args.num_threads}",
+        "device_name": torch.cuda.get_device_name()
+        if on_cuda
+        else f"{machine_info['cpu']}, threads: {args.num_threads}",
         "dtype": args.dtype,
         "versions": _versions(),
         "load_before": None if on_cuda else os.getloadavg()[0],
@@ -208,14 +210,14 @@ def main(args: argparse.Namespace) -> dict:
     measure_parts(args, report)
     report["targets"] = targets(report)
     path = _write(args, report)
-    for peer, found in report["errors"].items():
-        worst = max(error for row in found.values() for error in row.values())
-        print(f"largest relative error against float64, {peer}: {worst:.1e}")
-    print(tables(report))
-    plot(report, path.with_suffix(".png"))
+    for peer, peer_errors in report["errors"].items():
+        largest_error = max(error for row in peer_errors.values() for error in row.values())
+        print(f"largest relative error against float64, {peer}: {largest_error:.1e}")
+    print(format_tables(report))
+    save_plot(report, path.with_suffix(".png"))
     print(f"wrote {path} and {path.with_suffix('.png').name}")
     return report
 
 
 if __name__ == "__main__":
-    run(main, parse_args, lambda report, path, args: plot(report, path.with_suffix(".png")))
+    run(main, parse_args, lambda report, path, args: save_plot(report, path.with_suffix(".png")))

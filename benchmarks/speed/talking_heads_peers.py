@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.page_faults import Usage, Watch, summary
+from benchmarks.page_faults import Usage, UsageRecorder, summarize_usages
 from hf_attn_variants.inspection.speed import get_round_order
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
@@ -81,13 +81,13 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 
         return attend
 
-    made = {name: linear(name) for name in KERNELS}
-    made |= {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
-    made["window in blocks"] = window_in_blocks
+    peer_functions = {name: linear(name) for name in KERNELS}
+    peer_functions |= {"sdpa": sdpa, "naive": naive, "blocked": ours("blocked"), "window": window}
+    peer_functions["window in blocks"] = window_in_blocks
     if device == "cuda":
         torch._dynamo.config.cache_size_limit = 256
-        made |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}
-    return {name: made[name] for name in peers if name in made}
+        peer_functions |= {"compiled": torch.compile(naive, dynamic=False), "triton": ours("triton")}
+    return {name: peer_functions[name] for name in peers if name in peer_functions}
 
 
 def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, features: int | None = None) -> nn.Module:
@@ -166,7 +166,7 @@ def interleaved(
 
     Returns:
         Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
-        (`page_faults.summary`).
+        (`page_faults.summarize_usages`).
     """
     steps = dict(steps)
     samples: dict[str, list[float]] = {name: [] for name in steps}
@@ -174,7 +174,7 @@ def interleaved(
     for number in range(rounds + WARM_UP_ROUNDS):
         for name in get_round_order(list(steps), number):
             try:
-                with Watch() as watch:
+                with UsageRecorder() as watch:
                     sample = milliseconds(steps[name], device)
             except torch.OutOfMemoryError:
                 del steps[name]
@@ -184,5 +184,5 @@ def interleaved(
             if number >= WARM_UP_ROUNDS:
                 samples[name].append(sample)
                 usages[name].append(watch.usage)
-    times = {name: statistics.median(found) if found else None for name, found in samples.items()}
-    return times, {name: summary(found) for name, found in usages.items() if found}
+    times = {name: statistics.median(durations) if durations else None for name, durations in samples.items()}
+    return times, {name: summarize_usages(durations) for name, durations in usages.items() if durations}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.kept_memory import claimed
+from benchmarks.kept_memory import make_claim
 from benchmarks.speed.talking_heads_layers import PEER
 
 # (b, h, n, d): what the blocked path's time may be at most, as a multiple of SDPA's, forward and training.
@@ -56,7 +56,7 @@ def _target(name: str, measured: float, at_most: float | None = None, at_least: 
     return {"target": name, "limit": limit, "measured": round(measured, 3), "met": met}
 
 
-def tables(report: dict) -> str:
+def format_tables(report: dict) -> str:
     """Return the results as Markdown."""
     parts = []
     for option in dict.fromkeys(row["option"] for row in report["times"]):
@@ -101,7 +101,7 @@ def _cell(values: dict, peer: str, base: str | None) -> str:
     return f"{value:.1f} ({value / values[base]:.2f})"
 
 
-def plot(report: dict, path: Path) -> None:
+def save_plot(report: dict, path: Path) -> None:
     """Draw times as multiples of SDPA's for each shape, whole layers, memory over the length, and training steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -130,8 +130,8 @@ def plot(report: dict, path: Path) -> None:
 
 def _with_kept(report: dict, part: str) -> list[dict]:
     """Return the rows of a part, each with the row of the fixed allocator setting, if it exists."""
-    kept = (report.get("kept") or {}).get(part) or [None] * len(report[part])
-    return [row | {"kept": other} for row, other in zip(report[part], kept, strict=True)]
+    fixed_rows = (report.get("kept") or {}).get(part) or [None] * len(report[part])
+    return [row | {"kept": other} for row, other in zip(report[part], fixed_rows, strict=True)]
 
 
 def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
@@ -141,8 +141,8 @@ def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
     """
     if not row[mode].get(peer):
         return float("nan")
-    ratios = [each[mode][peer] / each[mode]["sdpa"] for each in (row, row["kept"]) if each]
-    claim = claimed(ratios[0], ratios[1] if len(ratios) > 1 else None, is_cost=peer == OURS)
+    ratios = [setting_row[mode][peer] / setting_row[mode]["sdpa"] for setting_row in (row, row["kept"]) if setting_row]
+    claim = make_claim(ratios[0], ratios[1] if len(ratios) > 1 else None, is_cost=peer == OURS)
     return ratios[0] if claim.ratio is None else claim.ratio
 
 

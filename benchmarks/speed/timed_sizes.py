@@ -12,8 +12,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument
-from benchmarks.machine import machine
-from benchmarks.page_faults import memory_now
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from benchmarks.speed.decode import MARIANS, SHAPES
 from hf_attn_variants.files import atomic_write
 
@@ -54,7 +54,7 @@ def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None, **
 
 
 def measure_sizes(
-    args: argparse.Namespace, name: str, measure: Callable[[int, int, int], Row], row_text: Callable[[Row], str]
+    args: argparse.Namespace, name: str, measure: Callable[[int, int, int], Row], format_row: Callable[[Row], str]
 ) -> Row:
     """Measure each size, write the JSON after it, print its figures; returns the report.
 
@@ -62,18 +62,18 @@ def measure_sizes(
         args: with `batch_size`, `source_length`, `num_beams`, `num_threads`, `output_dir` and `run_name`.
         name: the file's, where nobody says another.
         measure: returns the row of a size: sentences, tokens of a source, beams.
-        row_text: the line to print for a row.
+        format_row: the line to print for a row.
     """
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
-    report: Row = {"arguments": arguments, "machine": machine("cpu"), "memory": memory_now(), "runs": []}
+    report: Row = {"arguments": arguments, "machine": describe_machine("cpu"), "memory": describe_memory(), "runs": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"{args.run_name or name}.json"
     for size in itertools.product(args.batch_size, args.source_length, args.num_beams):
         report["runs"].append(measure(*size))
         atomic_write(path, json.dumps(report, indent=1) + "\n")
         row = report["runs"][-1]
-        where = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
-        print(f"{where}: {row_text(row)}", flush=True)
+        label = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
+        print(f"{label}: {format_row(row)}", flush=True)
     return report

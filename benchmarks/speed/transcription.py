@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.kept_memory import run
-from benchmarks.page_faults import Watch, summary
+from benchmarks.page_faults import UsageRecorder, summarize_usages
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.conversion.calibration.examples import AUDIO_FILES, load_audio
@@ -59,10 +59,12 @@ def recordings(args: argparse.Namespace) -> list[Path]:
     """
     if not (args.checkpoint / "config.json").is_file():
         sys.exit(f"error: --checkpoint {args.checkpoint} has no config.json")
-    found = sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
-    if len(found) < (needed := max(args.batch_size)):
-        sys.exit(f"error: --audio_dir {args.audio_dir} has {len(found)} recordings; the largest batch takes {needed}")
-    return found[:needed]
+    audio_files = sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
+    if len(audio_files) < (needed := max(args.batch_size)):
+        sys.exit(
+            f"error: --audio_dir {args.audio_dir} has {len(audio_files)} recordings; the largest batch takes {needed}"
+        )
+    return audio_files[:needed]
 
 
 def engine_names(args: argparse.Namespace) -> list[str]:
@@ -71,10 +73,10 @@ def engine_names(args: argparse.Namespace) -> list[str]:
     Raises:
         SystemExit: for one that is not here.
     """
-    here = [*IN_TORCH, *(COMPUTE_TYPES if importlib.util.find_spec("ctranslate2") else ())]
-    if unknown := [name for name in args.engines or () if name not in here]:
-        sys.exit(f"error: --engines {unknown[0]!r}: there are {'; '.join(here)}")
-    return here if args.engines is None else args.engines
+    available = [*IN_TORCH, *(COMPUTE_TYPES if importlib.util.find_spec("ctranslate2") else ())]
+    if unknown := [name for name in args.engines or () if name not in available]:
+        sys.exit(f"error: --engines {unknown[0]!r}: there are {'; '.join(available)}")
+    return available if args.engines is None else args.engines
 
 
 class Engines:
@@ -102,10 +104,10 @@ class Engines:
             if name in COMPUTE_TYPES:
                 self.by_name[name] = self.of_ctranslate2(folder / "exported", COMPUTE_TYPES[name], args)
                 continue
-            made = copy.deepcopy(model)
+            engine_model = copy.deepcopy(model)
             for change in IN_TORCH[name]:
-                change(made)
-            self.by_name[name] = self.of_torch(made)
+                change(engine_model)
+            self.by_name[name] = self.of_torch(engine_model)
 
     def of_torch(self, model: Any) -> Transcribe:
         """Return what calls a model's `generate`."""
@@ -130,8 +132,8 @@ class Engines:
         def transcribe(features: torch.Tensor, beams: int) -> list[list[int]]:
             heard, prompts = ctranslate2.StorageView.from_array(features.numpy()), [self.prompt] * len(features)
             # It writes half as many tokens as `max_length`.
-            found = whisper.generate(heard, prompts, beam_size=beams, max_length=2 * args.max_new_tokens)
-            return [self.text_of(each.sequences_ids[0]) for each in found]
+            outputs = whisper.generate(heard, prompts, beam_size=beams, max_length=2 * args.max_new_tokens)
+            return [self.text_of(output.sequences_ids[0]) for output in outputs]
 
         return transcribe
 
@@ -157,19 +159,21 @@ def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: i
     usages: dict[str, list[Any]] = {name: [] for name in engines.by_name}
     for number in range(rounds):
         for name in get_round_order(list(engines.by_name), number):
-            with Watch() as watch:
+            with UsageRecorder() as watch:
                 engines.by_name[name](batch, beams)
             usages[name].append(watch.usage)
-    times = {name: [1e3 * usage.seconds for usage in found] for name, found in usages.items()}
+    times = {name: [1e3 * usage.seconds for usage in engine_usages] for name, engine_usages in usages.items()}
     return {
         "batch_size": batch_size,
         "source_length": length,
         "num_beams": beams,
         "tokens": [len(text) for text in texts[UPSTREAM]],
-        "same_texts": {name: sum(map(list.__eq__, texts[UPSTREAM], found)) for name, found in texts.items()},
-        "milliseconds": {name: statistics.median(found) for name, found in times.items()},
+        "same_texts": {
+            name: sum(map(list.__eq__, texts[UPSTREAM], engine_usages)) for name, engine_usages in texts.items()
+        },
+        "milliseconds": {name: statistics.median(engine_usages) for name, engine_usages in times.items()},
         "all_milliseconds": times,
-        "usage": {"milliseconds": {name: summary(found) for name, found in usages.items()}},
+        "usage": {"milliseconds": {name: summarize_usages(engine_usages) for name, engine_usages in usages.items()}},
     }
 
 
@@ -183,17 +187,17 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         features = heard_features(paths, engines.processor)
         args.source_length = [features.shape[-1] // 2]  # the encoder halves its frames
         name = f"transcription_{args.checkpoint.name}_cpu"
-        return measure_sizes(args, name, lambda *size: measure(engines, features, args.rounds, *size), row_text)
+        return measure_sizes(args, name, lambda *size: measure(engines, features, args.rounds, *size), format_row)
 
 
-def row_text(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return what is printed of a row."""
     times, of = row["milliseconds"], row["batch_size"]
-    found = []
+    cells = []
     for name, time in times.items():
         ratio, same = times[UPSTREAM] / time, row["same_texts"][name]
-        found.append(f"{name} {time / 1000:.1f} s ({ratio:.2f}x, {same} of {of} texts the same)")
-    return ", ".join(found)
+        cells.append(f"{name} {time / 1000:.1f} s ({ratio:.2f}x, {same} of {of} texts the same)")
+    return ", ".join(cells)
 
 
 if __name__ == "__main__":

@@ -80,22 +80,22 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                             print(json.dumps(rows[-1]), flush=True)
     result = {"triton": triton.__version__, "shared_kib_allowed": SHARED_KIB, "rows": rows}
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
     if too_big := [row for row in rows if row["shared_bytes"] > 1024 * SHARED_KIB[row["capability"]]]:
         raise SystemExit(f"{len(too_big)} kernels ask for more shared memory than a block may have: {too_big[:3]}")
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table: the most that any launch takes, by kernel, dtype and capability."""
     lines = ["| kernel | dtype | compute capability | launches | registers a thread | stack bytes | shared KiB |"]
     lines.append("| --- " * 7 + "|")
     keys = dict.fromkeys((row["kernel"], row["dtype"], row["capability"]) for row in rows)
     for key in sorted(keys):
-        mine = [row for row in rows if (row["kernel"], row["dtype"], row["capability"]) == key]
-        most = [max(row[name] for row in mine) for name in ("registers", "stack_bytes", "shared_bytes")]
+        selected_rows = [row for row in rows if (row["kernel"], row["dtype"], row["capability"]) == key]
+        most = [max(row[name] for row in selected_rows) for name in ("registers", "stack_bytes", "shared_bytes")]
         lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]} | {len(mine)} | {most[0]} | {most[1]} | {most[2] / 1024:.0f} |"
+            f"| {key[0]} | {key[1]} | {key[2]} | {len(selected_rows)} | {most[0]} | {most[1]} | {most[2] / 1024:.0f} |"
         )
     return "\n".join(lines)
 
@@ -163,13 +163,13 @@ def launches(
         dropout,
     )
     recorders = {"forward": _Recorder(kernels.forward_kernel), "backward": _Recorder(kernels.backward_kernel)}
-    kept = kernels.forward_kernel, kernels.backward_kernel
+    original_kernels = kernels.forward_kernel, kernels.backward_kernel
     kernels.forward_kernel, kernels.backward_kernel = recorders.values()
     try:
         output, statistics = kernels.triton_forward(operands)
         kernels.triton_backward(torch.empty_like(output), statistics, bias, operands)
     finally:
-        kernels.forward_kernel, kernels.backward_kernel = kept
+        kernels.forward_kernel, kernels.backward_kernel = original_kernels
     yield from recorders.items()
 
 

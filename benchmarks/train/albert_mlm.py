@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             run_script(commands[-1], folder, done="config.json")
             commands.append(evaluation(folder, held_out))
             run_script(commands[-1], Path(f"{folder}-eval"))
-            found = json.loads(Path(f"{folder}-eval/all_results.json").read_text())
-            rows.append({"method": method, "num_key_value_heads": heads, **_scores(found)})
+            results = json.loads(Path(f"{folder}-eval/all_results.json").read_text())
+            rows.append({"method": method, "num_key_value_heads": heads, **_scores(results)})
     names = {sys.executable: "python", f"{ROOT}/": "", str(work): "WORK_FOLDER", f"{data}/": "wikipedia/"}
     result = {
         "model": {"architecture": "albert", "vocab_size": VOCABULARY_SIZE, **CONFIG},
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
     }
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
     return result
 
 
@@ -115,7 +115,7 @@ def evaluation(folder: Path, held_out: Path) -> list[str]:
     return [*command, "--validation_file", str(held_out), *BLOCKS, "--output_dir", f"{folder}-eval"]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table: the dev loss in nats a masked token of each method by key/value heads."""
     by_method: dict[str, dict[int, float]] = {}
     for row in rows:

@@ -134,10 +134,10 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     }
     # A row that has a batch_order was made by an earlier version of --group_by_length.
     write_rows(args.output, head, rows, ("variant", "task", "seed", *OWN_FLAGS, "batch_order"))
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
+def format_table(rows: Iterable[dict[str, Any]]) -> str:
     """Return a Markdown table: variants by task metrics, mean and (with several seeds) range."""
     rows = list(rows)
     columns = [(t, metric) for t in dict.fromkeys(row["task"] for row in rows) for metric in TASKS[t].metrics]
@@ -295,11 +295,11 @@ def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) ->
     folder = _folder(args.work_dir, run)
     script, *flags = _command(args, run, checkpoint_folder(args, run, variants), folder, variants)
     parse = {"run_glue.py": run_glue.parse_args, "run_squad.py": run_squad.parse_args}[Path(script).name]
-    found = check_arguments(folder, parse, flags)
-    kept = {metric: found[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
-    kept |= {key: found.get(key) for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
-    own = {flag: getattr(args, flag) for flag in OWN_FLAGS if getattr(args, flag) not in (None, "no")}
-    return {"variant": run.variant, "task": run.task, "seed": run.seed, **own, **kept}
+    results = check_arguments(folder, parse, flags)
+    scores = {metric: results[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
+    scores |= {key: results.get(key) for key in ("train_loss", "steps", "train_runtime", "num_parameters", "versions")}
+    own_flags = {flag: getattr(args, flag) for flag in OWN_FLAGS if getattr(args, flag) not in (None, "no")}
+    return {"variant": run.variant, "task": run.task, "seed": run.seed, **own_flags, **scores}
 
 
 def _device() -> str:

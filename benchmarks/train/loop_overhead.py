@@ -27,8 +27,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 import hf_attn_variants  # noqa: F401  (registers our architectures with the Auto classes)
 from benchmarks.kept_memory import add_memory_argument, run
-from benchmarks.machine import machine
-from benchmarks.page_faults import Usage, Watch, memory_now, summary
+from benchmarks.machine import describe_machine
+from benchmarks.page_faults import Usage, UsageRecorder, describe_memory, summarize_usages
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.training.classification.task import make_classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
@@ -103,8 +103,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()
     rows = [measure(args, accelerator, task) for task in TASKS]
     result = {
-        "machine": machine("cpu"),
-        "memory": memory_now(),
+        "machine": describe_machine("cpu"),
+        "memory": describe_memory(),
         "model": Path(args.model_name_or_path).name,
         "batch_size": args.batch_size,
         "length": args.length,
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
     }
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
     return result
 
 
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
             batches = TimedBatches(loader)
             torch.manual_seed(turn)  # of dropout
             start = time.process_time()
-            with Watch() as watch:
+            with UsageRecorder() as watch:
                 losses[name] = loops[name](
                     accelerator, models[name], optimizers[name], batches, objectives[name], args.steps
                 )
@@ -158,12 +158,12 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
                 waits.append(100 * batches.seconds / used)
         if not math.isclose(losses["bare"], losses["loop"], rel_tol=1e-4):
             raise ValueError(f"{task}, turn {turn}: the loops' losses differ: {losses}")
-    bare, ours = statistics.median(cpu["bare"]), statistics.median(cpu["loop"])
+    bare, loop = statistics.median(cpu["bare"]), statistics.median(cpu["loop"])
     return {
         "task": task,
         "bare_cpu_seconds_per_step": bare,
-        "loop_cpu_seconds_per_step": ours,
-        "overhead_percent": 100 * (ours / bare - 1),
+        "loop_cpu_seconds_per_step": loop,
+        "overhead_percent": 100 * (loop / bare - 1),
         "overhead_percent_of_turns": [
             round(100 * (a / b - 1), 2) for a, b in zip(cpu["loop"], cpu["bare"], strict=True)
         ],
@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
         "bare_seconds_per_step": statistics.median(clock["bare"]),
         "loop_seconds_per_step": statistics.median(clock["loop"]),
         "last_loss": losses["loop"],
-        "usage": {name: summary(found) for name, found in usages.items()},
+        "usage": {name: summarize_usages(loop_usages) for name, loop_usages in usages.items()},
     }
 
 
@@ -256,7 +256,7 @@ def loop_turn(
     return state.loss_total / state.step
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table."""
     lines = ["| task | bare loop | TrainingLoop | overhead | waiting for data |", "| --- " * 5 + "|"]
     for row in rows:

@@ -191,12 +191,12 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         for variant in variants:
             rows.append(_run(args, variant, seed))
             write_rows(args.output, {"start": args.start}, rows, ("variant", "seed", "flags"))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print(table(rows))
+            print(format_table(rows[-1:]).splitlines()[-1], flush=True)
+    print(format_table(rows))
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     """Return the Markdown table: variants by metrics; means over the seeds, with the range where there are several."""
     metrics = {key: value for key, value in METRICS.items() if all(key in row for row in rows)}
     lines = ["| | " + " | ".join(title for title, *_ in metrics.values()) + " |"]
@@ -236,16 +236,16 @@ def _run(args: argparse.Namespace, variant: Variant, seed: int) -> dict[str, Any
             status = subprocess.run(command, stdout=log, stderr=log, env=dict(os.environ)).returncode
         if status:
             raise SystemExit(f"{variant.name}, seed {seed}, failed: see {folder}.log")
-    found = check_arguments(folder, run_seq2seq.parse_args, flags)
-    if not math.isfinite(found["eval_loss"]):
-        raise SystemExit(f"{folder}: the loss is {found['eval_loss']}")
-    kept = {"flags": " ".join(_recipe(args)), "dev_loss": found["eval_loss"], "dev_bleu": found["eval_bleu"]}
+    results = check_arguments(folder, run_seq2seq.parse_args, flags)
+    if not math.isfinite(results["eval_loss"]):
+        raise SystemExit(f"{folder}: the loss is {results['eval_loss']}")
+    row = {"flags": " ".join(_recipe(args)), "dev_loss": results["eval_loss"], "dev_bleu": results["eval_bleu"]}
     names = ("test_bleu", "test_bleu_beam4", "num_parameters", "steps", "train_loss", "train_runtime", "versions")
-    kept |= {name: found[name] for name in names if name in found}
-    kept |= {name: value for name, value in found.items() if "tokens_per_second" in name}
+    row |= {name: results[name] for name in names if name in results}
+    row |= {name: value for name, value in results.items() if "tokens_per_second" in name}
     if isinstance(variant, NewModel):
-        kept["d_ff"] = variant.feed_forward
-    return {"variant": variant.name, "seed": seed, **kept}
+        row["d_ff"] = variant.feed_forward
+    return {"variant": variant.name, "seed": seed, **row}
 
 
 if __name__ == "__main__":

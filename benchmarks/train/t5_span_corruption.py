@@ -89,23 +89,23 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         slug = f"{optimizer} {attention} {args.seed}".replace(",", "").replace(" ", "-")
         command = pretraining(args, optimizer, attention, shards, held_out, work / slug)
         run_script(command, work / slug)
-        found = check_arguments(work / slug, pretrain_span_corruption.parse_args, command[2:])
-        row = {"optimizer": optimizer, "attention": attention, "seed": args.seed, "steps": found["steps"]}
-        row |= {key: found[key] for key in SCORES} | gate_scores(found)
+        results = check_arguments(work / slug, pretrain_span_corruption.parse_args, command[2:])
+        row = {"optimizer": optimizer, "attention": attention, "seed": args.seed, "steps": results["steps"]}
+        row |= {key: results[key] for key in SCORES} | gate_scores(results)
         row["dev_loss_by_step"] = {
             r["step"]: r["eval_loss"] for r in read_log(work / slug / "train_log.jsonl") if "eval_loss" in r
         }
-        row |= {"date": found["date"], "versions": found["versions"], "command": shown(command, names)}
+        row |= {"date": results["date"], "versions": results["versions"], "command": shown(command, names)}
         head = {
             "model": {"architecture": "t5", "vocab_size": VOCABULARY_SIZE, **CONFIG},
-            "split": f"the first {found['eval_samples']} blocks of {found['block_length']} tokens of valid.txt.gz",
+            "split": f"the first {results['eval_samples']} blocks of {results['block_length']} tokens of valid.txt.gz",
             "device": f"CPU, {os.environ.get('OMP_NUM_THREADS', 'all')} threads",
             "loss_of_frequencies_alone": frequencies,
         }
         write_rows(output, head, [row], ("optimizer", "attention", "seed"))
     rows = json.loads(output.read_text(encoding="utf-8"))["runs"]
-    plot(rows, frequencies, output.with_suffix(".png"))
-    print(table(rows))
+    save_plot(rows, frequencies, output.with_suffix(".png"))
+    print(format_table(rows))
     return rows
 
 
@@ -138,7 +138,7 @@ def frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
     return -sum(count / total * math.log(count / total) for count in counts.values())
 
 
-def plot(rows: list[dict[str, Any]], frequencies: float, path: Path) -> None:
+def save_plot(rows: list[dict[str, Any]], frequencies: float, path: Path) -> None:
     """Draw the dev loss of every run against the step."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -155,7 +155,7 @@ def plot(rows: list[dict[str, Any]], frequencies: float, path: Path) -> None:
     temporary.replace(path)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def format_table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of runs."""
     lines = ["| optimiser | attention | dev loss | accuracy | shuffled words | zeroed attention | gate |"]
     lines.append("| --- " * 7 + "|")

@@ -29,8 +29,8 @@ OUTPUT = str(finetuned_variants.ROOT / "benchmarks/train/results/talking_heads_f
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`: the flags of `finetuned_variants.py` with this comparison's defaults."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    return finetuned_variants.parse_args([*DEFAULTS, "--output", OUTPUT, *given], VARIANTS)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return finetuned_variants.parse_args([*DEFAULTS, "--output", OUTPUT, *arguments], VARIANTS)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -114,13 +114,13 @@ def batches(pairs: list[Any], args: argparse.Namespace) -> Iterator[list[Any]]:
     while left:
         order = generator.sample(pairs, len(pairs))
         pool = POOL * args.batch_size
-        made = []
+        shuffled_batches = []
         for first in range(0, len(order), pool):
             near = sorted(order[first : first + pool], key=lambda pair: (len(pair[1]), len(pair[0])))
-            made += [near[i : i + args.batch_size] for i in range(0, len(near), args.batch_size)]
-        generator.shuffle(made)
-        yield from made[:left]
-        left -= min(left, len(made))
+            shuffled_batches += [near[i : i + args.batch_size] for i in range(0, len(near), args.batch_size)]
+        generator.shuffle(shuffled_batches)
+        yield from shuffled_batches[:left]
+        left -= min(left, len(shuffled_batches))
 
 
 def pad(lines: tuple[list[int], ...], token: int) -> torch.Tensor:
@@ -131,9 +131,9 @@ def pad(lines: tuple[list[int], ...], token: int) -> torch.Tensor:
 def bleu(model: MarianMTModel, tokenizer: Any, pairs: list[tuple[str, str]]) -> float:
     """Return the BLEU of greedy translations of at most 64 tokens."""
     sources, targets = zip(*pairs, strict=True)
-    found = translate(model.eval(), tokenizer, sources, max_new_tokens=MAX_TOKENS)
+    translations = translate(model.eval(), tokenizer, sources, max_new_tokens=MAX_TOKENS)
     model.train()
-    return sacrebleu.corpus_bleu(found, [list(targets)]).score
+    return sacrebleu.corpus_bleu(translations, [list(targets)]).score
 
 
 def read_pairs(folder: Path, split: str) -> list[tuple[str, str]]:

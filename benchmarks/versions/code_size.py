@@ -48,11 +48,11 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 def own_nodes(function: ast.AST) -> list[ast.AST]:
     """Return the nodes of a function without those of functions in it."""
-    found = []
+    nodes = []
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, FUNCTIONS):
-            found += [child, *own_nodes(child)]
-    return found
+            nodes += [child, *own_nodes(child)]
+    return nodes
 
 
 def complexity(function: ast.AST) -> int:

@@ -131,7 +131,7 @@ class Measurement:
             ranks[test_file] += 1
         batches: list[list[str]] = [[]]
         for *_, name in sorted(ordered, key=lambda row: (row[-1] != earlier, row)):
-            total = sum(self.seconds[each] for each in batches[-1]) + self.seconds[name]
+            total = sum(self.seconds[test] for test in batches[-1]) + self.seconds[name]
             if batches[-1] and (earlier in batches[-1] or len(batches[-1]) == MOST_TESTS or total > MOST_SECONDS):
                 batches.append([])
             batches[-1].append(name)
@@ -188,14 +188,14 @@ def branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]]:
     for name, file in files.items():
         inside = Path(name).relative_to(PACKAGE).parts
         totals[inside[0] if len(inside) > 1 else "."].update(file["summary"])
-    found = {}
+    coverage_by_folder = {}
     for folder, total in sorted(totals.items()):
         row: dict[str, float] = {"branches": total["num_branches"], "covered_branches": total["covered_branches"]}
         row |= {"statements": total["num_statements"], "covered_statements": total["covered_lines"]}
         row["branch_percent"] = round(100 * row["covered_branches"] / max(row["branches"], 1), 2)
         row["statement_percent"] = round(100 * row["covered_statements"] / max(row["statements"], 1), 2)
-        found[folder] = row
-    return found
+        coverage_by_folder[folder] = row
+    return coverage_by_folder
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -216,12 +216,12 @@ def describe(row: Fault) -> str:
 
 def losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Return the faults that only the earlier tests caught, and the folders that lost over a point of coverage."""
-    found = [describe(row) for row in record["faults"] if row.get("earlier") and row["caught"] is False]
+    messages = [describe(row) for row in record["faults"] if row.get("earlier") and row["caught"] is False]
     for folder, row in earlier["branch_coverage"].items():
         now = record["branch_coverage"].get(folder)
         if now and now["branch_percent"] < row["branch_percent"] - 1:
-            found.append(f"  {folder}: branch coverage {row['branch_percent']} % → {now['branch_percent']} %")
-    return found
+            messages.append(f"  {folder}: branch coverage {row['branch_percent']} % → {now['branch_percent']} %")
+    return messages
 
 
 def main(args: argparse.Namespace) -> int:
@@ -262,9 +262,9 @@ def main(args: argparse.Namespace) -> int:
         excluded |= unrelated
         todo = [row for row in faults if row["by"] in unrelated]
     print(summary(record))
-    found = losses(earlier, record) if earlier else []
-    print("\n".join(["Lost since the earlier record:", *(found or ["  nothing"])]) if earlier else "")
-    return 1 if found else 0
+    messages = losses(earlier, record) if earlier else []
+    print("\n".join(["Lost since the earlier record:", *(messages or ["  nothing"])]) if earlier else "")
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def is_left_out(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return bool(MESSAGE.search(ast.unparse(node.func)))
     if isinstance(node, Functions):
-        return any("triton" in ast.unparse(each) for each in node.decorator_list)
+        return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.keyword):
         return node.arg == "strict"  # it matters only if the code is wrong elsewhere
     return isinstance(node, ast.Raise | ast.JoinedStr)
@@ -129,7 +129,7 @@ def line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
 def choose_faults(root: Path, count: int, seed: int) -> list[Fault]:
     """Return random faults of lines that are unique in functions of their name, at least `LEAST` per folder."""
     index = line_index(root)
-    found: dict[str, dict[tuple[str, str], list[Fault]]] = {folder: defaultdict(list) for folder in FOLDERS}
+    candidates: dict[str, dict[tuple[str, str], list[Fault]]] = {folder: defaultdict(list) for folder in FOLDERS}
     for folder in FOLDERS:
         for path in sorted((root / PACKAGE / folder).rglob("*.py")):
             source = path.read_bytes()
@@ -140,12 +140,12 @@ def choose_faults(root: Path, count: int, seed: int) -> list[Fault]:
                     fault = (old[:begin] + new.encode() + old[end:]).decode().strip()
                     key = (name, old.decode().strip())
                     row = {"file": file, "function": name, "line": key[1], "fault": fault, "kind": kind}
-                    if [each[:2] for each in index[key]] == [(file, number)] and row not in found[folder][key]:
-                        found[folder][key].append(row)
+                    if [place[:2] for place in index[key]] == [(file, number)] and row not in candidates[folder][key]:
+                        candidates[folder][key].append(row)
     draw = random.Random(seed)
-    rest = draw.choices(FOLDERS, [len(found[folder]) for folder in FOLDERS], k=count - LEAST * len(FOLDERS))
+    rest = draw.choices(FOLDERS, [len(candidates[folder]) for folder in FOLDERS], k=count - LEAST * len(FOLDERS))
     chosen = []
     for folder, number in (Counter(rest) + Counter(dict.fromkeys(FOLDERS, LEAST))).items():
-        for key in draw.sample(sorted(found[folder]), number):
-            chosen.append(draw.choice(found[folder][key]))
+        for key in draw.sample(sorted(candidates[folder]), number):
+            chosen.append(draw.choice(candidates[folder][key]))
     return sorted(chosen, key=lambda row: (FOLDERS.index(row["file"].split("/")[1]), row["file"], row["line"]))

@@ -55,8 +55,8 @@ def save(folder: Path) -> dict[str, Any]:
                 model.save_pretrained(repository)
                 loaded = getattr(hf_attn_variants, type(model).__name__).from_pretrained(repository).eval()
                 inputs = {name: value.contiguous() for name, value in row.batch(head).items()}
-                given = {f"input.{name}": value for name, value in inputs.items()}
-                save_file(given | _outputs(loaded, inputs), repository / TENSORS)
+                named_inputs = {f"input.{name}": value for name, value in inputs.items()}
+                save_file(named_inputs | _outputs(loaded, inputs), repository / TENSORS)
                 names.append(repository.name)
     return {"repositories": names, "transformers": transformers.__version__}
 
@@ -67,7 +67,7 @@ def load(folder: Path) -> dict[str, Any]:
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "rows": [{"repository": each.name} | _compared(each) for each in sorted(folder.iterdir())],
+        "rows": [{"repository": repository.name} | _compared(repository) for repository in sorted(folder.iterdir())],
     }
 
 
@@ -107,15 +107,15 @@ def _keeps_cache(model: Any) -> bool:
 @torch.no_grad()
 def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
     """Return the logits and, of a model that writes, the tokens of each search."""
-    found = {"logits": model(**inputs).logits.contiguous()}
+    outputs = {"logits": model(**inputs).logits.contiguous()}
     if _writes(model):
-        given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+        encoder_inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
         if not model.config.is_encoder_decoder:  # a prompt cannot be padded on the right
-            given = {"input_ids": given["input_ids"]}
+            encoder_inputs = {"input_ids": encoder_inputs["input_ids"]}
         options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         for name, beams in SEARCHES.items():
-            found[name] = model.generate(**given, **options, num_beams=beams).contiguous()
-    return found
+            outputs[name] = model.generate(**encoder_inputs, **options, num_beams=beams).contiguous()
+    return outputs
 
 
 @torch.no_grad()
@@ -123,15 +123,15 @@ def _through_cache(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any
     """Return how logits of each step through a cache differ from those of one pass, and the length of that cache."""
     is_pair, name = model.config.is_encoder_decoder, _cache_name()
     text = "decoder_input_ids" if is_pair else "input_ids"
-    source = {each: value for each, value in inputs.items() if each != text} if is_pair else {}
-    whole = model(**source, **{text: inputs[text]}, use_cache=False).logits
+    source = {key: value for key, value in inputs.items() if key != text} if is_pair else {}
+    full_logits = model(**source, **{text: inputs[text]}, use_cache=False).logits
     cache, lengths, steps = {}, [], []
     for piece in inputs[text].split(PIECES, 1):
         output = model(**source, **{text: piece}, **cache, use_cache=True)
         cache = {name: getattr(output, name)}
         steps.append(output.logits)
         lengths.append(int(cache[name].get_seq_length()))
-    return {"steps_difference": float((torch.cat(steps, 1) - whole).abs().max()), "cache_lengths": lengths}
+    return {"steps_difference": float((torch.cat(steps, 1) - full_logits).abs().max()), "cache_lengths": lengths}
 
 
 def _compared(repository: Path) -> dict[str, Any]:
@@ -141,22 +141,22 @@ def _compared(repository: Path) -> dict[str, Any]:
         model = _loaded(repository)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = _outputs(model, inputs)
+            outputs = _outputs(model, inputs)
             cached = _through_cache(model, inputs) if _writes(model) and _keeps_cache(model) else {}
         if cached:  # what a kept repository says nothing of
             saved |= {f"uncached {name}": value for name, value in _outputs(model, inputs, use_cache=False).items()}
     except Exception as error:  # whatever a version makes of it is the result
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     row: dict[str, Any] = {
-        "largest_difference": float((found["logits"] - saved["logits"]).abs().max()),
+        "largest_difference": float((outputs["logits"] - saved["logits"]).abs().max()),
         "largest_logit": float(saved["logits"].abs().max()),
     }
     same = {}
-    for name in set(SEARCHES) & set(found):
-        expected = [saved[each] for each in (name, f"uncached {name}") if each in saved]
-        same[f"same_{name}"] = all(torch.equal(found[name], each) for each in expected)
-    deprecated = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
-    messages = sorted({str(each.message).splitlines()[0] for each in deprecated})
+    for name in set(SEARCHES) & set(outputs):
+        expected = [saved[warning] for warning in (name, f"uncached {name}") if warning in saved]
+        same[f"same_{name}"] = all(torch.equal(outputs[name], warning) for warning in expected)
+    deprecated = [warning for warning in caught if issubclass(warning.category, (FutureWarning, DeprecationWarning))]
+    messages = sorted({str(warning.message).splitlines()[0] for warning in deprecated})
     return row | dict(sorted(same.items())) | cached | ({"warnings": messages} if messages else {})
 
 

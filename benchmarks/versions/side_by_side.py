@@ -75,7 +75,7 @@ def tasks(size: str) -> dict[str, Callable[[], Any]]:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    found = {
+    functions = {
         "decoding, 2 of 8 heads": decoding(1, num_key_value_heads=2),
         "decoding, latents, 4 beams": decoding(4, kv_lora_rank=64, cross_kv_lora_rank=128),
         "pass, 2 of 8 heads": passes(256 // less, num_key_value_heads=2),
@@ -83,7 +83,7 @@ def tasks(size: str) -> dict[str, Callable[[], Any]]:
         "pass, talking heads": passes(256 // less, talking_heads="both"),
         "pass, elu kernel": passes(1024 // less, attention_kernel="elu"),
     }
-    no_grad = {name: torch.no_grad()(call) for name, call in found.items()}
+    no_grad = {name: torch.no_grad()(call) for name, call in functions.items()}
     return no_grad | {"training, talking heads": training}
 
 
@@ -145,8 +145,8 @@ def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Time both, print the median of the pairs' ratios with its middle half, and return the report."""
     # Not at the file's top: a process with an earlier commit reads it, and that has other files.
-    from benchmarks.machine import machine
-    from benchmarks.page_faults import memory_now
+    from benchmarks.machine import describe_machine
+    from benchmarks.page_faults import describe_memory
     from hf_attn_variants.files import atomic_write
 
     with tempfile.TemporaryDirectory() as stage:
@@ -157,7 +157,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
                 report = compare(before, now, args.rounds)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)
-    report |= {"before": args.before, "machine": machine("cpu"), "memory": memory_now()}
+    report |= {"before": args.before, "machine": describe_machine("cpu"), "memory": describe_memory()}
     if args.output is not None:
         atomic_write(args.output, json.dumps(report, indent=1) + "\n")
     return report

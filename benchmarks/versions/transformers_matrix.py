@@ -79,9 +79,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for version in versions:
         for name, folder in folders.items():
-            found = run_under(version, "load", folder, args.work_dir)
-            results["torch"] = found["torch"]
-            rows = [{"saved_by": name, "loaded_with": found["transformers"]} | row for row in found["rows"]]
+            loaded = run_under(version, "load", folder, args.work_dir)
+            results["torch"] = loaded["torch"]
+            rows = [{"saved_by": name, "loaded_with": loaded["transformers"]} | row for row in loaded["rows"]]
             results["rows"] += rows
             print(f"{version}: {name}: {sum(map(is_same, rows))} of {len(rows)} the same", flush=True)
         atomic_write(args.output_dir / "transformers_matrix.json", json.dumps(results, indent=1) + "\n")
@@ -93,13 +93,13 @@ def is_same(row: dict[str, Any]) -> bool:
     if "error" in row or "warnings" in row:
         return False
     differences = (row["largest_difference"], row.get("steps_difference", 0.0))
-    if not all(each <= TOLERANCE * max(1.0, row["largest_logit"]) for each in differences):
+    if not all(difference <= TOLERANCE * max(1.0, row["largest_logit"]) for difference in differences):
         return False
     lengths = row.get("cache_lengths", CACHE_LENGTHS)
     return lengths == CACHE_LENGTHS and all(row.get(f"same_{name}", True) for name in ("greedy", "tokens"))
 
 
-def table(results: dict[str, Any]) -> str:
+def format_table(results: dict[str, Any]) -> str:
     """Return the Markdown table of docs/compatibility.md: loaded with, and by what was saved the ones that agree."""
     savers = list(dict.fromkeys(row["saved_by"] for row in results["rows"]))
     lines = ["| loaded with transformers | " + " | ".join(f"saved by {name}" for name in savers) + " |"]
@@ -115,26 +115,26 @@ def table(results: dict[str, Any]) -> str:
 
 def published_versions() -> list[str]:
     """Return the last version of each minor that the package index has, the oldest first."""
-    found = [each for each in _listed() if OLDEST <= each.release[:2] < (6, 0)]
-    return [str(max(each for each in found if each.release[:2] == minor)) for minor in _minors(found)]
+    releases = [release for release in _listed() if OLDEST <= release.release[:2] < (6, 0)]
+    return [str(max(release for release in releases if release.release[:2] == minor)) for minor in _minors(releases)]
 
 
 def newest_versions() -> list[str]:
     """Return the last version of the newest minor that was run, the newest version, and the newest pre-release."""
     final, newest = _listed(), _listed("--pre")
-    run = [each for each in final if each.release[:2] <= tuple(map(int, NEWEST_TESTED.split(".")))]
-    return list(dict.fromkeys(str(max(each)) for each in (run, final, newest)))
+    run = [release for release in final if release.release[:2] <= tuple(map(int, NEWEST_TESTED.split(".")))]
+    return list(dict.fromkeys(str(max(release)) for release in (run, final, newest)))
 
 
 def _minors(versions: list[Version]) -> list[tuple[int, ...]]:
-    return sorted({each.release[:2] for each in versions})
+    return sorted({version.release[:2] for version in versions})
 
 
 def _listed(*options: str) -> list[Version]:
     command = [sys.executable, "-m", "pip", "index", "versions", "transformers", *options]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [line] = [line for line in listed.splitlines() if line.startswith("Available versions:")]
-    return [Version(each.strip()) for each in line.partition(":")[2].split(",")]
+    return [Version(text.strip()) for text in line.partition(":")[2].split(",")]
 
 
 def environment(version: str, work_dir: Path) -> Path:
@@ -174,10 +174,10 @@ def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[s
     )
     if done.returncode != 0:
         raise SystemExit(f"transformers {version}, {action}:\n{done.stderr[-3000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if Version(found["transformers"]) != Version(version):
-        raise SystemExit(f"asked for transformers {version}, found {found['transformers']}")
-    return found
+    result = json.loads(done.stdout.splitlines()[-1])
+    if Version(result["transformers"]) != Version(version):
+        raise SystemExit(f"asked for transformers {version}, found {result['transformers']}")
+    return result
 
 
 def keep(folder: Path, name: str) -> None:
@@ -191,18 +191,18 @@ def keep(folder: Path, name: str) -> None:
 
 def kept_repositories(work_dir: Path) -> dict[str, Path]:
     """Return the folders of kept repositories, unpacked, by what saved them."""
-    found = {}
+    folders = {}
     for path in sorted(KEPT.glob("*.tar.xz")):
         name = path.name.removesuffix(".tar.xz")
-        found[f"{name}, kept"] = folder = work_dir / f"kept-{name}"
+        folders[f"{name}, kept"] = folder = work_dir / f"kept-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
-    return found
+    return folders
 
 
 if __name__ == "__main__":
     asked = parse_args()
     matrix = main(asked)
-    print(table(matrix))
+    print(format_table(matrix))
     sys.exit(int(asked.check and not all(map(is_same, matrix["rows"]))))

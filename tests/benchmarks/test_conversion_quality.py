@@ -91,8 +91,8 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.5)
     sources, targets = ["a b c d", "h", "e f", "g g a"], ["b", "a c d e f", "h h", "c"]
-    together = subjects.translation_loss(model, tokenizer, sources, targets)
-    one_by_one = subjects.translation_loss(model, tokenizer, sources, targets, batch_size=1)
+    together = subjects.compute_translation_loss(model, tokenizer, sources, targets)
+    one_by_one = subjects.compute_translation_loss(model, tokenizer, sources, targets, batch_size=1)
     assert together == pytest.approx(one_by_one, rel=1e-5)
     # The expected value is the sum of the log-probabilities of all tokens, including the end tokens.
     total, tokens = 0.0, 0
@@ -111,8 +111,8 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
 
 
 def test_only_random_methods_run_with_several_seeds(quality, tiny):
-    rows = quality.planned_rows(tiny.subject, ["mean", "calibrated"], None, [0, 100], [0, 1])
-    keys = [quality.row_key(row)[1:] for row in rows]
+    rows = quality.plan_rows(tiny.subject, ["mean", "calibrated"], None, [0, 100], [0, 1])
+    keys = [quality.get_row_key(row)[1:] for row in rows]
     assert len(set(keys)) == len(keys)
     assert keys[0] == (quality.MULTI_HEAD, 4, 0, 0)
     assert [key for key in keys if key[:2] == ("mean", 2)] == [
@@ -180,6 +180,6 @@ def test_rows_with_an_older_batch_order_are_measured_again(quality, tiny, tmp_pa
     row = dict(zip(quality.KEY, ("tiny", "mean", 2, 100, 0), strict=True)) | {"size": 5.0, "batch_order": "sorted"}
     path.write_text(json.dumps({"runs": [], "rows": [row]}))
     results = quality.Results(path)
-    assert quality.row_key(row) not in results and "100" not in quality.tables(results.rows)
+    assert quality.get_row_key(row) not in results and "100" not in quality.tables(results.rows)
     results.add({name: value for name, value in row.items() if name != "batch_order"})
-    assert quality.row_key(row) in results and "batch_order" not in path.read_text()
+    assert quality.get_row_key(row) in results and "batch_order" not in path.read_text()

@@ -170,7 +170,7 @@ def test_kernel_parity_is_reported(load, part):
     few = {name: made[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
     assert cells.run_cells(part, few) == cells.COMPLETE
     assert [cell["met"] for cell in cells_of(part).values()] == [True] * 3
-    assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.backend_of()}
+    assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.get_backend()}
 
 
 def test_wrong_kernel_fails_the_parity_check(load, monkeypatch):
@@ -186,7 +186,7 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
 
     parity = load("benchmarks.gpu.parity")
     architecture = next(architecture for architecture in parity.ALL_ARCHITECTURES if architecture.name == "distilbert")
-    assert parity.architecture_parity(architecture, "cpu", "bfloat16")["met"]
+    assert parity.measure_architecture_parity(architecture, "cpu", "bfloat16")["met"]
     pair = parity.pair
 
     def moved(*args):
@@ -196,7 +196,7 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
         return upstream, ours
 
     monkeypatch.setattr(parity, "pair", moved)
-    assert not parity.architecture_parity(architecture, "cpu", "float32")["met"]
+    assert not parity.measure_architecture_parity(architecture, "cpu", "float32")["met"]
 
 
 def test_layer_is_timed_with_each_kernel(load):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import page_faults
-from benchmarks.page_faults import KEEPING, Usage, Watch
+from benchmarks.page_faults import FIXED_SETTINGS, Usage, UsageRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "2", "--repeats", "1"]
@@ -30,7 +30,7 @@ def load(monkeypatch):
 
 
 def run(script, *arguments, **more):
-    env = {name: value for name, value in os.environ.items() if name not in KEEPING} | {"PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in os.environ.items() if name not in FIXED_SETTINGS} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", f"benchmarks.speed.{script}", *map(str, arguments)]
     return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=300)
 
@@ -39,11 +39,11 @@ def run(script, *arguments, **more):
 @ON_GLIBC
 def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
     # The process with the default setting does not inherit the allocator settings of the caller.
-    ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
+    ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **FIXED_SETTINGS)
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == KEEPING
+    assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == FIXED_SETTINGS
     for item in (report, report["kept"]):
         assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in item["rows"])
     assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
@@ -63,12 +63,12 @@ def test_script_runs_with_one_allocator_setting_on_request(tmp_path):
 
 
 def test_only_page_faults_of_the_watched_part_count():
-    with Watch() as watch:
+    with UsageRecorder() as recorder:
         block = np.ones(2**24)  # 128 MiB, above what glibc keeps; a huge page may be 2 MiB
-    assert watch.usage.minor_faults >= 64 and watch.usage.seconds > 0
-    with Watch() as again:
+    assert recorder.usage.minor_faults >= 64 and recorder.usage.seconds > 0
+    with UsageRecorder() as again:
         block += 1
-    assert again.usage.minor_faults < watch.usage.minor_faults / 2
+    assert again.usage.minor_faults < recorder.usage.minor_faults / 2
 
 
 def test_few_faults_take_at_most_one_percent_of_the_time():
@@ -80,44 +80,47 @@ def test_few_faults_take_at_most_one_percent_of_the_time():
 
 def test_transparent_huge_pages_lower_the_bound_of_few_faults(monkeypatch, tmp_path):
     monkeypatch.setattr(page_faults, "HUGE_PAGES", tmp_path / "enabled")
-    assert page_faults.bound()["faults_a_second"] == 2500
+    assert page_faults.get_fault_limits()["faults_a_second"] == 2500
     (tmp_path / "enabled").write_text("[always] madvise never\n")
-    assert page_faults.bound()["faults_a_second"] == 25
+    assert page_faults.get_fault_limits()["faults_a_second"] == 25
 
 
 def test_figure_has_the_medians_of_its_repeats():
-    result = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
+    result = page_faults.summarize_usages([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
     assert {name: result[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
         "seconds": 2.0,
         "minor_faults": 7,
         "system_seconds": 0.2,
     }
-    assert result["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
-    assert page_faults.summary([Usage(1.0, None, None)])["few_faults"] is None
+    assert result["few_faults"] and not page_faults.summarize_usages([Usage(2.0, 10**6, 0.2)])["few_faults"]
+    assert page_faults.summarize_usages([Usage(1.0, None, None)])["few_faults"] is None
 
 
 def test_fixed_allocator_setting_needs_both_variables_or_a_preload(monkeypatch):
-    for name in (*KEEPING, "LD_PRELOAD"):
+    for name in (*FIXED_SETTINGS, "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-    assert page_faults.way_now() == "glibc"
-    one, other = KEEPING
-    monkeypatch.setenv(one, KEEPING[one])
-    assert page_faults.way_now() == "glibc"
-    monkeypatch.setenv(other, KEEPING[other])
-    assert page_faults.way_now() == "kept" and page_faults.memory_now()["kept"]["variables"] == KEEPING
+    assert page_faults.get_allocator_setting() == "glibc"
+    one, other = FIXED_SETTINGS
+    monkeypatch.setenv(one, FIXED_SETTINGS[one])
+    assert page_faults.get_allocator_setting() == "glibc"
+    monkeypatch.setenv(other, FIXED_SETTINGS[other])
+    assert (
+        page_faults.get_allocator_setting() == "kept"
+        and page_faults.describe_memory()["kept"]["variables"] == FIXED_SETTINGS
+    )
     monkeypatch.delenv(one)
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
-    assert page_faults.memory_now()["kept"]["allocator"] == "jemalloc"
+    assert page_faults.describe_memory()["kept"]["allocator"] == "jemalloc"
 
 
 def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown(load):
-    claimed = load("benchmarks.kept_memory").claimed
-    assert claimed(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
-    assert claimed(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
-    assert claimed(1.10, 1.00) == (1.00, "1.00×")  # a tenth is not more than a tenth
-    assert claimed(1.111, 1.00) == (1.00, "1.00×, default 1.11×")
-    assert claimed(1.08, 1.20, is_cost=True) == (1.20, "1.20×, default 1.08×")  # of a cost, the larger
-    assert claimed(6.25, None) == (None, "6.25×, no claim")
+    make_claim = load("benchmarks.kept_memory").make_claim
+    assert make_claim(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
+    assert make_claim(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
+    assert make_claim(1.10, 1.00) == (1.00, "1.00×")  # a tenth is not more than a tenth
+    assert make_claim(1.111, 1.00) == (1.00, "1.00×, default 1.11×")
+    assert make_claim(1.08, 1.20, is_cost=True) == (1.20, "1.20×, default 1.08×")  # of a cost, the larger
+    assert make_claim(6.25, None) == (None, "6.25×, no claim")
 
 
 def reports(kept_usage):
@@ -134,22 +137,22 @@ def reports(kept_usage):
 
 
 def test_reports_of_both_settings_are_merged(load):
-    report = load("benchmarks.kept_memory").merged(*reports(FEW))
+    report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
     assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
     assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
     assert report["attention"][0]["forward"]["sdpa"] == 600.0
     assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
     assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
-    assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
+    assert (line.glibc, line.fixed, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
 
 
 def test_run_with_many_faults_gives_no_claim(load):
-    report = load("benchmarks.kept_memory").merged(*reports(MANY))
+    report = load("benchmarks.kept_memory").merge_reports(*reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
-    assert line.kept is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
-    nowhere = load("benchmarks.kept_memory").merged(reports(FEW)[0], None)
+    assert line.fixed is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
+    nowhere = load("benchmarks.kept_memory").merge_reports(reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", nowhere)
     assert line.claim.ratio is None
@@ -157,7 +160,7 @@ def test_run_with_many_faults_gives_no_claim(load):
 
 def test_speed_table_shows_the_claimed_ratio(load):
     tables = load("benchmarks.speed_tables")
-    report = load("benchmarks.kept_memory").merged(*reports(FEW))
+    report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
     ((row, kept),) = tables.pairs(report, "attention")
     assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00×, default 6.00×"
     ((row, kept),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
@@ -168,7 +171,7 @@ def test_report_describes_the_machine_without_its_name(load):
     result = load("benchmarks.machine").machine("cpu")
     assert result["cpu"] and result["cores"] == os.cpu_count() and result["memory_gib"] > 0.1
     assert os.uname().nodename not in json.dumps(result) and str(Path.home()) not in json.dumps(result)
-    info = load("benchmarks.machine").cpu_info()
+    info = load("benchmarks.machine").read_cpu_info()
     assert ("avx512f" in result["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 

@@ -29,7 +29,7 @@ def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path,
         def __init__(self, data_dir):
             pass
 
-        def calibration_lines(self, seed):
+        def sample_calibration_lines(self, seed):
             return text(256)
 
         def scores_of(self, converted):
@@ -61,10 +61,10 @@ def test_token_matching_layers_and_distillation_have_separate_rows(benchmark, tm
         def __init__(self, data_dir):
             self.source = source
 
-        def calibration_lines(self, seed):
+        def sample_calibration_lines(self, seed):
             return lines
 
-        def training_flags(self, folder, seed, steps):
+        def write_training_texts(self, folder, seed, steps):
             (folder / "lines.txt").write_text("\n".join(lines))
             return ["--train_file", str(folder / "lines.txt")]
 

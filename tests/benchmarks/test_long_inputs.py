@@ -157,7 +157,7 @@ def test_t5_with_windows_gives_equal_translations(tmp_path, monkeypatch):
         def __init__(self, data_dir):
             self.source = source
 
-        def training_flags(self, folder, seed, steps):
+        def write_training_texts(self, folder, seed, steps):
             return ["--source_file", str(english), "--target_file", str(german)]
 
         def evaluate(self, folder):

@@ -17,7 +17,7 @@ def script(monkeypatch):
 
 
 def test_words_are_compared_without_case_and_punctuation(script):
-    result = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
+    result = script.compute_word_error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
     assert result["words"] == 6 and result["recordings"] == 2
     assert result["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
     low, high = result["interval"]
@@ -51,17 +51,17 @@ def test_model_compared_with_itself_has_no_word_errors(script, tmp_path, capsys)
     ],
 )
 def test_words_of_other_scripts_are_split(script, text, words):
-    result = script.words(text)
+    result = script.split_words(text)
     assert (len(result) if isinstance(words, int) else result) == words
 
 
 def test_timestamps_are_compared_for_common_tokens(script):
     source = [script.Transcript("", [5, 6, 7], [0.0, 1.0, 2.0])]
     own = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
-    assert script.time_differences(source, source)["shift_of_95_percent"] == 0
-    assert script.time_differences(source, own) == {
+    assert script.compare_times(source, source)["shift_of_95_percent"] == 0
+    assert script.compare_times(source, own) == {
         "tokens": 2,
         "median_shift": 0.25,
         "shift_of_95_percent": 0.5,
     }
-    assert script.time_differences(source, [script.Transcript("", [1], [0.0])])["tokens"] == 0
+    assert script.compare_times(source, [script.Transcript("", [1], [0.0])])["tokens"] == 0

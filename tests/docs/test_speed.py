@@ -118,7 +118,7 @@ def sources(document, heading, text, load):
 
 def faults_of(document, text, load, is_recorded):
     """Yield the faults in the marks of a document."""
-    marks = (load("benchmarks.kept_memory").MARK, load("benchmarks.kept_memory").SHORT_MARK)
+    marks = (load("benchmarks.kept_memory").UNRECORDED_NOTE, load("benchmarks.kept_memory").SHORT_UNRECORDED_NOTE)
     for heading, part in sections(text):
         names, is_marked = sources(document, heading, part, load), any(mark in part for mark in marks)
         unrecorded = sorted(name for name in names if not is_recorded(read(name)))
@@ -137,7 +137,7 @@ def test_figures_without_page_fault_records_are_marked(document, load):
 
 
 def test_missing_marks_stale_marks_and_unknown_ratios_are_detected(load):
-    mark = load("benchmarks.kept_memory").MARK
+    mark = load("benchmarks.kept_memory").UNRECORDED_NOTE
     link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
     result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]

@@ -98,7 +98,7 @@ def generated_card(folder: Path, *flags: str) -> str:
 def card_sections(card: str) -> Record:
     """Return the digest of each section of a card, by its title."""
     head, *sections = card.split("\n## ")
-    return {"head": digest(head)} | {each.split("\n")[0]: digest(each) for each in sections}
+    return {"head": digest(head)} | {section.split("\n")[0]: digest(section) for section in sections}
 
 
 def _card(name: str, texts: Path | None) -> Record:

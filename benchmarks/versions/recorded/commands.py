@@ -152,7 +152,7 @@ def exports() -> Record:
         for writer in ("t5", "bart", "marian"):
             save_writer(Path(f"writer-{writer}"), writer, "gqa")
         for libraries in EXPORTS.values():
-            if missing := [each for each in libraries if importlib.util.find_spec(each) is None]:
+            if missing := [library for library in libraries if importlib.util.find_spec(library) is None]:
                 print(f"  Exports that need {', '.join(missing)} are left out.", flush=True)
         forms = [form for form, libraries in EXPORTS.items() if all(map(importlib.util.find_spec, libraries))]
         items = [f"{form}, {source}" for form in forms for source in EXPORTED[form]]
@@ -217,16 +217,20 @@ def _graph_outputs(folder: Path) -> Record:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     for path in sorted(folder.rglob("*.onnx")):
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        made = session.run(None, {each.name: _random_input(each) for each in session.get_inputs()})
-        records[f"{path.name}, inputs"] = digest([[each.name, each.shape] for each in session.get_inputs()])
-        for output, value in zip(session.get_outputs(), made, strict=True):
+        outputs = session.run(
+            None, {graph_input.name: _random_input(graph_input) for graph_input in session.get_inputs()}
+        )
+        records[f"{path.name}, inputs"] = digest(
+            [[graph_input.name, graph_input.shape] for graph_input in session.get_inputs()]
+        )
+        for output, value in zip(session.get_outputs(), outputs, strict=True):
             records[f"{path.name}, {output.name}"] = digest(torch.from_numpy(numpy.array(value)))
     return records
 
 
 def _random_input(node: Any) -> numpy.ndarray:
     generator = numpy.random.default_rng(len(node.name))
-    shape = [each if isinstance(each, int) else 2 if number == 0 else 5 for number, each in enumerate(node.shape)]
+    shape = [size if isinstance(size, int) else 2 if number == 0 else 5 for number, size in enumerate(node.shape)]
     if "float" in node.type:
         return generator.normal(size=shape).astype(numpy.float32)
     if "mask" in node.name:

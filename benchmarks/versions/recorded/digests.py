@@ -51,14 +51,14 @@ class MissingCommand(Exception):
 
 def digest(*values: Any) -> str:
     """Return a digest of tensors, to the bit, and of values that JSON can hold."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor):
-            made.update(f"{value.dtype} {list(value.shape)}".encode())
-            made.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(f"{value.dtype} {list(value.shape)}".encode())
+            hasher.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         else:
-            made.update(json.dumps(value, sort_keys=True, default=str).encode())
-    return made.hexdigest()[:12]
+            hasher.update(json.dumps(value, sort_keys=True, default=str).encode())
+    return hasher.hexdigest()[:12]
 
 
 def scrub(text: str) -> str:
@@ -72,13 +72,16 @@ def json_records(value: Any) -> Record:
     """Return a record of each field of a JSON object: the value if it is short, else its digest."""
     fields = _without_volatile(value)
     fields = fields if isinstance(fields, dict) else {"content": fields}
-    return {name: each if len(json.dumps(each)) <= MOST_CHARACTERS else digest(each) for name, each in fields.items()}
+    return {
+        name: field_value if len(json.dumps(field_value)) <= MOST_CHARACTERS else digest(field_value)
+        for name, field_value in fields.items()
+    }
 
 
 def of_folder(folder: Path) -> Record:
     """Return the records of the files in a folder, without code, pictures, checkpoints and the README.md."""
     records: Record = {}
-    for path in sorted(each for each in folder.iterdir() if each.is_file()):
+    for path in sorted(entry for entry in folder.iterdir() if entry.is_file()):
         if path.suffix == ".safetensors":
             tensors = load_file(path)
             records[path.name] = digest(sorted(tensors), *(tensors[name] for name in sorted(tensors)))
@@ -103,7 +106,7 @@ def run(*argv: Any) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            status = importlib.import_module("hf_attn_variants.cli").main([str(each) for each in argv])
+            status = importlib.import_module("hf_attn_variants.cli").main([str(argument) for argument in argv])
         except SystemExit as stop:
             status = stop.code
     if status:
@@ -120,32 +123,32 @@ def record_each(items: Iterable[str], make: Callable[[str], Record]) -> Record:
     for item in items:
         print(f"  {item}", flush=True)
         try:
-            made = make(item)
+            record = make(item)
         except MissingCommand as error:
             print(f"    This tree does not have the command {error}.", flush=True)
             continue
         except Exception as error:
-            made = {"error": f"{type(error).__name__}: {scrub(str(error)).strip()[:300]}"}
-            print(f"    {made['error']}", flush=True)
-        records |= {f"{item}, {key}": value for key, value in made.items()}
+            record = {"error": f"{type(error).__name__}: {scrub(str(error)).strip()[:300]}"}
+            print(f"    {record['error']}", flush=True)
+        records |= {f"{item}, {key}": value for key, value in record.items()}
     return records
 
 
 @contextlib.contextmanager
 def in_empty_folder() -> Iterator[None]:
     """Run the body in an empty temporary folder, so that relative paths name the same files in each run."""
-    here = Path.cwd()
+    previous_folder = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             yield
         finally:
-            os.chdir(here)
+            os.chdir(previous_folder)
 
 
 def _without_volatile(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_volatile(each) for key, each in value.items() if not VOLATILE_FIELDS.fullmatch(str(key))}
+        return {key: _without_volatile(item) for key, item in value.items() if not VOLATILE_FIELDS.fullmatch(str(key))}
     if isinstance(value, list):
-        return [_without_volatile(each) for each in value]
+        return [_without_volatile(item) for item in value]
     return scrub(value) if isinstance(value, str) else value

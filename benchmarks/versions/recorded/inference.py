@@ -86,7 +86,7 @@ def _of_model(architecture: str, mechanism: str) -> Record:
     torch.manual_seed(0)
     row, head = ARCHITECTURE_HEADS[architecture]
     model, batch = row.model(head, **fields_of(architecture, mechanism)), row.batch(head)
-    state = {name: list(each.shape) for name, each in model.state_dict().items()}
+    state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     records = {"tensors": digest(state, *model.state_dict().values())}
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
@@ -94,9 +94,11 @@ def _of_model(architecture: str, mechanism: str) -> Record:
             records[implementation] = digest(model(**batch, use_cache=False).logits)
         model.zero_grad()
         model(**batch, use_cache=False).logits.float().square().mean().backward()
-        gradients = [(name, each.grad) for name, each in sorted(model.named_parameters()) if each.grad is not None]
+        gradients = [
+            (name, tensor.grad) for name, tensor in sorted(model.named_parameters()) if tensor.grad is not None
+        ]
         records[f"{implementation}, gradients"] = digest(
-            [name for name, _ in gradients], *(each for _, each in gradients)
+            [name for name, _ in gradients], *(tensor for _, tensor in gradients)
         )
     with torch.no_grad():
         outputs = model(**batch, use_cache=False, output_attentions=True, output_hidden_states=True)
@@ -104,7 +106,7 @@ def _of_model(architecture: str, mechanism: str) -> Record:
     model.set_attn_implementation("sdpa")
     decodes = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
     if model.can_generate() and decodes:
-        inputs = {name: each for name, each in batch.items() if not name.startswith(("decoder_", "labels"))}
+        inputs = {name: tensor for name, tensor in batch.items() if not name.startswith(("decoder_", "labels"))}
         records |= _generated(model, inputs, SEARCHES)
     return records
 
@@ -123,10 +125,10 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], searches: dict[str, 
     for name, search in searches.items():
         torch.manual_seed(0)
         try:
-            made = model.generate(
+            output = model.generate(
                 **inputs, **{"do_sample": False} | options | search, return_dict_in_generate=True, output_scores=True
             )
-            records[name] = digest(made["sequences"], *made["scores"])
+            records[name] = digest(output["sequences"], *output["scores"])
         except (ValueError, RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
             records[name] = type(error).__name__
     return records
@@ -149,7 +151,9 @@ def _of_quantized(kind: str, variant: str | None, dtype: str, generates: bool = 
     model = hf_attn_variants.quantize(model, dtype)
     with torch.no_grad():
         logits = model(**inputs, **({"decoder_input_ids": tokens[:, :5]} if kind == "t5" else {})).logits
-    layers = [f"{path} {type(each).__name__}" for path, each in model.named_modules() if hasattr(each, "in_features")]
+    layers = [
+        f"{path} {type(module).__name__}" for path, module in model.named_modules() if hasattr(module, "in_features")
+    ]
     records = {"logits": digest(logits), "layers": digest(layers)}
     return records | (_generated(model, inputs, SEARCHES) if kind == "t5" and generates else {})
 
@@ -188,5 +192,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
