@@ -56,8 +56,8 @@ class Architecture:
     def config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
         """Return a tiny configuration of a variant, with the fields that the head requires."""
         extra = self.heads[head].config if head else {}
-        own = self.variants.get(variant, {})
-        return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **own, **fields})
+        variant_fields = self.variants.get(variant, {})
+        return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **variant_fields, **fields})
 
     def model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
         """Return a tiny model in evaluation mode whose attention parameters differ from their initial values."""

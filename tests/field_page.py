@@ -54,7 +54,7 @@ def pairs_of() -> str:
     pairs += [
         (_setting_of(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
     ]
-    return PAIRS + "".join(f"| {one} | {other} |\n" for one, other in pairs)
+    return PAIRS + "".join(f"| {first} | {second} |\n" for first, second in pairs)
 
 
 def _setting_of(mechanism: type[Mechanism]) -> str:
@@ -70,9 +70,9 @@ def _cells(row: VariantField) -> tuple[str, ...]:
     values = ", ".join(f'`"{choice}"`' for choice in row.choices) or KINDS[row.kind]
     values = f"any of {values}" if row.kind is list else values
     default = {None: "none", (): "none"}.get(row.default, f"`{row.default!r}`".replace("'", '"'))
-    whole = [f"`{prefix}{row.name}`" for prefix in row.model_wide_prefixes]
+    model_wide_names = [f"`{prefix}{row.name}`" for prefix in row.model_wide_prefixes]
     by_layer = "yes" if "by_layer" in row.tags else ""
-    by_layer += f", except {', '.join(whole)}" if whole else ""
+    by_layer += f", except {', '.join(model_wide_names)}" if model_wide_names else ""
     more = next(MORE[key] for key in (row.name, *row.tags) if key in MORE)
     return names, FIELD_TEXTS[row.name].help.format(**ANY), values, default, by_layer, more
 

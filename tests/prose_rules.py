@@ -96,7 +96,7 @@ def violations(path: Path) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "name", None)
         is_new = not isinstance(node, ast.keyword) and not (
-            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Workload)
+            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         )
         if path.parts[0] == PACKAGE and is_new and name in UNCLEAR_NAMES:
             yield node.lineno, "unclear name", name

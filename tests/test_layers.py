@@ -76,9 +76,9 @@ def arrows_upward(imports):
     result = []
     for name, others in imports.items():
         for other in others:
-            here, there = layer_of(name), layer_of(other)
-            if here != there and LEVELS[there] >= LEVELS[here]:
-                result.append(f"{name} ({here}) imports {other} ({there})")
+            layer, imported_layer = layer_of(name), layer_of(other)
+            if layer != imported_layer and LEVELS[imported_layer] >= LEVELS[layer]:
+                result.append(f"{name} ({layer}) imports {other} ({imported_layer})")
     return sorted(result)
 
 
@@ -215,11 +215,11 @@ def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
     assert result == {"composition.py"}
 
 
-def literals(names, own):
+def literals(names, module):
     """Return the places where one of some names occurs as a string, except in files of that name and in formulas."""
     result = []
     for name, path in MODULES.items():
-        is_own = re.fullmatch(own, path.name) or ".reference" in name
+        is_own = re.fullmatch(module, path.name) or ".reference" in name
         nodes = () if is_own else ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         result += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
     return result
@@ -229,8 +229,8 @@ def test_layer_checks_detect_violations(tmp_path):
     (tmp_path / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
-    made = {name: imported_modules(name, modules) for name in modules}
-    assert circles(made) == [sorted(modules)]
+    imports = {name: imported_modules(name, modules) for name in modules}
+    assert circles(imports) == [sorted(modules)]
     assert arrows_upward({f"{PACKAGE}.hub.a": {f"{PACKAGE}.training.b", f"{PACKAGE}.files"}}) == [
         f"{PACKAGE}.hub.a (hub) imports {PACKAGE}.training.b (training)"
     ]

@@ -77,10 +77,10 @@ def run_wheel(built, tmp_path_factory):
     dependencies = tmp_path_factory.mktemp("dependencies")
     for site in (Path(path) for path in sys.path if Path(path).name.endswith("-packages")):
         for entry in site.iterdir():
-            ours = (
+            code = (
                 entry.name.startswith(("attn_variants", "hf_attn_variants", "__editable__")) or entry.suffix == ".pth"
             )
-            if not ours and not (dependencies / entry.name).is_symlink():
+            if not code and not (dependencies / entry.name).is_symlink():
                 (dependencies / entry.name).symlink_to(entry)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (built.folder, dependencies)))}
 
@@ -95,8 +95,8 @@ def run_wheel(built, tmp_path_factory):
 @pytest.mark.thorough
 def test_sdist_contains_the_repository(built, repository_files):
     """Check that the sdist contains all tracked files, so that tests, docs and benchmarks run from it."""
-    made = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
-    assert built.sdist - made == {name for name in repository_files if not name.startswith(NOT_SHIPPED)}
+    generated_files = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
+    assert built.sdist - generated_files == {name for name in repository_files if not name.startswith(NOT_SHIPPED)}
 
 
 @pytest.mark.thorough

@@ -154,8 +154,8 @@ def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -
     if module.kernel.name == "favor":  # the package leaves out factors that the weights' sums take out
         return favor_features(query, module.kernel_vectors) @ favor_features(key, module.kernel_vectors).mT
     queries, (keys, _) = (
-        module.kernel.query_features(module, query, 1.0),
-        module.kernel.key_features(module, key, None, 1.0),
+        module.kernel.compute_query_features(module, query, 1.0),
+        module.kernel.compute_key_features(module, key, None, 1.0),
     )
     return queries @ keys.mT
 

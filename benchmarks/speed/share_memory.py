@@ -59,7 +59,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     works = {name: decoding(model) for name, model in models.items()}
     first = {name: work(return_dict_in_generate=True) for name, work in works.items()}
     same = {name: torch.equal(output.sequences, first[UPSTREAM].sequences) for name, output in first.items()}
-    stored_bytes = {name: kept_of(get_cache(output)) for name, output in first.items()}
+    stored_bytes = {name: compute_cached_bytes(get_cache(output)) for name, output in first.items()}
     del first
     times, usage = interleaved(works, "cpu", args.rounds)
     size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}
@@ -67,11 +67,11 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     return size | row | {"usage": {"milliseconds": usage}}
 
 
-def kept_of(cache: Any) -> int:
+def compute_cached_bytes(cache: Any) -> int:
     """Return the bytes that a cache holds of a source."""
     layers = cache.cross_attention_cache.layers
     if all(holds_encoder_outputs(layer) for layer in layers):
-        return layers[0].source.nbytes
+        return layers[0].encoder_outputs.nbytes
     return sum(states.nbytes for layer in layers for states in (layer.keys, layer.values))
 
 

@@ -164,7 +164,7 @@ def test_quality_table_shows_means_and_ranges(quality, tiny):
             ("random", 1, 100, 0, 4.0),
         )
     ]
-    assert quality.tables(rows).splitlines() == [
+    assert quality.format_tables(rows).splitlines() == [
         "tiny, parameters (multi-head 9.0):",
         "",
         "| method | uptraining steps | 2 KV heads | 1 KV heads | time |",
@@ -180,6 +180,6 @@ def test_rows_with_an_older_batch_order_are_measured_again(quality, tiny, tmp_pa
     row = dict(zip(quality.KEY, ("tiny", "mean", 2, 100, 0), strict=True)) | {"size": 5.0, "batch_order": "sorted"}
     path.write_text(json.dumps({"runs": [], "rows": [row]}))
     results = quality.Results(path)
-    assert quality.get_row_key(row) not in results and "100" not in quality.tables(results.rows)
+    assert quality.get_row_key(row) not in results and "100" not in quality.format_tables(results.rows)
     results.add({name: value for name, value in row.items() if name != "batch_order"})
     assert quality.get_row_key(row) in results and "batch_order" not in path.read_text()

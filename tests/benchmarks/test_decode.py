@@ -32,8 +32,8 @@ def test_every_model_has_a_row_with_its_cache_size(decode, tmp_path, monkeypatch
         # latent stores r numbers for all layers, and also keys and values if 2 x 8 numbers are at most r.
         names += ["exact", "cross r=32", "cross r=16", "cross r=8"]
         token = 2 * 2 * 4 * 16
-        kept = [3 * token + 8 * rank + (8 * token if rank >= 16 else 0) for rank in (64, 32, 16, 8)]
-        ratios += [numbers / (11 * token) for numbers in kept]
+        cache_bytes = [3 * token + 8 * rank + (8 * token if rank >= 16 else 0) for rank in (64, 32, 16, 8)]
+        ratios += [numbers / (11 * token) for numbers in cache_bytes]
     assert [row["model"] for row in rows] == names
     assert [row["cache_bytes_ratio"] for row in rows] == pytest.approx(ratios)
     assert (tmp_path / "run.png").stat().st_size > 1000

@@ -65,7 +65,7 @@ def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
 
     model = hf_attn_variants.AttnVariantBertModel
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda self, *args, **given: forward(self, *args, **given | NO_MASK))
+    monkeypatch.setattr(model, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs | NO_MASK))
     with pytest.raises(ValueError, match="and BertModel with the same weights have different outputs"):
         measure(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 8, 1)
 

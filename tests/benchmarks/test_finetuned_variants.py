@@ -51,9 +51,9 @@ def test_existing_checkpoint_is_not_made_again(comparison, tmp_path):
     comparison.make_checkpoint(args, run, variants)
     folder = comparison.checkpoint_folder(args, run, variants)
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
-    made = (folder / "model.safetensors").stat().st_mtime_ns
+    modified_time = (folder / "model.safetensors").stat().st_mtime_ns
     comparison.make_checkpoint(args, run, variants)
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert (folder / "model.safetensors").stat().st_mtime_ns == modified_time
 
 
 def _finish(folder, arguments):
@@ -161,7 +161,7 @@ def test_finetuning_table_has_means_ranges_and_gaps(comparison):
         {"variant": "MHA", "task": "squad", "seed": 1, "exact_match": 70.0, "f1": 80.0},
         {"variant": "MQA (mean)", "task": "cola", "seed": 1, "matthews_correlation": 0.1},
     ]
-    assert comparison.table(rows).splitlines() == [
+    assert comparison.format_table(rows).splitlines() == [
         "| | CoLA matthews_correlation | SQuAD v1.1 exact_match | SQuAD v1.1 f1 |",
         "| --- | --- | --- | --- |",
         "| MHA | 0.250 (0.200 to 0.300) | 70.000 | 80.000 |",

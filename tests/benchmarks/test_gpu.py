@@ -37,21 +37,21 @@ def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
         calls.append("fails")
         raise ValueError("no such kernel")
 
-    made = {"fails": fails, "works": lambda: calls.append("works") or {"met": True}}
-    assert cells.run_cells(part, made) == cells.COMPLETE
+    functions = {"fails": fails, "works": lambda: calls.append("works") or {"met": True}}
+    assert cells.run_cells(part, functions) == cells.COMPLETE
     assert cells_of(part)["fails"]["status"] == "failed"
     assert cells_of(part)["fails"]["error"] == "ValueError: no such kernel"
     assert cells_of(part)["works"]["met"]
-    assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
+    assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
 
 
 def test_selected_cells_run_first_and_the_others_later(load, part):
     cells, calls = load("benchmarks.gpu.cells"), []
-    made = {name: lambda name=name: calls.append(name) or {} for name in ("t5, batch 1", "t5, batch 64", "bert")}
+    functions = {name: lambda name=name: calls.append(name) or {} for name in ("t5, batch 1", "t5, batch 64", "bert")}
     part.cells = ["batch 64", "bert"]
-    assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["t5, batch 64", "bert"]
+    assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["t5, batch 64", "bert"]
     part.cells = []
-    assert cells.run_cells(part, made) == cells.COMPLETE and calls[2:] == ["t5, batch 1"]
+    assert cells.run_cells(part, functions) == cells.COMPLETE and calls[2:] == ["t5, batch 1"]
     assert json.loads(part.output.read_text())["cells_in_all"] == 3
 
 
@@ -61,9 +61,9 @@ def test_lost_device_restarts_the_process(load, part):
     def breaks():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    made = {"breaks": breaks, "works": dict}
-    assert cells.run_cells(part, made) == cells.DEVICE_LOST and list(cells_of(part)) == ["breaks"]
-    assert cells.run_cells(part, made) == cells.COMPLETE
+    functions = {"breaks": breaks, "works": dict}
+    assert cells.run_cells(part, functions) == cells.DEVICE_LOST and list(cells_of(part)) == ["breaks"]
+    assert cells.run_cells(part, functions) == cells.COMPLETE
     assert [cell["status"] for cell in cells_of(part).values()] == ["failed", "done"]
 
 
@@ -166,8 +166,8 @@ def test_gpu_run_rejects_invalid_flags(load, capsys, flags, message):
 def test_kernel_parity_is_reported(load, part):
     """Check the fastest part in this process."""
     cells, kernel_truth = load("benchmarks.gpu.cells"), load("benchmarks.gpu.kernel_truth")
-    made = kernel_truth.make_cells(part)
-    few = {name: made[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
+    functions = kernel_truth.make_cells(part)
+    few = {name: functions[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
     assert cells.run_cells(part, few) == cells.COMPLETE
     assert [cell["met"] for cell in cells_of(part).values()] == [True] * 3
     assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.get_backend()}
@@ -177,7 +177,7 @@ def test_wrong_kernel_fails_the_parity_check(load, monkeypatch):
     kernel_truth = load("benchmarks.gpu.kernel_truth")
     attend = kernel_truth.talking_heads_attention
     monkeypatch.setattr(kernel_truth, "talking_heads_attention", lambda *args, **call: 1.001 * attend(*args, **call))
-    result = kernel_truth.truth(kernel_truth.CASES["padding"]._replace(n=4, m=6), "cpu", "float32", True)
+    result = kernel_truth.measure_errors(kernel_truth.CASES["padding"]._replace(n=4, m=6), "cpu", "float32", True)
     assert not result["met"] and result["errors"]["output"] == pytest.approx(1e-3, rel=0.05)
 
 
@@ -187,15 +187,15 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
     parity = load("benchmarks.gpu.parity")
     architecture = next(architecture for architecture in parity.ALL_ARCHITECTURES if architecture.name == "distilbert")
     assert parity.measure_architecture_parity(architecture, "cpu", "bfloat16")["met"]
-    pair = parity.pair
+    make_pair = parity.make_pair
 
     def moved(*args):
-        upstream, ours = pair(*args)
+        upstream, variant_model = make_pair(*args)
         with torch.no_grad():
-            next(ours.parameters()).add_(0.01)
-        return upstream, ours
+            next(variant_model.parameters()).add_(0.01)
+        return upstream, variant_model
 
-    monkeypatch.setattr(parity, "pair", moved)
+    monkeypatch.setattr(parity, "make_pair", moved)
     assert not parity.measure_architecture_parity(architecture, "cpu", "float32")["met"]
 
 
@@ -203,7 +203,7 @@ def test_layer_is_timed_with_each_kernel(load):
     import argparse
 
     long_texts = load("benchmarks.gpu.long_texts")
-    rows = long_texts.layers(512, argparse.Namespace(tiny=True, device="cpu"))
+    rows = long_texts.measure_layers(512, argparse.Namespace(tiny=True, device="cpu"))
     assert {f"BERT layer, {name}" for name in long_texts.KERNELS} <= rows["forward"].keys() and not rows["failures"]
 
 

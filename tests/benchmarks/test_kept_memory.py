@@ -46,7 +46,7 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
     assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == FIXED_SETTINGS
     for item in (report, report["kept"]):
         assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in item["rows"])
-    assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
+    assert {setting["figures"] for setting in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
     assert load("benchmarks.kept_memory").is_recorded(report)
     assert len(list(load("benchmarks.speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
@@ -100,15 +100,15 @@ def test_fixed_allocator_setting_needs_both_variables_or_a_preload(monkeypatch):
     for name in (*FIXED_SETTINGS, "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
     assert page_faults.get_allocator_setting() == "glibc"
-    one, other = FIXED_SETTINGS
-    monkeypatch.setenv(one, FIXED_SETTINGS[one])
+    first, second = FIXED_SETTINGS
+    monkeypatch.setenv(first, FIXED_SETTINGS[first])
     assert page_faults.get_allocator_setting() == "glibc"
-    monkeypatch.setenv(other, FIXED_SETTINGS[other])
+    monkeypatch.setenv(second, FIXED_SETTINGS[second])
     assert (
         page_faults.get_allocator_setting() == "kept"
         and page_faults.describe_memory()["kept"]["variables"] == FIXED_SETTINGS
     )
-    monkeypatch.delenv(one)
+    monkeypatch.delenv(first)
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
     assert page_faults.describe_memory()["kept"]["allocator"] == "jemalloc"
 
@@ -132,8 +132,8 @@ def reports(kept_usage):
         return of | {"forward": {"sdpa": base, "window": 100.0}, "training": {}}
 
     glibc = {"memory": {"glibc": {"allocator": "glibc"}}, "layers": [], "attention": [row(600.0, MANY)]}
-    kept = {"memory": {"kept": {"allocator": "glibc"}}, "layers": [], "attention": [row(200.0, kept_usage)]}
-    return glibc | {"targets": targets}, kept | {"targets": [targets[0] | {"measured": 2.0, "met": False}]}
+    fixed = {"memory": {"kept": {"allocator": "glibc"}}, "layers": [], "attention": [row(200.0, kept_usage)]}
+    return glibc | {"targets": targets}, fixed | {"targets": [targets[0] | {"measured": 2.0, "met": False}]}
 
 
 def test_reports_of_both_settings_are_merged(load):
@@ -161,14 +161,14 @@ def test_run_with_many_faults_gives_no_claim(load):
 def test_speed_table_shows_the_claimed_ratio(load):
     tables = load("benchmarks.speed_tables")
     report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
-    ((row, kept),) = tables.pairs(report, "attention")
-    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "2.00×, default 6.00×"
-    ((row, kept),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
-    assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "6.00×"
+    ((row, fixed_row),) = tables.pairs(report, "attention")
+    assert tables.ratio(row, fixed_row, tables.in_times("forward", "sdpa", "window")) == "2.00×, default 6.00×"
+    ((row, fixed_row),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
+    assert tables.ratio(row, fixed_row, tables.in_times("forward", "sdpa", "window")) == "6.00×"
 
 
 def test_report_describes_the_machine_without_its_name(load):
-    result = load("benchmarks.machine").machine("cpu")
+    result = load("benchmarks.machine").describe_machine("cpu")
     assert result["cpu"] and result["cores"] == os.cpu_count() and result["memory_gib"] > 0.1
     assert os.uname().nodename not in json.dumps(result) and str(Path.home()) not in json.dumps(result)
     info = load("benchmarks.machine").read_cpu_info()
@@ -252,7 +252,7 @@ def test_every_speed_report_can_be_measured_again(load):
 def test_missing_input_error_names_the_flag(load, monkeypatch, tmp_path):
     module = load("benchmarks.measure_again")
     monkeypatch.setattr(module, "ROOT", tmp_path / "a")
-    given = module.parse_args(["--minilm", "there"])
-    assert module.filled(["--x", module.MINILM], given) == ["--x", "there"]
+    args = module.parse_args(["--minilm", "there"])
+    assert module.filled(["--x", module.MINILM], args) == ["--x", "there"]
     with pytest.raises(ValueError, match="--train_file"):
-        module.filled(["--train_file", module.TEXT], given)
+        module.filled(["--train_file", module.TEXT], args)

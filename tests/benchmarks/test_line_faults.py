@@ -33,12 +33,12 @@ def test_faults_change_only_executed_code(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
     (name, function) = next(mutations.functions(ast.parse(SOURCE)))
     lines = SOURCE.encode().splitlines()
-    made = set()
+    faults = set()
     for number, begin, end, new, _ in mutations.mutations(function, lines):
         line = lines[number - 1]
-        made.add((line[:begin] + new.encode() + line[end:]).decode().strip())
+        faults.add((line[:begin] + new.encode() + line[end:]).decode().strip())
         ast.parse(b"\n".join([*lines[: number - 1], line[:begin] + new.encode() + line[end:], *lines[number:]]))
-    assert name == "Scale.apply" and made == {
+    assert name == "Scale.apply" and faults == {
         "if scale >= 0 and rows:",
         "if scale <= 0 and rows:",
         "if scale > 0 or rows:",

@@ -28,8 +28,11 @@ def test_every_part_of_the_linear_attention_benchmark_runs(benchmark, tmp_path, 
             assert all(set(row[mode]) == {"sdpa", "hedgehog", "favor"} for mode in benchmark.MODES)
     models = ["upstream", "hedgehog", "hedgehog in 1 layers", "favor", "favor in 1 layers"]
     assert all(sorted(row["pass"]) == sorted(models) for row in report["models"])
-    kept = [row["bytes"] for row in report["steps"]]
-    assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
+    cache_sizes = [row["bytes"] for row in report["steps"]]
+    assert (
+        cache_sizes[0]["sdpa"] * 4 == cache_sizes[1]["sdpa"]
+        and cache_sizes[0]["hedgehog"] == cache_sizes[1]["hedgehog"] == 4 * 128 * 65
+    )
     assert [item["least"] for item in report["targets"]] == [1.0]
     assert "to the power of" in capsys.readouterr().out
     others = ["--peers", "sdpa", "hybrid", "linformer", "--parts", "attention", "causal", "steps"]

@@ -69,10 +69,10 @@ def test_pieces_are_averaged_with_their_lengths_as_weights(benchmark, source):
 def test_long_input_rows_are_not_measured_again(benchmark, source, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(source)
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
-    drawn = random.Random(0)
+    generator = random.Random(0)
     shards = []
     for number in range(4):
-        articles = ["\n".join(" ".join(drawn.choices(words, k=20)) for _ in range(6)) for _ in range(8)]
+        articles = ["\n".join(" ".join(generator.choices(words, k=20)) for _ in range(6)) for _ in range(8)]
         shards.append(tmp_path / f"train-{number}.txt.gz")
         shards[-1].write_bytes(gzip.compress("\n\n".join(articles).encode()))
 
@@ -107,8 +107,8 @@ def test_long_input_rows_are_not_measured_again(benchmark, source, tmp_path, mon
 def test_joined_articles_shift_the_answers(questions, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_reader("bert", tmp_path / "reader"))
     content = make_questions()
-    whole = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
-    (article,) = whole["data"]
+    joined = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
+    (article,) = joined["data"]
     (paragraph,) = article["paragraphs"]
     assert paragraph["context"] == "\n".join(item["context"] for item in content["data"][0]["paragraphs"])
     assert len(paragraph["qas"]) == 4
@@ -194,10 +194,10 @@ def test_timed_encoders_give_equal_outputs(monkeypatch):
     benchmark = importlib.import_module("benchmarks.long.long_t5")
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
     encoders, ids = benchmark.make_encoders(), torch.randint(2, 400, (1, 600))
-    for ours, theirs in benchmark.UPSTREAM.items():
-        weights = encoders[ours].state_dict()
-        names = dict(zip(sorted(encoders[theirs].state_dict()), sorted(weights), strict=True))
-        encoders[theirs].load_state_dict({name: weights[own] for name, own in names.items()})
+    for variant_name, upstream_name in benchmark.UPSTREAM.items():
+        weights = encoders[variant_name].state_dict()
+        names = dict(zip(sorted(encoders[upstream_name].state_dict()), sorted(weights), strict=True))
+        encoders[upstream_name].load_state_dict({name: weights[variant_key] for name, variant_key in names.items()})
         with torch.no_grad():
-            outputs = [encoders[name](ids).last_hidden_state for name in (ours, theirs)]
+            outputs = [encoders[name](ids).last_hidden_state for name in (variant_name, upstream_name)]
         torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)

@@ -37,13 +37,13 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     # torch computes the first two tokens, and the graph continues with its cache
     start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
     caches = (get_cache(start).self_attention_cache, get_cache(start).cross_attention_cache)
-    own, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)
+    self_states, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)
     assert source[0][0].shape == (3, kv_heads, 9, 8)
     tokens = start.logits[:, -1:].argmax(-1)
     for _ in range(new_tokens - 2):
-        inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": source}
+        inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": self_states, "source": source}
         logits, *flat = (torch.from_numpy(item) for item in session.run(None, benchmark.arrays(session, inputs)))
-        own = list(zip(flat[::2], flat[1::2], strict=True))
+        self_states = list(zip(flat[::2], flat[1::2], strict=True))
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
 

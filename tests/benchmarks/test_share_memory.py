@@ -15,8 +15,8 @@ def test_shared_memory_stores_a_source_once(monkeypatch, tmp_path):
     keys, outputs = 2 * 16 * 2 * 2 * 64 * 4, 2 * 16 * 64 * 4  # of two sentences, in two layers; once
     for row, beams in zip(report["runs"], (1, 3), strict=True):
         assert all(row["same_tokens"].values()) and row["milliseconds"].keys() == row["cross_cache_bytes"].keys()
-        kept = row["cross_cache_bytes"]
-        assert kept["upstream"] == keys * beams and kept["keys_and_values"] == keys
-        assert kept["encoder_outputs"] == outputs
+        cache_bytes = row["cross_cache_bytes"]
+        assert cache_bytes["upstream"] == keys * beams and cache_bytes["keys_and_values"] == keys
+        assert cache_bytes["encoder_outputs"] == outputs
     claims = importlib.import_module("benchmarks.speed_claims").claims("share_memory_tiny", report)
     assert len(list(claims)) == 2 * 2

@@ -15,13 +15,13 @@ def benchmark(monkeypatch):
 
 
 def test_pairs_of_times_alternate(benchmark, capsys):
-    asked = []
+    calls = []
 
     def worker(name, seconds, digest):
         def ask(task):
             if task is None:
                 return ["decoding", "pass"]
-            asked.append(name)
+            calls.append(name)
             return {"seconds": seconds, "digest": digest if task == "pass" else "same"}
 
         return ask
@@ -30,7 +30,7 @@ def test_pairs_of_times_alternate(benchmark, capsys):
     assert [row["ratio"] for row in rows.values()] == [0.5, 0.5]
     assert [row["equal"] for row in rows.values()] == [True, False]
     assert rows["pass"]["seconds"] == [(2.0, 1.0)] * 3
-    assert asked == ["new", "old", "old", "new"] * 4
+    assert calls == ["new", "old", "old", "new"] * 4
     assert "DIFFER" in capsys.readouterr().out
 
 

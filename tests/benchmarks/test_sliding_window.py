@@ -43,10 +43,10 @@ def test_compared_window_layers_give_equal_outputs(benchmark):
     """Compare our layer with Longformer's, with equal projections for global and all tokens."""
     torch.manual_seed(0)
     layers = benchmark.make_layers(64, 1024)
-    ours, theirs = layers[benchmark.OURS], layers[benchmark.LONGFORMER].layer
+    layer, longformer_layer = layers[benchmark.OURS], layers[benchmark.LONGFORMER].layer
     for name in ("query", "key", "value"):
-        for target in (getattr(theirs, name), getattr(theirs, f"{name}_global")):
-            target.load_state_dict(getattr(ours, name).state_dict())
+        for target in (getattr(longformer_layer, name), getattr(longformer_layer, f"{name}_global")):
+            target.load_state_dict(getattr(layer, name).state_dict())
     states = torch.randn(1, 1024, 64)
     with torch.no_grad():
-        torch.testing.assert_close(ours(states)[0], layers[benchmark.LONGFORMER](states), atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer(states)[0], layers[benchmark.LONGFORMER](states), atol=1e-5, rtol=0)

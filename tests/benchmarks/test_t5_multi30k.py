@@ -66,8 +66,8 @@ def test_existing_converted_variant_is_not_made_again(comparison, tmp_path):
     args = argparse.Namespace(model=str(tmp_path / "source"), work_dir=tmp_path)
     variant = comparison.ConvertedModel("both", "random")
     flags = variant.flags(args)
-    made = Path(flags[1], "model.safetensors").stat().st_mtime_ns
-    assert variant.flags(args) == flags and Path(flags[1], "model.safetensors").stat().st_mtime_ns == made
+    modified_time = Path(flags[1], "model.safetensors").stat().st_mtime_ns
+    assert variant.flags(args) == flags and Path(flags[1], "model.safetensors").stat().st_mtime_ns == modified_time
     assert comparison.ConvertedModel().flags(args) == ["--model_name_or_path", args.model]
 
 
@@ -91,7 +91,7 @@ def test_multi30k_table_has_means_ranges_and_common_metrics(comparison):
         {"variant": "MHA", "seed": seed, "dev_loss": loss, "test_bleu": 30.0, "num_parameters": 2_000_000}
         for seed, loss in ((0, 2.0), (1, 3.0))
     ]
-    assert comparison.table(rows).splitlines() == [
+    assert comparison.format_table(rows).splitlines() == [
         "| | dev ln(PPL) | test BLEU, greedy | parameters |",
         "| --- | --- | --- | --- |",
         "| MHA | 2.500 (2.000 to 3.000) | 30.0 | 2.000 M |",

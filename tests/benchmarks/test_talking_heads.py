@@ -68,7 +68,9 @@ def test_layers_with_identity_projections_equal_multi_head_attention(load):
     import torch
 
     layers, peers = load("benchmarks.speed.talking_heads_layers"), load("benchmarks.speed.talking_heads_peers")
-    made = {name: layers.Layer(attend, 4, 8) for name, attend in peers.make_peers("cpu", ["sdpa", "blocked"]).items()}
-    made["blocked"].load_state_dict(made["sdpa"].state_dict())
+    layers_by_name = {
+        name: layers.Layer(attend, 4, 8) for name, attend in peers.make_peers("cpu", ["sdpa", "blocked"]).items()
+    }
+    layers_by_name["blocked"].load_state_dict(layers_by_name["sdpa"].state_dict())
     states = torch.randn(2, 6, 32)
-    torch.testing.assert_close(made["blocked"](states), made["sdpa"](states))
+    torch.testing.assert_close(layers_by_name["blocked"](states), layers_by_name["sdpa"](states))

@@ -30,12 +30,12 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
     assert saved["repositories"] == [f"{head}-{variant}" for variant in worker.VARIANTS]
     monkeypatch.setattr(matrix, "KEPT", tmp_path / "kept")
     matrix.keep(tmp_path / "saved", "0.0")
-    [(name, kept)] = matrix.kept_repositories(tmp_path).items()
-    assert name == "0.0, kept" and {path.name for path in kept.iterdir()} == {
+    [(name, repository)] = matrix.kept_repositories(tmp_path).items()
+    assert name == "0.0, kept" and {path.name for path in repository.iterdir()} == {
         f"{head}-{item}" for item in ("latent", "hybrid")
     }
     for path in (tmp_path / f"saved/{head}-latent").iterdir():
-        assert (kept / f"{head}-latent" / path.name).read_bytes() == path.read_bytes()
+        assert (repository / f"{head}-latent" / path.name).read_bytes() == path.read_bytes()
     weights = tmp_path / f"saved/{head}-gqa/model.safetensors"
     tensors = load_file(weights)
     tensors["shared.weight"][7] += 0.01
@@ -114,7 +114,7 @@ def test_matrix_table_counts_equal_repositories(matrix):
         {"saved_by": "a", "loaded_with": "5.16.0", "error": "x"},
         {"saved_by": "b", "loaded_with": "5.16.0", "same_tokens": True} | same,
     ]
-    assert matrix.table({"rows": rows}).splitlines()[2:] == [
+    assert matrix.format_table({"rows": rows}).splitlines()[2:] == [
         "| 5.15.1 | 1 of 2 the same | 0 of 0 the same |",
         "| 5.16.0 | 0 of 1 the same | 1 of 1 the same |",
     ]
@@ -122,4 +122,4 @@ def test_matrix_table_counts_equal_repositories(matrix):
 
 def test_compatibility_page_contains_the_table_of_the_results(matrix):
     results = json.loads((ROOT / "benchmarks/versions/results/transformers_matrix.json").read_text(encoding="utf-8"))
-    assert matrix.table(results) in (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    assert matrix.format_table(results) in (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")

@@ -57,9 +57,9 @@ def test_words_of_other_scripts_are_split(script, text, words):
 
 def test_timestamps_are_compared_for_common_tokens(script):
     source = [script.Transcript("", [5, 6, 7], [0.0, 1.0, 2.0])]
-    own = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
+    converted = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
     assert script.compare_times(source, source)["shift_of_95_percent"] == 0
-    assert script.compare_times(source, own) == {
+    assert script.compare_times(source, converted) == {
         "tokens": 2,
         "median_shift": 0.25,
         "shift_of_95_percent": 0.5,

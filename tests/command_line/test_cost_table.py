@@ -154,18 +154,18 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
     fields |= {"kv_lora_rank": ranks[0], "cross_kv_lora_rank": ranks[1], "attn_implementation": "eager"}
     model = T5.model("T5ForConditionalGeneration", **fields)
     source, token = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, 1))
-    kept = {}
+    cached = {}
 
-    def step(**given):
-        kept.update(model(decoder_input_ids=token, use_cache=True, **given))
+    def step(**kwargs):
+        cached.update(model(decoder_input_ids=token, use_cache=True, **kwargs))
 
     first = count_flops_per_token(model, 1, SOURCE, decodes=True, batch_size=2)
     executed = counted(lambda: step(input_ids=source))
     assert executed == first["encoder"] * source.numel() + first["decoder"] * 2
     for length in range(2, 5):
         flops = count_flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
-        states = (kept["encoder_last_hidden_state"],)
-        executed = counted(lambda: step(encoder_outputs=states, **with_cache(kept[get_cache_name()])))  # noqa: B023
+        states = (cached["encoder_last_hidden_state"],)
+        executed = counted(lambda: step(encoder_outputs=states, **with_cache(cached[get_cache_name()])))  # noqa: B023
         assert executed == flops["decoder"] * 2, length
 
 
@@ -183,8 +183,8 @@ def test_latent_parameters_are_counted_as_attention():
         T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, talking_heads="both"),
         BERT.model("BertModel", kv_lora_rank=6, per_layer_values={"num_key_value_heads": [12, 2]}),
     ):
-        own = (".attention.self.", ".attention.output.dense", "Attention.", "cross_kv_a_proj")
-        named = ((n, p) for n, p in model.named_parameters() if any(part in n for part in own))
+        attention_names = (".attention.self.", ".attention.output.dense", "Attention.", "cross_kv_a_proj")
+        named = ((n, p) for n, p in model.named_parameters() if any(part in n for part in attention_names))
         expected = sum(p.numel() for n, p in named if "relative_attention_bias" not in n)
         assert count_attention_parameters(model) == expected
 
@@ -249,10 +249,10 @@ def generated_cache(model, steps, source, batch):
 def test_beam_cache_size_equals_a_real_search(fields):
     """Compare with a search: we store a source once, except with talking heads in cross-attention."""
     head = "T5ForConditionalGeneration"
-    own = T5.model(head, "mha", **fields)
-    config = json.loads(own.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
+    model = T5.model(head, "mha", **fields)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
     table = compute_cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
-    assert table.current.kv_cache_bytes == searched_cache(own) and table.upstream_kv_cache_bytes is None
+    assert table.current.kv_cache_bytes == searched_cache(model) and table.upstream_kv_cache_bytes is None
     if not fields:
         upstream = T5.make_upstream_model(head)
         described = upstream.config.to_dict() | {"architectures": [head]}
@@ -287,13 +287,13 @@ def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "largest batch" in printed and "4 beams" in printed
     cells = {line.split("  ")[0]: re.split(r"\s{2,}", line) for line in printed.splitlines() if "  " in line}
-    [first, own] = [cells[name] for name in ("transformers *", "MHA")]
+    [first, variant_cells] = [cells[name] for name in ("transformers *", "MHA")]
     assert printed.index("transformers *") < printed.index("MHA") and "transformers" not in printed.splitlines()[-1]
     assert (first[3], first[4]) == ("0 B (0%)", str(table.upstream_largest_batch))
-    assert own[4] == f"{table.current.largest_batch}"
+    assert variant_cells[4] == f"{table.current.largest_batch}"
     saved = table.upstream_kv_cache_bytes - table.current.kv_cache_bytes
     assert table.compute_savings(table.current)["kv_cache_bytes"] == saved
-    assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
+    assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in variant_cells[3]
     assert "`share_memory`" in printed
     for memory, output_text in (
         ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
@@ -359,8 +359,8 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
     model = architecture.model(head, per_layer_values=values, **shape)
     assert table.current.parameters == sum(p.numel() for p in model.parameters())
     if architecture is T5:
-        kept = table.current.kv_cache_bytes_per_token
-        assert kept == {heads: 4 * (2 * 4 * 8 + 8), "cross": 4 * (2 * 4 * 8 + 2 * 8)}
+        cache_bytes = table.current.kv_cache_bytes_per_token
+        assert cache_bytes == {heads: 4 * (2 * 4 * 8 + 8), "cross": 4 * (2 * 4 * 8 + 2 * 8)}
 
 
 def test_talking_heads_checkpoint_keeps_its_head_count():

@@ -55,13 +55,13 @@ if __name__ == "__main__":
         (["theirs.py"], False),
     ],
 )
-def test_interrupt_during_imports_prints_one_line(argv, own, tmp_path):
+def test_interrupt_during_imports_prints_one_line(argv, is_own_command, tmp_path):
     (tmp_path / "stub/other").mkdir(parents=True)
     (tmp_path / "stub/transformers.py").write_text(INTERRUPTING)
     (tmp_path / "stub/other/__init__.py").write_text("import hf_attn_variants\n")
     (tmp_path / "attn-variants").write_text(COMMAND)
     root = folder = ROOT
-    if not own:  # the folder of an installed package contains files of other packages
+    if not is_own_command:  # the folder of an installed package contains files of other packages
         root = tmp_path / "installed"
         folder = root / "scripts"
         shutil.copytree(ROOT / "hf_attn_variants", root / "hf_attn_variants")
@@ -77,7 +77,7 @@ def test_interrupt_during_imports_prints_one_line(argv, own, tmp_path):
         text=True,
         timeout=120,
     )
-    if own:
+    if is_own_command:
         assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "Stopped by Ctrl-C.\n")
     else:
         assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
@@ -111,7 +111,7 @@ def test_interrupt_during_work_prints_one_line(capsys):
 def test_command_work_uses_the_default_interrupt_handler():
     before, result = signal.signal(signal.SIGINT, errors._exit_immediately), []
     try:
-        note = lambda given: result.append(signal.getsignal(signal.SIGINT))  # noqa: E731
+        note = lambda args: result.append(signal.getsignal(signal.SIGINT))  # noqa: E731
         assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
@@ -122,7 +122,7 @@ def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signals = StopSignalRecorder()
-        with signals.watch():
+        with signals.record_signals():
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             assert signals.number == signal.SIGINT
@@ -131,7 +131,7 @@ def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, 
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with StopSignalRecorder().watch():
+        with StopSignalRecorder().record_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
     finally:
         signal.signal(signal.SIGINT, before)

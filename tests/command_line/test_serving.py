@@ -65,9 +65,9 @@ def test_each_engine_generates_the_requested_number_of_tokens(architecture, monk
 
     monkeypatch.setattr(engines, "_generate_or_run_forward", spy)
     table = measure_serving(config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL)
-    ours = ["transformers", "share_memory", "int8", "share_memory, int8"]
+    engine_names = ["transformers", "share_memory", "int8", "share_memory, int8"]
     actual = names(table)
-    assert actual[:4] == ours and [name for name in actual if name.endswith(", int8")]
+    assert actual[:4] == engine_names and [name for name in actual if name.endswith(", int8")]
     assert {"CTranslate2", "CTranslate2, int8"} <= {*actual} or not HAS_CTRANSLATE2
     assert {tokens for _, tokens in counted} == {3, 1}
     upstream = HEADS[architecture.name]
@@ -109,7 +109,7 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
     for engine in (item for item in actual if item.compiled):
         torch._dynamo.reset()
         counters.clear()
-        model, plain = (build_model(config, replace(engine, compiled=way)) for way in (True, False))
+        model, plain = (build_model(config, replace(engine, compiled=is_compiled)) for is_compiled in (True, False))
         expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
         actual = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
         assert torch.equal(actual, expected), engine.name
@@ -155,9 +155,12 @@ def test_latents_are_multiplied_in_for_ctranslate2(architecture):
     table = measure_serving(
         config.to_dict() | {"architectures": [head]}, length=None if architecture is WHISPER else 8, **SMALL
     )
-    own = names(table)[0]
-    assert own.startswith("MHA + ") and own.count("latent") == 2
-    assert names(table) == [own, *(f"{own}, {what}" for what in ("int8", "CTranslate2", "CTranslate2, int8"))]
+    source_name = names(table)[0]
+    assert source_name.startswith("MHA + ") and source_name.count("latent") == 2
+    assert names(table) == [
+        source_name,
+        *(f"{source_name}, {suffix}" for suffix in ("int8", "CTranslate2", "CTranslate2, int8")),
+    ]
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ def test_order_of_engines_varies_between_rounds():
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
     pairs = {pair for item in rounds for pair in itertools.pairwise(item)}
-    assert all(len({one for one, other in pairs if other == name}) > 1 for name in runs)
+    assert all(len({previous for previous, following in pairs if following == name}) > 1 for name in runs)
     assert len({item[0] for item in rounds}) > 2
 
 
@@ -233,8 +236,11 @@ def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
     assert table["rows"][0]["tokens_per_second"] == pytest.approx(16 / table["rows"][0]["milliseconds"] * 1e3)
     assert cli.main(["benchmark", str(tmp_path / "ours"), *flags]) == 0
     table = json.loads(capsys.readouterr().out)
-    own = table["rows"][0]["engine"]["name"]
-    assert own.startswith("GQA") and [row["engine"]["name"] for row in table["rows"]] == [own, f"{own}, int8"]
+    source_name = table["rows"][0]["engine"]["name"]
+    assert source_name.startswith("GQA") and [row["engine"]["name"] for row in table["rows"]] == [
+        source_name,
+        f"{source_name}, int8",
+    ]
 
 
 @pytest.mark.usefixtures("small_maps")
@@ -364,8 +370,8 @@ def table_of(peaks=None, rounds=None, **milliseconds):
     ],
 )
 def test_advice_names_the_best_engine(times, output_text):
-    where = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
-    assert recommend_engine(table_of(**times)) == where + output_text
+    prefix = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
+    assert recommend_engine(table_of(**times)) == prefix + output_text
 
 
 def test_smaller_engine_is_advised_if_times_are_equal_within_noise():

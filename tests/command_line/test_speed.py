@@ -139,8 +139,8 @@ def without(argument):
 
     def wrapper(forward):
         @functools.wraps(forward)  # `generate` reads its signature
-        def wrapped(self, *args, **given):
-            return forward(self, *args, **given | {argument: None})
+        def wrapped(self, *args, **kwargs):
+            return forward(self, *args, **kwargs | {argument: None})
 
         return wrapped
 

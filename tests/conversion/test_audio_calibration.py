@@ -93,20 +93,22 @@ def test_conversion_without_recordings_warns_about_quality(source, caplog):
 
 def test_encoder_only_conversion_uses_recordings(folder):
     model = WHISPER.model("WhisperForAudioClassification")
-    given = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
-    grouped = convert(model, encoder_num_key_value_heads=2, calibration=given).eval()
+    calibration = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
+    grouped = convert(model, encoder_num_key_value_heads=2, calibration=calibration).eval()
     averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
-    features = feature_extractor()(load_audio(given.audio[0])[0], sampling_rate=16000, return_tensors="pt")
+    features = feature_extractor()(load_audio(calibration.audio[0])[0], sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
-        expected, ours, theirs = (item(**features).logits for item in (model, grouped, averaged))
-    assert (ours - expected).norm() < 0.5 * (theirs - expected).norm()
+        expected, grouped_output, averaged_output = (item(**features).logits for item in (model, grouped, averaged))
+    assert (grouped_output - expected).norm() < 0.5 * (averaged_output - expected).norm()
 
 
 @pytest.mark.parametrize("width, channels", [(1, 1), (2, 2), (3, 1), (4, 2)])
 def test_audio_samples_equal_those_of_the_file(width, channels, tmp_path):
     samples = np.array([0.0, 0.5, -0.5, 0.25, -1.0])
-    whole = np.round(samples * 2 ** (8 * width - 1)).astype("<i4")
-    data = (whole + 128).astype(np.uint8)[:, None] if width == 1 else whole.view(np.uint8).reshape(-1, 4)[:, :width]
+    integers = np.round(samples * 2 ** (8 * width - 1)).astype("<i4")
+    data = (
+        (integers + 128).astype(np.uint8)[:, None] if width == 1 else integers.view(np.uint8).reshape(-1, 4)[:, :width]
+    )
     with wave.open(str(tmp_path / "x.wav"), "wb") as file:
         file.setparams((channels, width, 8000, len(samples), "NONE", "not compressed"))
         file.writeframes(np.repeat(data, channels, axis=0).tobytes())

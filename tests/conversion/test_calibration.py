@@ -157,8 +157,8 @@ def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
 
 def test_report_names_modules_that_kept_the_closed_form(tmp_path):
     bert().save_pretrained(tmp_path / "source")
-    given = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
-    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given)
+    calibration_data = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration_data)
     for layer in report.layers:
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
         assert layer.details["fit_kept"] is False
@@ -172,9 +172,9 @@ class Wrong(Calibrated):
 
     def convert_module(self, tensors, heads, layer):
         result = super().convert_module(tensors, heads, layer)
-        drawn = torch.randn(result.value_weight.shape, generator=layer.generator)
+        noise = torch.randn(result.value_weight.shape, generator=layer.generator)
         details = {name: value for name, value in result.details.items() if name != "output_relative_error"}
-        return replace(result, value_weight=drawn, details=details)
+        return replace(result, value_weight=noise, details=details)
 
 
 def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
@@ -238,8 +238,8 @@ def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
 def test_report_and_card_describe_the_calibration_text(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     result = {}
-    for name, given in (("text", calibration(max_length=48)), ("none", None)):
-        convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=given)
+    for name, calibration_data in (("text", calibration(max_length=48)), ("none", None)):
+        convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=calibration_data)
         result[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
     settings = result["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
@@ -271,17 +271,17 @@ def test_missing_tokenizer_raises_an_error(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
-def test_one_tenth_of_the_texts_is_held_out(count, held):
+def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
     texts = [word * 99 for word in text(count)]
-    given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
+    calibration_data = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
     model.config.max_position_embeddings = 1200
-    parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    parts = make_batches(model, calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0))
     rows = [
         [tuple(row[: int(sum(mask))].tolist()) for b in part for row, mask in zip(*b.values(), strict=True)]
         for part in parts
     ]
-    assert given.num_held_out == len(rows[1]) == held
+    assert calibration_data.num_held_out == len(rows[1]) == num_held_out
     assert sorted(rows[0] + rows[1]) == sorted(map(tuple, WordTokenizer()(texts, max_length=1200)["input_ids"]))
 
 

@@ -48,8 +48,8 @@ def test_only_keys_and_values_change_in_a_conversion(make_source, tmp_path, kv_h
 def test_remote_code_of_a_checkpoint_gives_a_warning_and_is_not_run(make_source, tmp_path, caplog):
     source = make_source()
     config = json.loads((source / "config.json").read_text())
-    own = {"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
-    (source / "config.json").write_text(json.dumps(config | {"auto_map": own}))
+    auto_map = {"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
     for name in ("modeling_x.py", "tokenization_x.py"):
         (source / name).write_text("raise SystemExit\n")
     convert_checkpoint(source, tmp_path / "out", 4)
@@ -84,8 +84,10 @@ def test_conversion_to_the_same_head_count_changes_nothing(make_source, tmp_path
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {row.change for row in report.layers} == {"same"} and report.mean_logits_relative_error == 0.0
     assert "relative error of logits" not in report.summary()  # with a window the same weights give other outputs
-    ours = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
-    torch.testing.assert_close(logits(ours), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-6, rtol=0)
+    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    torch.testing.assert_close(
+        logits(converted), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("middle, final", [(4, 12), (2, 4), (1, 12), (1, 1)])
@@ -147,8 +149,8 @@ def test_sharded_checkpoint_stays_sharded(make_source, tmp_path):
             assert name in shard.keys()
     stored = tensors_of(tmp_path / "out")
     assert new["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
-    whole = convert_function(source, 2, talking_heads="both")
-    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.state_dict().items() if name in stored)
+    converted = convert_function(source, 2, talking_heads="both")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in converted.state_dict().items() if name in stored)
     assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").config.talking_heads == "both"
 
 
@@ -210,8 +212,10 @@ def test_identity_talking_heads_of_a_conversion_change_no_output(make_source, tm
     report = convert_checkpoint(source, tmp_path / "out", talking_heads="both")
     assert report.talking_heads == {"logits_proj": (12, 12), "weights_proj": (12, 12)}
     assert torch.equal(tensors_of(tmp_path / "out")[f"{LAYER}.self.weights_proj"], torch.eye(12))
-    ours = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
-    torch.testing.assert_close(logits(ours), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-5, rtol=0)
+    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    torch.testing.assert_close(
+        logits(converted), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-5, rtol=0
+    )
 
 
 def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
@@ -309,10 +313,10 @@ def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, d
             expected[name] = average_heads(before[name], 12, counts[site]) if counts[site] != 12 else before[name]
     for name, tensor in expected.items():
         assert torch.equal(after[name], tensor), name
-    ours, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    converted, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert ours.config.num_key_value_heads == counts["decoder"]
-    assert ours.config.encoder_num_key_value_heads == counts["encoder"]
+    assert converted.config.num_key_value_heads == counts["decoder"]
+    assert converted.config.encoder_num_key_value_heads == counts["encoder"]
 
 
 def test_encoder_report_has_no_cache(make_source, tmp_path):

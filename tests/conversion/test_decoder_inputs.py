@@ -33,12 +33,12 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
     torch.manual_seed(0)
     model = head(BART).eval()
     text = calibration()
-    ours = convert(model, 2, calibration=text)
+    converted = convert(model, 2, calibration=text)
     averaged = convert(model, 2, method="mean")
     batch = {"input_ids": torch.randint(2, 60, (8, 12)), "attention_mask": torch.ones(8, 12, dtype=torch.long)}
     batch["input_ids"][:, -1] = 1
     with torch.no_grad():
-        outputs = [item(**batch)[0] for item in (model, ours, averaged)]
+        outputs = [item(**batch)[0] for item in (model, converted, averaged)]
     assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
 
 

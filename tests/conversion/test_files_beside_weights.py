@@ -91,7 +91,7 @@ def test_processor_of_the_source_is_kept(tmp_path):
 
 def test_side_files_are_copied(make_source, tmp_path):
     source = make_source()
-    kept = {
+    copied = {
         "tokenizer.json": "{}",
         "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
         "1_Pooling/config.json": "{}",
@@ -120,11 +120,11 @@ def test_side_files_are_copied(make_source, tmp_path):
         "training_curves.png",
         REPORT_NAME,
     ]
-    for name, content in (kept | dict.fromkeys(dropped, "x") | {".git/HEAD": "x"}).items():
+    for name, content in (copied | dict.fromkeys(dropped, "x") | {".git/HEAD": "x"}).items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(content)
     report = convert_checkpoint(source, tmp_path / "out", 4)
-    assert {name: (tmp_path / "out" / name).read_text() for name in kept} == kept
+    assert {name: (tmp_path / "out" / name).read_text() for name in copied} == copied
     assert not any((tmp_path / "out" / name).exists() for name in [*dropped, ".git/HEAD"] if name != REPORT_NAME)
     folders = {"onnx/model.txt": "onnx/", "checkpoint-5/trainer_state.json": "checkpoint-5/"}
     folders["runs/events.out.tfevents.1"] = "runs/"

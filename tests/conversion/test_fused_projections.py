@@ -129,8 +129,8 @@ def test_model_card_states_that_remote_code_is_required(source, tmp_path):
 
 def test_dtype_of_the_fused_tensor_is_converted(source):
     half = convert(source, num_key_value_heads=4, method="mean", dtype="bfloat16")
-    whole = convert(source, num_key_value_heads=4, method="mean").to(torch.bfloat16)
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in half.state_dict().items())
+    converted = convert(source, num_key_value_heads=4, method="mean").to(torch.bfloat16)
+    assert all(torch.equal(value, converted.state_dict()[name]) for name, value in half.state_dict().items())
 
 
 def test_fused_tensor_of_another_size_raises_an_error(source):

@@ -43,11 +43,11 @@ def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
 @pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
 def test_search_groups_similar_heads(pairs):
     tensors = attention(6, 6, with_bias=True)
-    for one, other in pairs:
+    for first, second in pairs:
         for role in ("key", "value"):
             for part in ("weight", "bias"):
                 heads = getattr(tensors, f"{role}_{part}").unflatten(0, (6, HEAD_DIM))
-                heads[other] = heads[one]
+                heads[second] = heads[first]
     groups = find_best_groups(
         tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0)
     )

@@ -69,8 +69,8 @@ def test_cross_attention_of_t5_converts_to_a_kernel():
         calibration=calibration(fit_steps=40, fit_learning_rate=0.1, **targets),
     )
     assert error(fitted, model) < error(loose, model)
-    own = fitted.decoder.block[0].layer[1].EncDecAttention
-    assert own.kernel.name == "hedgehog" and fitted.decoder.block[0].layer[0].SelfAttention.kernel is None
+    cross_attention = fitted.decoder.block[0].layer[1].EncDecAttention
+    assert cross_attention.kernel.name == "hedgehog" and fitted.decoder.block[0].layer[0].SelfAttention.kernel is None
 
 
 @pytest.fixture

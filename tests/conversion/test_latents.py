@@ -69,12 +69,12 @@ def test_full_width_latent_equals_the_input(build, fields):
 @pytest.mark.parametrize("knows_text", [False, True])
 def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields, knows_text):
     model = of_low_rank(build(), rank)
-    given = None
+    calibration_data = None
     if knows_text:
-        given = on_text() if model.config.is_encoder_decoder else calibration()
-    assert error(convert_model(model, calibration=given, **fields), model) < 1e-4
+        calibration_data = on_text() if model.config.is_encoder_decoder else calibration()
+    assert error(convert_model(model, calibration=calibration_data, **fields), model) < 1e-4
     fewer = {name: value - 2 for name, value in fields.items()}
-    assert error(convert_model(model, calibration=given, **fewer), model) > 1e-2
+    assert error(convert_model(model, calibration=calibration_data, **fewer), model) > 1e-2
 
 
 @torch.no_grad()
@@ -104,10 +104,10 @@ def test_heads_are_pooled_before_the_latent_is_computed():
 @pytest.mark.parametrize(("build", "rank"), [(bert, "kv_lora_rank"), (t5, "cross_kv_lora_rank"), (t5, "kv_lora_rank")])
 def test_latent_error_decreases_from_weights_to_closed_form_to_fit(build, rank):
     model = build()
-    given = on_text if model.config.is_encoder_decoder else calibration
+    calibration_data = on_text if model.config.is_encoder_decoder else calibration
     errors = [
         error(convert_model(model, calibration=text, **{rank: 8}), model)
-        for text in (None, given(fit_steps=0), given(fit_steps=100))
+        for text in (None, calibration_data(fit_steps=0), calibration_data(fit_steps=100))
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.97 * errors[0]
@@ -268,9 +268,9 @@ def test_ranks_can_differ_between_layers(tmp_path):
 
 
 @pytest.mark.parametrize("build", [bert, t5])
-@pytest.mark.parametrize("held", [4, 2])
-def test_per_layer_heads_convert_with_latents(build, held):
-    model = build() if held == 4 else convert_model(build(), held, "mean")
+@pytest.mark.parametrize("num_key_value_heads", [4, 2])
+def test_per_layer_heads_convert_with_latents(build, num_key_value_heads):
+    model = build() if num_key_value_heads == 4 else convert_model(build(), num_key_value_heads, "mean")
     values = {"num_key_value_heads": [2, 1]}
     converted = convert_model(model, method="mean", per_layer_values=values)
     assert converted.config.per_layer_values == values and converted.config.num_key_value_heads == 2
@@ -364,10 +364,10 @@ class TestLatentsOfASourceWithLatents:
     def test_full_width_rank_is_lossless(self, tmp_path):
         source = convert_model(t5(), method="mean", **self.fields)
         source.save_pretrained(tmp_path / "source")
-        asked = dict.fromkeys(self.fields, 32)
-        whole = convert_checkpoint(tmp_path / "source", tmp_path / "out", **asked)
-        assert {row.change for row in whole.layers} == {"same", "expand"}
-        assert whole.mean_logits_relative_error < 1e-6
+        ranks = dict.fromkeys(self.fields, 32)
+        converted = convert_checkpoint(tmp_path / "source", tmp_path / "out", **ranks)
+        assert {row.change for row in converted.layers} == {"same", "expand"}
+        assert converted.mean_logits_relative_error < 1e-6
         stored = load_file(tmp_path / "out" / "model.safetensors")
         assert not any("kv_a_proj" in name for name in stored)
         assert error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
@@ -377,8 +377,8 @@ class TestLatentsOfASourceWithLatents:
     def test_smaller_rank_is_lossless_for_projections_of_that_rank(self, knows_text):
         model = of_low_rank(t5(), 8)
         source = convert_model(model, method="mean", **self.fields)
-        given = on_text(fit_steps=3) if knows_text else None
-        smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=given)
+        calibration_data = on_text(fit_steps=3) if knows_text else None
+        smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=calibration_data)
         assert smaller.config.kv_lora_rank == 8
         assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
         assert error(smaller, model) < 1e-4

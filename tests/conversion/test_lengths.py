@@ -47,8 +47,10 @@ def test_max_length_truncates_only_the_fitted_examples(caplog):
     assert longest(used) <= 64
     share = sum(len(row) > 64 for row in LONG) / len(LONG)
     assert f"{100 * share:.1f} % of the calibration examples are truncated to 64 tokens (--max_length)" in caplog.text
-    whole = make_untruncated_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
-    assert longest(whole) > 150
+    untruncated = make_untruncated_batches(
+        bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0)
+    )
+    assert longest(untruncated) > 150
 
 
 def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
@@ -67,9 +69,9 @@ def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
 
 def test_held_out_examples_are_not_joined():
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
-    given = calibration(passages=True)
-    assert longest(make_batches(bert(), given.tokenizer, given, draws[0])[1]) > 100
-    assert longest(make_untruncated_batches(bert(), given.tokenizer, given, draws[1])) <= 24
+    calibration_data = calibration(passages=True)
+    assert longest(make_batches(bert(), calibration_data.tokenizer, calibration_data, draws[0])[1]) > 100
+    assert longest(make_untruncated_batches(bert(), calibration_data.tokenizer, calibration_data, draws[1])) <= 24
 
 
 def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):

@@ -56,10 +56,10 @@ class MarkedTokenizer(WordTokenizer):
 
 def shares_of(model, calibration):
     """Return the shares of the source as a variant model, as a conversion requests them."""
-    ours = convert_model(model, 4, method="mean", copy=True)
+    converted = convert_model(model, 4, method="mean", copy=True)
     config = model.config.to_dict() | {"architectures": ["BertModel"]}
     plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
-    return compute_matching_shares(plan, ours, calibration.tokenizer, calibration), ours
+    return compute_matching_shares(plan, converted, calibration.tokenizer, calibration), converted
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -71,13 +71,13 @@ def test_matching_share_equals_the_formula(are_pairs, is_decoder):
     model, tokenizer = finder(is_decoder=is_decoder), MarkedTokenizer()
     with torch.no_grad():
         model.embeddings.token_type_embeddings.weight.mul_(3.0)
-    result, ours = shares_of(model, calibration_of(texts, tokenizer))
+    result, converted = shares_of(model, calibration_of(texts, tokenizer))
     sums, count = torch.zeros(3, 4), 0
     for text in texts:
         batch = tokenizer(*([item] for item in (text if are_pairs else [text])))
         (ids,), arguments = batch["input_ids"], {name: torch.tensor(rows) for name, rows in batch.items()}
         with torch.no_grad():
-            weights = torch.stack(ours(**arguments, output_attentions=True).attentions)[:, 0]
+            weights = torch.stack(converted(**arguments, output_attentions=True).attentions)[:, 0]
         for t, word in enumerate(ids):
             if word == 1:
                 continue
@@ -106,8 +106,8 @@ def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
     expected = [old.get(name) if item == layer else value for item in range(3)]
     assert config["per_layer_values"] == {name: expected}
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "made"))
-    own = [item for item in before if item.startswith(f"encoder.layer.{layer}.")]
-    assert own and all(after[item].equal(before[item]) for item in own)
+    layer_names = [item for item in before if item.startswith(f"encoder.layer.{layer}.")]
+    assert layer_names and all(after[item].equal(before[item]) for item in layer_names)
     shown = ", ".join(f"{share:.2f}" for share in report.matching_shares)
     assert f"attention to the same word  {shown} by layer" in report.summary()
     assert json.loads((tmp_path / "made/conversion_report.json").read_text())["matching_shares"]
@@ -150,18 +150,20 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
     model = architecture.make_upstream_model(head)
     options = {"target_texts": list(small().texts), "tokenizer": WordTokenizer()}
-    made = convert_model(model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=small(**options))
-    values = made.config.per_layer_values["encoder_num_key_value_heads"]
-    assert sorted(values) == [1, made.config.get_query_heads("encoder_num_key_value_heads")]
-    assert made.config.num_key_value_heads == 1
+    converted = convert_model(
+        model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=small(**options)
+    )
+    values = converted.config.per_layer_values["encoder_num_key_value_heads"]
+    assert sorted(values) == [1, converted.config.get_query_heads("encoder_num_key_value_heads")]
+    assert converted.config.num_key_value_heads == 1
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
 def test_every_encoder_supports_keep_matching_layers(architecture):
     model = architecture.make_upstream_model(next(iter(architecture.heads)))
-    made = convert_model(model, 1, keep_matching_layers=1, calibration=small())
-    assert sorted(made.config.per_layer_values["num_key_value_heads"])[0] == 1
+    converted = convert_model(model, 1, keep_matching_layers=1, calibration=small())
+    assert sorted(converted.config.per_layer_values["num_key_value_heads"])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -222,5 +224,5 @@ def test_repeated_words_after_the_truncation_are_used():
     letters = "abcdefghijklmnopqrstuvwxyz"
     texts = [(letters[i % 26 :] + letters[: i % 26])[:16] * 2 for i in range(64)]
     cut = Calibration(texts, tokenizer=WordTokenizer(), passages=False, max_length=16)
-    found, _ = shares_of(finder(layer=2), cut)
-    assert max(range(3), key=found.__getitem__) == 2 and found[2] > 5 * found[1]
+    shares, _ = shares_of(finder(layer=2), cut)
+    assert max(range(3), key=shares.__getitem__) == 2 and shares[2] > 5 * shares[1]

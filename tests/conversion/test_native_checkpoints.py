@@ -160,7 +160,8 @@ def test_converted_t5gemma_generates_the_same_tokens_after_saving(save, tmp_path
     for options in ({"num_beams": 1}, {"num_beams": 3}):
         options = options | {"max_new_tokens": 10, "do_sample": False}
         tokens = [
-            each.generate(**inputs, **options) for each in (converted, loaded(AutoModelForSeq2SeqLM, tmp_path / "out"))
+            candidate.generate(**inputs, **options)
+            for candidate in (converted, loaded(AutoModelForSeq2SeqLM, tmp_path / "out"))
         ]
         assert tokens[0].equal(tokens[1]) and len(tokens[0].unique()) > 3
     assert not model.generate(**inputs, max_new_tokens=10, do_sample=False).equal(tokens[0])

@@ -13,10 +13,10 @@ WIDTH, HEADS, TOKENS = 48, 4, 12
 def attention(seed, bias=True):
     generator = torch.Generator().manual_seed(seed)
     roles = ("query", "key", "value", "output")
-    drawn = {f"{role}_weight": torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for role in roles}
+    tensors = {f"{role}_weight": torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for role in roles}
     if bias:
-        drawn |= {f"{role}_bias": torch.randn(WIDTH, generator=generator) for role in roles}
-    return AttentionTensors(**drawn)
+        tensors |= {f"{role}_bias": torch.randn(WIDTH, generator=generator) for role in roles}
+    return AttentionTensors(**tensors)
 
 
 def calls(batches, seed, rows=4):
@@ -64,11 +64,11 @@ def test_regression_with_little_noisy_text_increases_no_error(bias, distance):
     begun = with_other_output(source, distance)
     inputs, others = calls(1, seed=1), calls(20, seed=2)
     targets = outputs(source, inputs, noise=0.3)
-    wanted = outputs(source, others)
-    before = compute_output_error(begun, heads(), others, wanted)
-    after = compute_output_error(refit_output_projection(begun, heads(), inputs, targets), heads(), others, wanted)
+    expected = outputs(source, others)
+    before = compute_output_error(begun, heads(), others, expected)
+    after = compute_output_error(refit_output_projection(begun, heads(), inputs, targets), heads(), others, expected)
     assert after <= before + 0.02
-    assert compute_output_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
+    assert compute_output_error(_least_squares(begun, inputs, targets), heads(), others, expected) > after + 0.2
 
 
 def test_regression_to_unrelated_outputs_predicts_about_the_mean():

@@ -45,8 +45,8 @@ def test_passages_work_with_few_texts_and_positions():
 
 def tokens(model, **changes):
     """Return the number of tokens of each calibration example."""
-    given = calibration(**changes)
-    parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
+    calibration_data = calibration(**changes)
+    parts = make_batches(model, calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0))
     return sorted(int(count) for part in parts for batch in part for count in batch["attention_mask"].sum(1))
 
 
@@ -67,10 +67,12 @@ def test_passages_are_the_default_only_for_encoders():
 
 def test_fitted_passages_contain_no_held_out_text():
     texts = [chr(number) * 30 for number in range(207, 257)]  # each with one unique token
-    given = replace(calibration(passages=None), texts=texts)
+    calibration_data = replace(calibration(passages=None), texts=texts)
     used, held_out = (
         {int(token) for batch in part for token in batch["input_ids"].unique()}
-        for part in make_batches(bert(), given.tokenizer, given, torch.Generator().manual_seed(0))
+        for part in make_batches(
+            bert(), calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0)
+        )
     )
     space = WordTokenizer()([" "])["input_ids"][0][0]
     assert len(held_out - {0, space}) == 12 and used & held_out <= {0, space}

@@ -32,17 +32,19 @@ class MaskingTokenizer(WordTokenizer):
 
 
 def source_outputs(model, **changes):
-    given = calibration(**changes)
+    calibration_data = calibration(**changes)
     has_encoder = model.config.is_encoder_decoder or "Encoder" in type(model).__name__
     field = f"{'encoder_' if has_encoder else ''}num_key_value_heads"
     model = convert(model, **{field: 4}).eval()  # this package's class, the same heads
-    return model, outputs_of(model, given)
+    return model, outputs_of(model, calibration_data)
 
 
-def outputs_of(model, given):
-    given = set_length_statistics(given, given.tokenizer, model.config)
-    held_out = make_untruncated_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
-    return SourceOutputs(model, given.tokenizer, given, held_out)
+def outputs_of(model, calibration_data):
+    calibration_data = set_length_statistics(calibration_data, calibration_data.tokenizer, model.config)
+    held_out = make_untruncated_batches(
+        model, calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0)
+    )
+    return SourceOutputs(model, calibration_data.tokenizer, calibration_data, held_out)
 
 
 SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
@@ -71,11 +73,11 @@ CASES = [
 def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, measure, same):
     family = next(item for item in (BERT, T5, *RELATIVES) if head in item.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
-    given = {name: value for name, value in changes.items() if name not in fields}
+    calibration_options = {name: value for name, value in changes.items() if name not in fields}
     upstream = family.make_upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
-    model, outputs = source_outputs(upstream, **given)
+    model, outputs = source_outputs(upstream, **calibration_options)
     result = outputs.compare_with(model)
     assert result.measure == measure and result.examples == 128
     assert result.value == pytest.approx(same, abs=1e-5) and result.is_within_tolerance
@@ -117,9 +119,9 @@ def test_generation_without_an_end_is_counted():
 
 
 def test_identical_examples_are_inconclusive():
-    model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
-    given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
-    result = outputs_of(model, given).compare_with(model)
+    model, calibration_data = convert(bert(), num_key_value_heads=4).eval(), calibration()
+    calibration_data = dataclasses.replace(calibration_data, texts=[calibration_data.texts[0]] * 40)
+    result = outputs_of(model, calibration_data).compare_with(model)
     assert result.alike and result.value is None and result.verdict == "inconclusive"
     assert str(result) == "the original model gives all examples the same embedding, so the models cannot be compared"
     assert str(Quality.from_dict(result.to_dict())) == str(result)
@@ -231,12 +233,12 @@ def test_tagger_without_tags_is_outside_tolerance():
 
 
 def test_majority_classifier_is_outside_tolerance():
-    given = calibration()
+    calibration_data = calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
-    rare = given.tokenizer(["k"], max_length=9)["input_ids"][0][0]
+    rare = calibration_data.tokenizer(["k"], max_length=9)["input_ids"][0][0]
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
     model = convert(upstream, num_key_value_heads=4).eval()
-    outputs = outputs_of(model, dataclasses.replace(given, texts=texts))
+    outputs = outputs_of(model, dataclasses.replace(calibration_data, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
     assert any(is_rare)
     outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
@@ -318,22 +320,22 @@ def test_edit_distance_counts_changed_words(first, second, distance):
 def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
     """A latent of two numbers holds nothing of keys and values of thirty-two."""
     bert().save_pretrained(tmp_path / "source")
-    given = {"kv_lora_rank": 2, "calibration": calibration()}
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", **given)
+    options = {"kv_lora_rank": 2, "calibration": calibration()}
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **options)
     assert "The conversion is outside tolerance" in caplog.text and "--num_key_value_heads" in caplog.text
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert not report["quality"]["is_kept"]
     with pytest.raises(
         ValueError, match=r"is outside tolerance.*The report was written to .*strict\.conversion_report\.json"
     ):
-        convert_checkpoint(tmp_path / "source", tmp_path / "strict", **given, strict=True)
+        convert_checkpoint(tmp_path / "source", tmp_path / "strict", **options, strict=True)
     assert not (tmp_path / "strict").exists()
     left = json.loads((tmp_path / "strict.conversion_report.json").read_text())
     assert left["quality"] == report["quality"] and left["layers"]
     with pytest.raises(ValueError, match="is outside tolerance"):
-        convert(bert(), **given, strict=True)
+        convert(bert(), **options, strict=True)
     with pytest.raises(ValueError, match="is outside tolerance"):
-        convert(tmp_path / "source", **given, strict=True)
+        convert(tmp_path / "source", **options, strict=True)
 
 
 def test_strict_without_held_out_text_raises_an_error(tmp_path):

@@ -64,11 +64,11 @@ def test_compute_attention_equals_the_formula(mask, with_bias, memory_length, kv
     results = []
     for fused in (True, False):
         parts = {name: getattr(attention, name).clone().requires_grad_() for name in names}
-        given = replace(attention, **parts)
+        changed = replace(attention, **parts)
         if fused:
-            output = compute_attention(given, inputs, HEADS)[0]
+            output = compute_attention(changed, inputs, HEADS)[0]
         else:
-            weights = compute_attention_weights(given, inputs, HEADS)
+            weights = compute_attention_weights(changed, inputs, HEADS)
             values = nn.functional.linear(inputs.key_value_states, parts["value_weight"], parts["value_bias"])
             values = values.unflatten(-1, (kv_heads, HEAD_DIM)).repeat_interleave(HEADS // kv_heads, dim=2)
             context = torch.einsum("bhnm,bmhd->bnhd", weights, values).flatten(2)

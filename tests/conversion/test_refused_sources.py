@@ -136,9 +136,10 @@ def test_missing_architecture_loads_the_base_model(make_source, edit_config, tmp
     source = make_source()
     edit_config(source, architectures=None)
     assert convert_checkpoint(source, tmp_path / "out", 4).architecture == "AttnVariantBertModel"
-    ours = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
     assert torch.equal(
-        ours.bert.encoder.layer[1].output.dense.weight, tensors_of(source)["bert.encoder.layer.1.output.dense.weight"]
+        converted.bert.encoder.layer[1].output.dense.weight,
+        tensors_of(source)["bert.encoder.layer.1.output.dense.weight"],
     )
 
 

@@ -45,8 +45,10 @@ def test_report_errors_equal_those_of_full_products(source, target, same_query, 
     monkeypatch.setattr(report, "_COMPARED_ELEMENTS", block)
     before, after = attention(source, bias), attention(target, bias, seed=1)
     if same_query:
-        kept = {name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")}
-        after = AttentionTensors(**(vars(after) | kept))
+        unchanged = {
+            name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")
+        }
+        after = AttentionTensors(**(vars(after) | unchanged))
     heads = HeadCounts(HEADS, (source, target), (source, target), HEADS, HEAD_DIM)
     expected = [
         ((old - new).norm() / old.norm()).item()

@@ -188,8 +188,8 @@ def tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
 
 def compute_output_error(tensors, new, inputs):
     expected, outputs = (
-        torch.cat([compute_attention(each, batch, QUERY_HEADS)[0][batch.valid] for batch in inputs])
-        for each in (tensors, new)
+        torch.cat([compute_attention(attention, batch, QUERY_HEADS)[0][batch.valid] for batch in inputs])
+        for attention in (tensors, new)
     )
     return float((outputs - expected).norm() / expected.norm())
 
@@ -237,7 +237,7 @@ def test_fitted_factors_are_between_those_of_separate_pairs_and_the_joint_optimu
     form = next(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms = form, refit_rotary_queries(tensors, form, heads, inputs, pairs)
     counts, target = head_counts(new=1, old=1), list_scores(tensors, inputs, heads)
-    separate, fitted = ((list_scores(each, inputs, counts) - target).norm() for each in forms)
+    separate, fitted = ((list_scores(factor_set, inputs, counts) - target).norm() for factor_set in forms)
     # Brute force: all factors of keys and queries, from several random starts.
     keys, queries = (tensors.join_weight_and_bias(role).unflatten(0, (4, -1)) for role in ("key", "query"))
     best = []
@@ -326,7 +326,7 @@ def test_no_attention_module_is_worse_than_with_averaged_heads(tmp_path, method,
     report = convert(tmp_path / "source", 1, method, calibration=calibration, output_dir=tmp_path / "out", **fields)
     details = [layer.details for layer in report.layers]
     errors, averaged = (
-        torch.tensor([each[name] for each in details])
+        torch.tensor([detail[name] for detail in details])
         for name in ("output_relative_error", "output_relative_error_averaged")
     )
     assert len(errors) == {"eurobert": 2, "modernbert": 2, "t5gemma": 6}[name]

@@ -131,5 +131,5 @@ def test_unequal_heads_allow_talking_heads_in_one_place():
     assert model.decoder.layers[0].encoder_attn.logits_proj.shape == (12, 12)
     batch = BART.batch("BartModel")
     with torch.no_grad():
-        ours, theirs = (item.eval()(**batch, use_cache=False)[0] for item in (model, upstream))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        actual, expected = (item.eval()(**batch, use_cache=False)[0] for item in (model, upstream))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)

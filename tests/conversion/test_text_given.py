@@ -67,9 +67,9 @@ def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings
     ):
         (printed,) = warnings_of(convert, source, 4)
         assert "BLEU 36.8 to 1.6" in printed and reason in printed and "--calibration_file" not in printed
-        given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
+        calibration = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
         with pytest.raises(ValueError, match=re.escape(reason)):
-            convert(source, 4, calibration=given)
+            convert(source, 4, calibration=calibration)
 
 
 def test_decoder_only_models_are_calibrated_on_text(encoder):
@@ -77,8 +77,10 @@ def test_decoder_only_models_are_calibrated_on_text(encoder):
     torch.manual_seed(0)
     sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
     decoder = BartForCausalLM(BartConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes))
-    given = Calibration([f"{word} text" for word in "the a good bad".split()] * 40, tokenizer=tokenizer, fit_steps=0)
-    converted = convert(decoder, kv_lora_rank=8, calibration=given)
+    calibration = Calibration(
+        [f"{word} text" for word in "the a good bad".split()] * 40, tokenizer=tokenizer, fit_steps=0
+    )
+    converted = convert(decoder, kv_lora_rank=8, calibration=calibration)
     attention = converted.model.decoder.layers[0]
     assert attention.self_attn.kv_a_proj.weight.shape == (8, 32)
     assert attention.encoder_attn.k_proj.weight.equal(decoder.model.decoder.layers[0].encoder_attn.k_proj.weight)
@@ -91,7 +93,7 @@ def test_calibration_accepts_all_text_types(encoder, tmp_path):
     write_text(table)
     texts = lines.read_text().splitlines()
     pairs = [(row["question"], row["context"]) for row in map(json.loads, table.read_text().splitlines())]
-    for given, expected in (
+    for argument, expected in (
         (texts, texts),
         (tuple(texts), texts),
         (pairs, pairs),
@@ -102,7 +104,7 @@ def test_calibration_accepts_all_text_types(encoder, tmp_path):
         (read_calibration(table, columns="question"), [question for question, _ in pairs]),
         (Calibration(texts), texts),
     ):
-        assert files.as_calibration(given).texts == expected
+        assert files.as_calibration(argument).texts == expected
     assert files.as_calibration(lines, seed=1).texts == read_calibration(lines, seed=1).texts
     assert len(read_calibration(lines, size=7).texts) == 7
     report = convert(encoder, 4, calibration=Calibration(texts, fit_steps=2), output_dir=tmp_path / "out")
@@ -112,19 +114,19 @@ def test_calibration_accepts_all_text_types(encoder, tmp_path):
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(encoder).get_vocab()
 
 
-@pytest.mark.parametrize("given", [[1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], b"text"])
-def test_other_text_types_raise_a_type_error(encoder, given):
+@pytest.mark.parametrize("texts", [[1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], b"text"])
+def test_other_text_types_raise_a_type_error(encoder, texts):
     with pytest.raises(TypeError, match=r"`texts`.*strings"):
-        convert(encoder, 4, calibration=given)
+        convert(encoder, 4, calibration=texts)
 
 
 def test_in_memory_model_without_a_tokenizer_raises_before_copying(encoder, tmp_path, monkeypatch):
     model = AttnVariantBertModel.from_pretrained(encoder)
     write_text(tmp_path / "lines.txt")
     monkeypatch.setattr(models.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
-    for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
+    for texts in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
         with pytest.raises(ValueError, match="`tokenizer`"):
-            convert(model, 4, calibration=given)
+            convert(model, 4, calibration=texts)
 
 
 def test_missing_text_file_raises_an_error(encoder):
@@ -171,9 +173,9 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
     assert read(file, table, *columns) == ([("q1", "t1"), ("q2", "t2"), ("q3", "t3")], None)
     target = ["--calibration_target_column", "de"]
     assert read(file, table, *target) == (["t1", "t2", "t3"], ["d1", "d2", "d3"])
-    drawn = read(file, table, *columns, *target, "--calibration_size", 2)
+    calibration = read(file, table, *columns, *target, "--calibration_size", 2)
     expected = [([f"q{i}", f"q{j}"], [f"t{i}", f"t{j}"], [f"d{i}", f"d{j}"]) for i, j in ((1, 2), (1, 3), (2, 3))]
-    assert (*map(list, zip(*drawn[0], strict=True)), drawn[1]) in expected
+    assert (*map(list, zip(*calibration[0], strict=True)), calibration[1]) in expected
     for flags, message in (
         (columns, "--calibration_columns requires --calibration_file"),
         (["--fit_steps", 0], "--fit_steps requires --calibration_file"),

@@ -182,9 +182,9 @@ class Reader:
         if words[0] == "make":
             targets = [word for word in words[1 : words.index("&&") if "&&" in words else None] if "=" not in word]
             assert set(targets) <= make_targets(), f"the Makefile has no {targets}"
-            given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
-            if given and targets == ["quickstart"]:
-                return self.parse(["python", "scripts/quickstart.py", *given[0].split()])
+            arguments = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+            if arguments and targets == ["quickstart"]:
+                return self.parse(["python", "scripts/quickstart.py", *arguments[0].split()])
             return None
         if words[0] == "pip":
             extras = re.search(r"^(?:hf_attn_variants|\.)\[(\w+)\]$", words[-1])
@@ -248,8 +248,8 @@ class Reader:
     def provide_checkpoint(self, name: str, document: str) -> None:
         if Path(name).exists() or architecture_of(name) is None:
             return
-        given = GIVEN.get(document)
-        assert given is None or "/" in name or name in given, f"{document}: nothing before it makes {name!r}"
+        checkpoint = GIVEN.get(document)
+        assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: nothing before it makes {name!r}"
         self.shelf.put(name, Path(name), WIDTHS.get((document, name), 32))
 
 
@@ -334,8 +334,8 @@ def checkpoint_names(tree: ast.AST) -> list[str]:
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if called.startswith(("save", "print")):
             continue
-        given = [*call.args, *(word.value for word in call.keywords if word.arg != "output_dir")]
-        texts = [node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        arguments = [*call.args, *(word.value for word in call.keywords if word.arg != "output_dir")]
+        texts = [node.value for node in arguments if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         names += [text for text in texts if re.fullmatch(r"[\w./-]+", text) and architecture_of(text)]
     return [name for name in names if name not in written]
 
@@ -343,8 +343,8 @@ def checkpoint_names(tree: ast.AST) -> list[str]:
 def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
     """Return the texts that calls of a program pass under a keyword."""
     words = [word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
-    given = [word.value for word in words if word.arg == keyword]
-    return {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    arguments = [word.value for word in words if word.arg == keyword]
+    return {node.value for node in arguments if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize(

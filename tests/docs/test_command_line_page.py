@@ -21,7 +21,7 @@ def test_command_line_page_is_up_to_date():
     assert page["GUIDES"].keys() == cli.COMMANDS.keys()
     # Other tests change defaults, which the help names. A new process has the original ones.
     command = [sys.executable, "-c", f"import runpy; print(runpy.run_path({str(SCRIPT)!r})['page_text']())"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    generated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     text = page["PAGE"].read_text(encoding="utf-8")
-    assert words(text) == words(made), "run `make fields`"
+    assert words(text) == words(generated), "run `make fields`"
     assert str(ROOT) not in text

@@ -9,13 +9,13 @@ import pytest
 UPDATE = "Run `python tests/message_rules.py --write` and commit tests/docs/message_baseline.json."
 
 
-def more(one, other):
+def more(first, second):
     """Return the places where `one` has more violations than `other`, as texts."""
     return [
-        f"{path}: {rule}: {other.get(path, {}).get(rule, 0)} -> {number}"
-        for path, rules in one.items()
+        f"{path}: {rule}: {second.get(path, {}).get(rule, 0)} -> {number}"
+        for path, rules in first.items()
         for rule, number in rules.items()
-        if number > other.get(path, {}).get(rule, 0)
+        if number > second.get(path, {}).get(rule, 0)
     ]
 
 

@@ -19,13 +19,13 @@ def baseline():
     return json.loads(prose_rules.BASELINE.read_text(encoding="utf-8"))
 
 
-def changed(one, other):
+def changed(old, new):
     """Return the places where `one` has more violations than `other`, as texts."""
     return [
-        f"{path}: {rule}: {other.get(path, {}).get(rule, 0)} -> {number}"
-        for path, rules in one.items()
+        f"{path}: {rule}: {new.get(path, {}).get(rule, 0)} -> {number}"
+        for path, rules in old.items()
         for rule, number in rules.items()
-        if number > other.get(path, {}).get(rule, 0)
+        if number > new.get(path, {}).get(rule, 0)
     ]
 
 

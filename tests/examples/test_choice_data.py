@@ -185,8 +185,8 @@ def test_training_rows_determine_the_answer_format(load):
     assert "label" not in result.splits["test"].data.column_names
     with pytest.raises(ValueError, match=r"dev.jsonl, line 1, row 1.*3 choices.*'3'"):
         load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
-    given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
-    assert given.splits["train"].data["label"][:] == [0, 1]
+    from_one = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
+    assert from_one.splits["train"].data["label"][:] == [0, 1]
 
 
 # Errors

@@ -55,7 +55,7 @@ def flags(files, tiny_bert, tmp_path):
 
 @pytest.fixture
 def run(flags, tmp_path):
-    return lambda *more, out="out", **given: (main(parse_args(flags(*more, out=out, **given))), tmp_path / out)
+    return lambda *more, out="out", **kwargs: (main(parse_args(flags(*more, out=out, **kwargs))), tmp_path / out)
 
 
 def lines_of(path):
@@ -74,12 +74,12 @@ def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     ids = token_ids(3, 4, 9)  # [b, c, n]
     mask = (torch.arange(9) < torch.randint(3, 10, (3, 4, 1))).long()
     batch, labels = {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 2, 1])
-    theirs = model(**batch, labels=labels)
+    output = model(**batch, labels=labels)
     choice_model = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
     actual = choice_model.scores(model, batch)
-    assert_close(actual, theirs.logits, atol=1e-5, rtol=1e-5)
+    assert_close(actual, output.logits, atol=1e-5, rtol=1e-5)
     loss = choice_model.make_objective().loss_sum(model, {**batch, "labels": labels})
-    assert_close(loss / len(ids), theirs.loss, atol=1e-5, rtol=1e-5)
+    assert_close(loss / len(ids), output.loss, atol=1e-5, rtol=1e-5)
     # The last choice of the first question is not there.
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, -1] = 0
@@ -108,8 +108,8 @@ def test_batch_is_padded_to_its_largest_number_of_choices(tiny_bert):
     assert ChoiceCollator(tokenizer, 8)(rows)["input_ids"].shape[2] % 8 == 0
     model = AutoModelForMultipleChoice.from_pretrained(tiny_bert)
     tokens, flops = TrainingCostCounter(model).count(batch, 2)
-    whole = TrainingCostCounter(model).count({"attention_mask": batch["attention_mask"].flatten(0, 1)}, 5)
-    assert tokens == sum(map(sum, counts)) and (tokens, flops) == whole and flops > 0
+    flattened_cost = TrainingCostCounter(model).count({"attention_mask": batch["attention_mask"].flatten(0, 1)}, 5)
+    assert tokens == sum(map(sum, counts)) and (tokens, flops) == flattened_cost and flops > 0
 
 
 # Whole runs
@@ -157,10 +157,10 @@ def test_saved_model_evaluates_and_predicts(run, files, capsys):
 
 def test_resumed_multiple_choice_run_is_bitwise_equal(run):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "accuracy"]
-    whole, out = run(*flags, "--checkpointing_steps", 3)
+    complete_run, out = run(*flags, "--checkpointing_steps", 3)
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
     resumed, other = run(*flags, *checkpoint, out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"resume exactly from .*answer_format"):
         run(*flags, *checkpoint, "--answer_format", "letter", out="third")

@@ -96,9 +96,9 @@ def test_first_rows_are_whole_questions(run):
 @pytest.mark.parametrize("task", ["record", "copa"])
 def test_resumed_superglue_run_is_bitwise_equal(run, task):
     flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]
-    whole, out = run(task, *flags, "--checkpointing_steps", 3)
+    complete_run, out = run(task, *flags, "--checkpointing_steps", 3)
     resumed, other = run(task, *flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
@@ -130,7 +130,7 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, printed["AX-b"]))
     assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, printed["AX-g"], strict=True)])
     pairs = zip(printed["AX-g"][::2], printed["AX-g"][1::2], strict=True)
-    assert results["axg_gender_parity"] == np.mean([one == other for one, other in pairs])
+    assert results["axg_gender_parity"] == np.mean([first == second for first, second in pairs])
     # Without labels, and without pairs.
     rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
     (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))

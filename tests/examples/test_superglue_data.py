@@ -141,10 +141,12 @@ def test_multirc_scores_answers_and_whole_questions(tmp_path):
     hits = sum(t and s for t, s in zip(true, printed, strict=True))
     precision, recall = hits / sum(printed), hits / sum(true)
     assert result["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
-    rows, whole = iter(printed), 0
+    rows, num_correct_questions = iter(printed), 0
     for example in examples:
-        whole += [next(rows) for _ in example.labels] == list(example.labels)
-    assert 0 < whole < len(examples) and result["exact_match"] == pytest.approx(whole / len(examples))
+        num_correct_questions += [next(rows) for _ in example.labels] == list(example.labels)
+    assert 0 < num_correct_questions < len(examples) and result["exact_match"] == pytest.approx(
+        num_correct_questions / len(examples)
+    )
     assert result["combined_score"] == pytest.approx((result["f1a"] + result["exact_match"]) / 2)
 
 

@@ -167,8 +167,8 @@ def flags(tmp_path, writer):
 
 @pytest.fixture
 def choose(flags, tmp_path):
-    def call(*more, out="out", **given):
-        argv = flags(*more, out=out, **given)
+    def call(*more, out="out", **kwargs):
+        argv = flags(*more, out=out, **kwargs)
         return run_multiple_choice.main(run_multiple_choice.parse_args(argv)), tmp_path / out
 
     return call
@@ -203,9 +203,9 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
 @pytest.mark.thorough
 def test_resumed_text_run_is_bitwise_equal(choose):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
-    whole, out = choose(*flags, "--checkpointing_steps", 3)
+    complete_run, out = choose(*flags, "--checkpointing_steps", 3)
     resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 

@@ -92,9 +92,11 @@ def test_exported_attention_modules_have_their_own_head_counts(tmp_path):
     assert written.heads == {"num_key_value_heads": (12, [1, 6]), "encoder_num_key_value_heads": (12, 3)}
     assert "num_key_value_heads         [1, 6] of 12" in written.summary()
     cross = {f"decoder/layer_{layer}/attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])}
-    own = {f"decoder/layer_{layer}/self_attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])}
+    expected_heads = {
+        f"decoder/layer_{layer}/self_attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])
+    }
     source = {f"encoder/layer_{layer}/self_attention/num_heads_kv": 3 for layer in range(2)}
-    assert heads_of(tmp_path / "ct2") == cross | own | source
+    assert heads_of(tmp_path / "ct2") == cross | expected_heads | source
     tokenizer = word_tokenizer()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -213,16 +215,16 @@ def test_exported_whisper_gives_equal_transcripts(heads, tmp_path, capsys):
     model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
     features = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(3))
     prompt = [33, 39]  # in this vocabulary languages come before the start, where CTranslate2 takes them for words
-    given = torch.tensor([prompt] * 3)
+    prompts = torch.tensor([prompt] * 3)
     for step in range(NEW):
-        logits = model(input_features=features, decoder_input_ids=given).logits[:, -1]
+        logits = model(input_features=features, decoder_input_ids=prompts).logits[:, -1]
         logits[:, [5, 6, *range(30, 60), *([7, 8] if step == 0 else [])]] = -torch.inf
-        given = torch.cat([given, logits.argmax(-1, keepdim=True)], 1)
+        prompts = torch.cat([prompts, logits.argmax(-1, keepdim=True)], 1)
     whisper = ctranslate2.models.Whisper(str(tmp_path / "ct2"), intra_threads=1)
     result = whisper.generate(
         ctranslate2.StorageView.from_array(features.numpy()), [prompt] * 3, beam_size=1, max_length=2 * NEW
     )
-    expected = [row[: row.index(2)] if 2 in row else row for row in given[:, 2:].tolist()]
+    expected = [row[: row.index(2)] if 2 in row else row for row in prompts[:, 2:].tolist()]
     assert [item.sequences_ids[0] for item in result] == expected
     assert len({token for row in expected for token in row}) > 2
 
@@ -343,10 +345,10 @@ def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
     from hf_attn_variants.export import ctranslate2
 
     folder = save_writer(tmp_path / "model", "t5", "gqa")
-    made = ctranslate2.build_model_specification
+    build_specification = ctranslate2.build_model_specification
 
     def with_other_weights(*args):
-        spec = made(*args)
+        spec = build_specification(*args)
         spec.decoder.layer[0].attention.linear[1].weight.tensor.neg_()
         return spec
 

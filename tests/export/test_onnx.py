@@ -66,18 +66,18 @@ def test_onnx_graphs_equal_the_model(name, variant):
         "decoder_with_past_model",
     ]
     sizes = ExampleSizes(batch=3, source=7, target=4)
-    inputs = encoder.inputs(sizes)
+    inputs = encoder.make_inputs(sizes)
     states = encoder.module(inputs)["last_hidden_state"]
     tokens = torch.randint(5, 60, (3, 5))
     expected = model(**inputs, decoder_input_ids=tokens, use_cache=False).logits
-    given = {"input_ids": tokens[:, :4], "encoder_hidden_states": states}
+    model_inputs = {"input_ids": tokens[:, :4], "encoder_hidden_states": states}
     mask = {} if name == "whisper" else {"encoder_attention_mask": inputs["attention_mask"]}
-    assert (given | mask).keys() == first.axes.keys() == first.inputs(sizes).keys()
-    made = first.module(given | mask)
-    torch.testing.assert_close(made.pop("logits"), expected[:, :4], atol=2e-5, rtol=1e-5)
-    cache = {key.replace("present", "past_key_values"): value for key, value in made.items()}
-    given = {"input_ids": tokens[:, 4:]} | mask | cache
-    assert given.keys() == step.axes.keys() == step.inputs(sizes).keys()
+    assert (model_inputs | mask).keys() == first.axes.keys() == first.make_inputs(sizes).keys()
+    first_outputs = first.module(model_inputs | mask)
+    torch.testing.assert_close(first_outputs.pop("logits"), expected[:, :4], atol=2e-5, rtol=1e-5)
+    cache = {key.replace("present", "past_key_values"): value for key, value in first_outputs.items()}
+    model_inputs = {"input_ids": tokens[:, 4:]} | mask | cache
+    assert model_inputs.keys() == step.axes.keys() == step.make_inputs(sizes).keys()
     # optimum fills the inputs of caches by their place: layer by layer.
     assert [key for key in step.axes if key in cache] == list(cache)
     if variant == "latent":
@@ -88,9 +88,9 @@ def test_onnx_graphs_equal_the_model(name, variant):
         kinds = [f"{part}.{kind}" for part in ("decoder", "encoder") for kind in ("key", "value")]
         assert list(cache) == [f"past_key_values.{layer}.{kind}" for layer in range(2) for kind in kinds]
         assert cache["past_key_values.1.encoder.value"].shape[1] == model.config.num_key_value_heads
-    made = step.module(given)
-    torch.testing.assert_close(made["logits"], expected[:, 4:], atol=2e-5, rtol=1e-5)
-    assert made["present.0.decoder.key"].shape[2] == 5 and not any("encoder" in key for key in made)
+    first_outputs = step.module(model_inputs)
+    torch.testing.assert_close(first_outputs["logits"], expected[:, 4:], atol=2e-5, rtol=1e-5)
+    assert first_outputs["present.0.decoder.key"].shape[2] == 5 and not any("encoder" in key for key in first_outputs)
 
 
 @pytest.mark.thorough
@@ -118,7 +118,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     config = json.loads((tmp_path / "onnx/config.json").read_text())
     assert config["model_type"] in ROWS[name].config_class.transformers_model_types and "auto_map" not in config
     assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
-    inputs = build_model_graphs(model)[0].inputs(ExampleSizes(batch=5, source=11))
+    inputs = build_model_graphs(model)[0].make_inputs(ExampleSizes(batch=5, source=11))
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
@@ -180,17 +180,17 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     model = row.model(head, variant)
     model.save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "onnx", opset=opset)
-    error, given = written.graphs["onnx/model.onnx"]
-    assert error < 1e-4 and given == names and written.architecture == head
+    error, inputs = written.graphs["onnx/model.onnx"]
+    assert error < 1e-4 and inputs == names and written.architecture == head
     operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/onnx/model.onnx").graph.node)
     assert operators["Attention"] == (row.tiny["num_hidden_layers"] if opset == 23 else 0)
     graph = load_graph(tmp_path / "onnx/onnx/model.onnx")
     batch = {name: value for name, value in row.batch(head).items() if name in names}
     expected = model(**batch)
     # A graph has no input that is not given: token types are 0.
-    given = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
+    inputs = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
     for output in graph.get_outputs():
-        [result] = graph.run([output.name], given)
+        [result] = graph.run([output.name], inputs)
         # In a local layer of ModernBERT, padding may attend to no token, and its outputs have no meaning.
         real = batch["attention_mask"].bool() if row in ROTARY else ...
         torch.testing.assert_close(torch.from_numpy(result)[real], expected[output.name][real], atol=1e-4, rtol=0)
@@ -280,8 +280,8 @@ def test_graph_with_pooling_returns_normalized_mean_embeddings(sentence_encoder)
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state
     means = torch.stack([states[0].mean(0), states[1, :2].mean(0)])
     graph = load_graph(sentence_encoder / "out/onnx/model.onnx")
-    given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
-    embeddings, result = graph.run(["sentence_embedding", "last_hidden_state"], given)
+    inputs = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
+    embeddings, result = graph.run(["sentence_embedding", "last_hidden_state"], inputs)
     expected = torch.nn.functional.normalize(means, dim=-1)
     torch.testing.assert_close(torch.from_numpy(embeddings), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.from_numpy(result), states, atol=1e-4, rtol=0)
@@ -294,9 +294,9 @@ def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
     operators = Counter(node.op_type for node in onnx.load(int8).graph.node)
     assert operators["MatMulInteger"] >= 12 and int8.stat().st_size < float32.stat().st_size
     ids = np.arange(5, 29).reshape(3, 8)
-    given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-    one, other = (load_graph(path).run(["sentence_embedding"], given)[0] for path in (float32, int8))
-    assert 0.99 < (one * other).sum(-1).mean() < 0.999999
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    embeddings, int8_embeddings = (load_graph(path).run(["sentence_embedding"], inputs)[0] for path in (float32, int8))
+    assert 0.99 < (embeddings * int8_embeddings).sum(-1).mean() < 0.999999
 
 
 @pytest.mark.thorough

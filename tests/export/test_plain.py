@@ -52,7 +52,7 @@ def saved(row, head, variant, folder, **fields):
 @pytest.mark.parametrize("row, head, variant", HEADS, ids=[f"{head}-{variant}" for _, head, variant in HEADS])
 @torch.no_grad()
 def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
-    ours = saved(row, head, variant, tmp_path / "ours")
+    variant_model = saved(row, head, variant, tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["model_type"] in row.config_class.transformers_model_types and config["architectures"] == [head]
@@ -66,14 +66,14 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     batch = row.batch(head)
     batch = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
-    expected, actual = ours(**batch), plain.eval()(**batch)
+    expected, actual = variant_model(**batch), plain.eval()(**batch)
     assert actual[0].dtype == torch.float64
     torch.testing.assert_close(actual[0], expected[0], atol=1e-9, rtol=0)
     if plain.can_generate() and "encoder_outputs" not in batch:
         prompt = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
         prompt = prompt if is_pair(row) else {"input_ids": batch["input_ids"]}
         options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 2}
-        assert torch.equal(plain.generate(**prompt, **options), ours.generate(**prompt, **options))
+        assert torch.equal(plain.generate(**prompt, **options), variant_model.generate(**prompt, **options))
 
 
 @pytest.mark.parametrize("row", [BERT, T5], ids=lambda row: row.name)
@@ -81,13 +81,13 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
 def test_per_layer_heads_are_expanded_to_equal_counts(row, tmp_path):
     head = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}[row.name]
     values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 16]}
-    ours = row.model(head, per_layer_values=values)
-    ours.save_pretrained(tmp_path / "ours")
+    variant_model = row.model(head, per_layer_values=values)
+    variant_model.save_pretrained(tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert written.heads == {"num_key_value_heads": ([4, 1], 12), "kv_lora_rank": ([None, 16], None)}
     plain = getattr(transformers, head).from_pretrained(tmp_path / "plain").eval()
     batch = row.batch(head)
-    torch.testing.assert_close(plain(**batch).logits, ours(**batch).logits, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(plain(**batch).logits, variant_model(**batch).logits, atol=2e-6, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_exported_model_loads_without_this_package(tmp_path):
-    ours = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
+    variant_model = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
     export_transformers(tmp_path / "ours", tmp_path / "plain")
     script = """
 import sys
@@ -192,4 +192,4 @@ print(type(model).__name__, model.num_parameters())
     )
     plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5.tiny))
     assert done.stdout.split() == ["T5ForConditionalGeneration", str(plain.num_parameters())]
-    assert plain.num_parameters() > ours.num_parameters()
+    assert plain.num_parameters() > variant_model.num_parameters()

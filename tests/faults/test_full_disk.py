@@ -90,9 +90,9 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
     with no_room.at(0):
         status, errors = called(argv_of(command, source, flags, folder / "whole"))
     assert status == 0, errors
-    opened, whole = no_room.seen, contents(folder / "whole")
+    opened, complete_contents = no_room.seen, contents(folder / "whole")
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
-    sizes = sorted({len(content) for content in whole.values()})
+    sizes = sorted({len(content) for content in complete_contents.values()})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes if size]
     tries = tries[:: max(1, len(tries) // most)] if most else tries
     for name, fault in tries:
@@ -101,7 +101,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
         with fault():
             status, errors = called(argv_of(command, source, flags, out))
         if status == 0:  # that file need not be there
-            assert contents(out).keys() == whole.keys(), name
+            assert contents(out).keys() == complete_contents.keys(), name
             continue
         failed.append(name)
         assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), (name, status, errors)

@@ -63,9 +63,9 @@ def log_of(out):
 
 @pytest.mark.slow
 def test_killed_training_resumes(bert, tmp_path):
-    whole = tmp_path / "whole"
-    things, seconds = run_watched(train, bert, whole)
-    expected = contents(whole)
+    uninterrupted = tmp_path / "whole"
+    things, seconds = run_watched(train, bert, uninterrupted)
+    expected = contents(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, 20, "training")):
         out = tmp_path / f"out-{number}"
         run_killed(at, train, bert, out)
@@ -77,7 +77,7 @@ def test_killed_training_resumes(bert, tmp_path):
             train(bert, out, "--resume_from_checkpoint", "latest")
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
-        assert log_of(out) == log_of(whole), at
+        assert log_of(out) == log_of(uninterrupted), at
         result = contents(out)
         assert result["model.safetensors"] == expected["model.safetensors"], at
         assert result.keys() == expected.keys(), at
@@ -92,18 +92,18 @@ def convert_to(bert, out):
 @COUNTS
 @pytest.mark.parametrize("exists", [False, True])
 def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
-    whole = tmp_path / "whole"
+    uninterrupted = tmp_path / "whole"
     if exists:
-        whole.mkdir()
-    things, seconds = run_watched(convert_to, bert, whole)
-    expected = contents(whole)
+        uninterrupted.mkdir()
+    things, seconds = run_watched(convert_to, bert, uninterrupted)
+    expected = contents(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, count, f"conversion {exists}")):
         out = tmp_path / f"out-{number}"
         if exists:
             out.mkdir()
         run_killed(at, convert_to, bert, out)
         if (out / "config.json").exists() and not describe_unfinished_model(out):
-            assert without_names(contents(out), out) == without_names(expected, whole), at
+            assert without_names(contents(out), out) == without_names(expected, uninterrupted), at
         elif exists:
             # The next run raises an error that names the leftovers, and no leftover is a checkpoint.
             if any(out.iterdir()):
@@ -115,7 +115,7 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
         else:
             assert not out.exists()
             convert_to(bert, out)
-        assert without_names(contents(out), out) == without_names(expected, whole), at
+        assert without_names(contents(out), out) == without_names(expected, uninterrupted), at
 
 
 def assert_refused(folder):

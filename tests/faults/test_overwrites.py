@@ -212,9 +212,9 @@ def run_here(command, sources, out):
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
-    whole = shutil.copytree(before, tmp_path / "whole")
-    things, seconds = run_watched(run_here, "glue", sources, whole)
-    old, new = model_of(before), model_of(whole)
+    uninterrupted = shutil.copytree(before, tmp_path / "whole")
+    things, seconds = run_watched(run_here, "glue", sources, uninterrupted)
+    old, new = model_of(before), model_of(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, count, "overwrite")):
         out = shutil.copytree(before, tmp_path / f"out-{number}")
         run_killed(at, run_here, "glue", sources, out)
@@ -228,13 +228,13 @@ def fill_at_each_write(command, sources, folder, most):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
-    old, whole = model_of(before), shutil.copytree(before, folder / "whole")
+    old, complete_folder = model_of(before), shutil.copytree(before, folder / "whole")
     with no_room.at(0):
-        status, errors = called(argv_of(command, sources, whole))
+        status, errors = called(argv_of(command, sources, complete_folder))
     assert status == 0, errors
-    opened, new = no_room.seen, model_of(whole)
+    opened, new = no_room.seen, model_of(complete_folder)
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
-    sizes = sorted({len(content) for content in contents(whole).values()} - {0})
+    sizes = sorted({len(content) for content in contents(complete_folder).values()} - {0})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes]
     tries = tries[:: max(1, len(tries) // most)] if most else tries
     seen = []
@@ -260,8 +260,15 @@ def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_pa
 
 
 def test_run_in_its_own_folder_keeps_the_files_of_its_model(sources, tmp_path):
-    own = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
-    (own / "README.md").write_text("---\nlicense: mit\n---\n")
-    argv = [item if item != str(sources / "SENTENCES") else str(own) for item in argv_of("uptrain", sources, own)]
+    model_folder = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
+    (model_folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    argv = [
+        item if item != str(sources / "SENTENCES") else str(model_folder)
+        for item in argv_of("uptrain", sources, model_folder)
+    ]
     assert cli.main(argv) == 0
-    assert (own / "README.md").exists() and (own / "modules.json").exists() and (own / "1_Pooling").is_dir()
+    assert (
+        (model_folder / "README.md").exists()
+        and (model_folder / "modules.json").exists()
+        and (model_folder / "1_Pooling").is_dir()
+    )

@@ -44,8 +44,8 @@ def test_simultaneous_conversions_into_one_folder_are_not_mixed(bert, tmp_path, 
     for status, output in zip(statuses, outputs, strict=True):
         assert status == 0 or "FileExistsError" in output.splitlines()[-1], output
     if 0 in statuses:
-        result, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
-        assert without_names(result, tmp_path / "out") == without_names(whole, tmp_path / "whole")
+        result, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
+        assert without_names(result, tmp_path / "out") == without_names(expected, tmp_path / "whole")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -57,8 +57,8 @@ def test_simultaneous_trainings_into_one_folder_are_not_mixed(bert, tmp_path):
     refused = outputs[statuses.index(1)].splitlines()[-1]
     assert "is not empty" in refused or "is in use" in refused, refused
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
-    result, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
-    assert result.keys() == whole.keys() and result["model.safetensors"] == whole["model.safetensors"]
+    result, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    assert result.keys() == expected.keys() and result["model.safetensors"] == expected["model.safetensors"]
 
 
 def test_folder_lock_has_one_owner(tmp_path):
@@ -72,16 +72,16 @@ def test_folder_lock_has_one_owner(tmp_path):
 
 
 def test_released_folder_lock_goes_to_the_next_process(tmp_path):
-    held, let_go = threading.Event(), threading.Event()
+    is_held, let_go = threading.Event(), threading.Event()
 
     def first():
         with lock_folder(str(tmp_path)):
-            held.set()
+            is_held.set()
             let_go.wait()
 
     thread = threading.Thread(target=first)
     thread.start()
-    held.wait()
+    is_held.wait()
     threading.Timer(0.3, let_go.set).start()
     with lock_folder(str(tmp_path), 20) as waited:
         assert waited

@@ -169,12 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
     def create_repo(self):
         if not self._allowed():
             return
-        asked = json.loads(self.body)
-        repo_id = f"{asked.get('organization') or USER}/{asked['name']}"
+        requested = json.loads(self.body)
+        repo_id = f"{requested.get('organization') or USER}/{requested['name']}"
         url = f"{self.hub.url}/{repo_id}"
         if repo_id in self.hub.repositories:
             return self._json({"error": "You already created this model repo", "url": url}, 409)
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        private = requested.get("visibility") == "private" or bool(requested.get("private"))
         self.hub.create(repo_id, private)
         self._json({"url": url, "name": repo_id, "id": repo_id})
 

@@ -317,8 +317,8 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     data = front_matter(text)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "terms", link)
     assert data["language"] == ["en", "no"] and f"{link}. The code files are Apache-2.0." in text
-    given = str(generate_model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
-    assert "mit. The code files" in given and "license_name" not in front_matter(given)
+    card = str(generate_model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
+    assert "mit. The code files" in card and "license_name" not in front_matter(card)
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
     text = str(generate_model_card(folder, "me/x"))
     assert "mit, the license of the original model." in text and front_matter(text)["language"] == "no"

@@ -63,15 +63,15 @@ def test_code_is_pushed_to_its_own_repository(folder, hub, api):
     hub.create(REPO, files={"modeling_attn_variant_bert.py": b"old", "handler.py": b"mine"})
     result = push(folder, api)
     assert result.removed == ["modeling_attn_variant_bert.py"]
-    there, code = hub.files(REPO), hub.files(CODE)
-    assert [name for name in there if name.endswith(".py")] == ["handler.py"]
+    remote_files, code = hub.files(REPO), hub.files(CODE)
+    assert [name for name in remote_files if name.endswith(".py")] == ["handler.py"]
     assert {name: code[name].decode() for name in build_complete_code()} == build_complete_code()
     assert b"license: apache-2.0" in code["README.md"]
     references = {
         auto: f"{CODE}--{name}" for auto, name in json.loads((folder / "config.json").read_text())["auto_map"].items()
     }
     assert auto_map_on(hub, REPO) == references and "AutoModel" in references
-    before, after = json.loads((folder / "config.json").read_text()), json.loads(there["config.json"])
+    before, after = json.loads((folder / "config.json").read_text()), json.loads(remote_files["config.json"])
     assert after == before | {"auto_map": references}
     assert result.code_commit == hub.head(CODE) and hub.files(CODE).keys() == {*code}
 
@@ -241,10 +241,10 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 
 
 def run_with_hub(hub, script, *arguments, home):
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
-    kept |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    result = subprocess.run(command, env=kept, cwd=home.parent, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment, cwd=home.parent, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -21,22 +21,24 @@ def test_diagram_shows_each_group_above_its_head(kv_heads):
 
 def test_diagram_abbreviates_many_heads():
     config = BERT.config_class(hidden_size=256, num_attention_heads=64, num_key_value_heads=16)
-    drawn = format_heads_diagram(config)
-    assert max(map(len, drawn.splitlines())) <= 110
-    assert "q0..q3" in drawn and "q60..q63" in drawn and "kv15" in drawn
+    diagram = format_heads_diagram(config)
+    assert max(map(len, diagram.splitlines())) <= 110
+    assert "q0..q3" in diagram and "q60..q63" in diagram and "kv15" in diagram
 
 
 def test_t5_has_a_diagram_per_place_and_talking_heads_a_chain():
-    drawn = format_heads_diagram(T5.config("gqa_talking"))
-    assert drawn.index("decoder") < drawn.index("encoder:")
-    assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in drawn
+    diagram = format_heads_diagram(T5.config("gqa_talking"))
+    assert diagram.index("decoder") < diagram.index("encoder:")
+    assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in diagram
     only = format_heads_diagram(BERT.config("weights"))
     assert "logits of 12 heads --> softmax of 12 heads --P_w [12 x 8]--> weights of 8 heads" in only
 
 
 def test_diagram_groups_layers_with_equal_heads():
-    drawn = format_heads_diagram(BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]}))
-    first, second = drawn.split("\n\n")
+    diagram = format_heads_diagram(
+        BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]})
+    )
+    first, second = diagram.split("\n\n")
     assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
     assert cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and cells(second.splitlines()[2]) == [
         ["kv0"]

@@ -121,13 +121,13 @@ def save_one(architecture, variant, saved, folder):
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHER_KINDS, marks=pytest.mark.slow)], ids=["some", "others"])
 def test_every_auto_class_loads_without_this_package(tmp_path, kinds):
     rows = [row for row in ARCHITECTURES for _ in kinds]
-    made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
+    folders = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()
-    arguments = [path for paths in made for path in paths]
+    arguments = [path for paths in folders for path in paths]
     result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in rows]
-    for repo, _, resaved in made:
+    for repo, _, resaved in folders:
         assert sorted(path.name for path in resaved.glob("*.py")) == sorted(path.name for path in repo.glob("*.py"))
 
 
@@ -235,7 +235,7 @@ def test_user_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
     assert hf_attn_variants.AttnVariantBertModel._auto_class is None and derived.Derived._auto_class == "AutoModel"
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     derived.Derived.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    ours, theirs = ({path.name for path in (tmp_path / item).glob("*.py")} for item in ("ours", "theirs"))
-    assert theirs == ours | {"derived.py"}
+    variant_files, user_files = ({path.name for path in (tmp_path / item).glob("*.py")} for item in ("ours", "theirs"))
+    assert user_files == variant_files | {"derived.py"}
     auto_map = json.loads((tmp_path / "theirs/config.json").read_text())["auto_map"]
     assert auto_map["AutoModel"] == "derived.Derived" and len(auto_map) > 5

@@ -108,8 +108,8 @@ def test_card_describes_all_steps_of_the_readme(tuned):
 def test_uploaded_files_name_no_local_folder(tuned):
     from hf_attn_variants.hub.push import REDACTED_FILES, _get_payload
 
-    there = {name: _get_payload(tuned, name).decode() for name in REDACTED_FILES if (tuned / name).is_file()}
-    assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
+    uploaded = {name: _get_payload(tuned, name).decode() for name in REDACTED_FILES if (tuned / name).is_file()}
+    assert "model_history.json" in uploaded and not any(str(tuned.parent.parent) in text for text in uploaded.values())
 
 
 def test_example_of_a_pair_task_runs_with_a_pair(tuned):

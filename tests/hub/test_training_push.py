@@ -29,17 +29,17 @@ def test_finished_run_is_pushed(arguments, hub, tmp_path, capsys):
     (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as the other scripts leave them
     results = main(parse_args([*arguments, "--overwrite_output_dir"]))
     assert f"Pushed to {hub.url}/me/stsb" in capsys.readouterr().out
-    repository, there = hub.repositories["me/stsb"], hub.files("me/stsb")
+    repository, remote_files = hub.repositories["me/stsb"], hub.files("me/stsb")
     assert (tmp_path / "out" / "runs").is_dir()
     assert repository.private and len(repository.log) == 2
-    assert there["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert not any(name.startswith(("checkpoint-", "runs/", "predictions_")) for name in there)
-    card = there["README.md"].decode()
+    assert remote_files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert not any(name.startswith(("checkpoint-", "runs/", "predictions_")) for name in remote_files)
+    card = remote_files["README.md"].decode()
     data = yaml.safe_load(card.split("---\n")[1])
     scores = {m["type"]: m["value"] for r in data["model-index"][0]["results"] for m in r["metrics"]}
     assert scores["pearson"] == pytest.approx(results["eval_pearson"], abs=1e-4)
     assert data["pipeline_tag"] == "text-classification" and "2 key/value heads for 4 query heads" in card
-    for text in (card, there["all_results.json"].decode()):
+    for text in (card, remote_files["all_results.json"].decode()):
         assert TOKEN not in text and str(tmp_path) not in text
 
 

@@ -104,13 +104,13 @@ def test_labels_and_words_like_paths_are_unchanged(folder):
     labels = {"0": "/person/artist", "1": "~/x/y", "2": "C:/a/b"}
     edit(folder / "config.json", id2label=labels, label2id={name: int(i) for i, name in labels.items()})
     edit(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
-    there = folder.parent / "there"
-    there.mkdir()
+    other_folder = folder.parent / "there"
+    other_folder.mkdir()
     for name, content in sent(plan_push(folder, "me/x"), folder).items():
-        (there / name).write_bytes(content)
-    assert AutoModel.from_pretrained(there).config.id2label == {int(i): name for i, name in labels.items()}
-    assert AutoTokenizer.from_pretrained(there).cls_token == "/a/b/c"
-    assert json.loads((there / "tokenizer_config.json").read_text())["name_or_path"] == "secret-project"
+        (other_folder / name).write_bytes(content)
+    assert AutoModel.from_pretrained(other_folder).config.id2label == {int(i): name for i, name in labels.items()}
+    assert AutoTokenizer.from_pretrained(other_folder).cls_token == "/a/b/c"
+    assert json.loads((other_folder / "tokenizer_config.json").read_text())["name_or_path"] == "secret-project"
 
 
 def test_files_without_local_paths_are_uploaded_unchanged(folder):

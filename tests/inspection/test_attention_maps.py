@@ -212,10 +212,12 @@ def test_page_contains_every_value(tokenizer, architecture, variant):
     assert content["attentions"][0]["name"].endswith("layer 0")  # as in reports and cards
     for result, expected in zip(content["attentions"], maps.attentions, strict=True):
         assert result["name"] == expected.name and tuple(result["rows"]) == expected.query_tokens
-        for stage, wanted in zip(result["stages"], expected.stages, strict=True):
-            levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(wanted.maps.shape)
+        for stage, expected_stage in zip(result["stages"], expected.stages, strict=True):
+            levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(
+                expected_stage.maps.shape
+            )
             values = numpy.where(levels == 0, numpy.nan, stage["lowest"] + (levels.astype(float) - 1) * stage["step"])
-            numpy.testing.assert_allclose(values, wanted.maps.numpy(), atol=stage["step"])
+            numpy.testing.assert_allclose(values, expected_stage.maps.numpy(), atol=stage["step"])
 
 
 def test_trained_projections_are_compared_with_the_identity():

@@ -58,10 +58,10 @@ def of_head(head):
     return next(architecture for architecture in (BERT, T5, *RELATIVES) if head in architecture.heads)
 
 
-def same_tensors(one, other):
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+def same_tensors(first, second):
+    first_tensors, second_tensors = first.state_dict(), second.state_dict()
+    assert first_tensors.keys() == second_tensors.keys()
+    return all(torch.equal(first_tensors[name], second_tensors[name]) for name in first_tensors)
 
 
 @pytest.mark.thorough
@@ -69,21 +69,23 @@ def test_combined_conversions_equal_a_single_conversion(source):
     model, calibration = source
     pieces = LazyConvertedAttention(model, calibration)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made = {}
+    models_by_fields = {}
     both = {"cross_kv_lora_rank": 12, "kv_lora_rank": 8}
     for fields in ({"cross_kv_lora_rank": 12}, {"kv_lora_rank": 8}, {"kv_lora_rank": 4}, {"num_key_value_heads": 2}):
         assert not pieces.is_converted(fields)
-        made[str(fields)] = pieces.build_model(fields)
+        models_by_fields[str(fields)] = pieces.build_model(fields)
     by_layer = {"per_layer_values": {"kv_lora_rank": [8, 4]}}
     exact = {"cross_kv_lora_rank": 32, "kv_lora_rank": 4}
     for fields in (both, by_layer, exact):
         assert pieces.is_converted(fields)
-        made[str(fields)] = pieces.build_model(fields)
+        models_by_fields[str(fields)] = pieces.build_model(fields)
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
-        assert same_tensors(made[str(fields)], at_once), fields
-        ours, theirs = (item.config.to_diff_dict() for item in (made[str(fields)], at_once))
-        assert ours == {name: value for name, value in theirs.items() if name != "architectures"}
+        assert same_tensors(models_by_fields[str(fields)], at_once), fields
+        combined_config, single_config = (
+            item.config.to_diff_dict() for item in (models_by_fields[str(fields)], at_once)
+        )
+        assert combined_config == {name: value for name, value in single_config.items() if name != "architectures"}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -175,11 +177,11 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
         BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
     ]
     text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
-    theirs, ours = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
+    source_logits, logits = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
     if fields is ONE_SCORE:
-        expected = ((ours - theirs).square() / theirs.var(correction=0)).squeeze(1)
+        expected = ((logits - source_logits).square() / source_logits.var(correction=0)).squeeze(1)
     else:
-        p, q = theirs.sigmoid(), ours.sigmoid()
+        p, q = source_logits.sigmoid(), logits.sigmoid()
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean(1)
     assert text.measure == ("scores" if fields is ONE_SCORE else "predictions")
     assert text.compute_losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
@@ -197,8 +199,8 @@ def test_divergence_equals_kullback_leibler(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
     text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(6)))
     [batch] = text.batches
-    theirs, ours = (model(**batch).logits.log_softmax(-1) for model in models)
-    expected = nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+    source_log_probs, log_probs = (model(**batch).logits.log_softmax(-1) for model in models)
+    expected = nn.functional.kl_div(log_probs, source_log_probs, log_target=True, reduction="none").sum(-1)
     assert text.compute_losses(models[1])[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
@@ -227,14 +229,14 @@ def test_standard_error_is_computed_over_texts():
 def test_measured_text_is_never_fitted(source):
     model, calibration = source
     everything = Calibration(lines_of_words(400), lines_of_words(400, 1))
-    drawn = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
-    held_out = select_held_out_examples(drawn, everything, size=100)
+    subset = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
+    held_out = select_held_out_examples(subset, everything, size=100)
     pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
-    assert len(pairs) == 100 and not pairs & set(zip(drawn.texts, drawn.target_texts, strict=True))
+    assert len(pairs) == 100 and not pairs & set(zip(subset.texts, subset.target_texts, strict=True))
     assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
     # Without other text, the held-out examples of the conversion are used.
-    held_out = select_held_out_examples(drawn, drawn, size=100)
-    _, batches = make_batches(model, calibration.tokenizer, drawn, make_seeded_generator(0, "held-out texts"))
+    held_out = select_held_out_examples(subset, subset, size=100)
+    _, batches = make_batches(model, calibration.tokenizer, subset, make_seeded_generator(0, "held-out texts"))
     ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
     assert ids == {tuple(calibration.tokenizer(text).input_ids) for text in held_out.texts} and len(ids) == 40
 
@@ -249,8 +251,8 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
     marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
-    found = [frontier.find_smallest_variant(loss) for loss in (0.05, 0.1, 0.3, 9.0)]
-    assert [variant and variant.name for variant in found] == [None, "a", "b", "b"]
+    smallest = [frontier.find_smallest_variant(loss) for loss in (0.05, 0.1, 0.3, 9.0)]
+    assert [variant and variant.name for variant in smallest] == [None, "a", "b", "b"]
 
 
 def test_default_variants_are_valid_for_the_model():
@@ -323,9 +325,9 @@ def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
 
 
 def test_given_values_are_combined_in_a_grid():
-    given = {"num_key_value_heads": [2, 1], "kv_lora_rank": [8, 4], "cross_kv_lora_rank": [16]}
-    given |= {"encoder_kv_lora_rank": None}
-    assert list_requested_variants(given) == [
+    values_by_field = {"num_key_value_heads": [2, 1], "kv_lora_rank": [8, 4], "cross_kv_lora_rank": [16]}
+    values_by_field |= {"encoder_kv_lora_rank": None}
+    assert list_requested_variants(values_by_field) == [
         {"kv_lora_rank": 8, "cross_kv_lora_rank": 16},
         {"kv_lora_rank": 4, "cross_kv_lora_rank": 16},
         {"num_key_value_heads": 2},
@@ -370,8 +372,8 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     converted, tokenizer = load_source_model(command[-1], Calibration(["a", "b"]))
     texts, answers = lines_of_words(300), lines_of_words(300, 1)
     everything = Calibration(texts, answers)
-    drawn = sorted(random.Random(3).sample(range(300), 160))
-    used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
+    indices = sorted(random.Random(3).sample(range(300), 160))
+    used = Calibration([texts[i] for i in indices], [answers[i] for i in indices], tokenizer=tokenizer)
     model, _ = load_source_model(str(t5), Calibration(["a", "b"]))
     text = make_held_out_set(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
     above, error = _compute_mean_loss_difference(text.compute_losses(converted), text.compute_losses(model))
@@ -411,8 +413,8 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert status == 0 and result["held_out_texts"] == 9
     model, tokenizer = load_source_model(str(folder), Calibration(["a", "b"]))
-    drawn = sorted(random.Random(0).sample(range(300), 160))
-    used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
+    indices = sorted(random.Random(0).sample(range(300), 160))
+    used = Calibration([lines_of_words(300)[i] for i in indices], tokenizer=tokenizer, fit_steps=0)
     text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
     assert result["rows"][1]["loss"] == pytest.approx(float(text.compute_losses(converted)[:, 0].mean()), rel=1e-4)
@@ -458,16 +460,16 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
     # The expected loss: files outside of the sample, transcripts of the source, and the converted model.
     extractor = feature_extractor()
-    drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
-    held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]
-    source, _ = load_source_model(str(checkpoint), drawn)
-    made, _ = load_source_model(shlex.split(result["chosen"]["command"])[-1], drawn)
+    calibration = read_audio_calibration(audio, size=28, feature_extractor=extractor)
+    held_out = [path for path in sorted(audio.glob("*")) if path not in calibration.audio]
+    source, _ = load_source_model(str(checkpoint), calibration)
+    reloaded, _ = load_source_model(shlex.split(result["chosen"]["command"])[-1], calibration)
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
         ids = generate_audio_decoder_inputs(source, {"input_features": features}, 224)["decoder_input_ids"]
         with torch.no_grad():
-            logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
+            logits = reloaded(input_features=features, decoder_input_ids=ids).logits[0, :-1]
         places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]
         losses += nn.functional.cross_entropy(logits[places], ids[0, 1:][places], reduction="none").tolist()
     chosen = next(row for row in result["rows"] if row["name"] == result["chosen"]["name"])
@@ -477,9 +479,12 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
 @pytest.mark.thorough
 def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
-    given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
-    source, _ = load_source_model(str(checkpoint), given)
-    pieces, text = LazyConvertedAttention(source, given), make_held_out_set(source, feature_extractor(), given)
+    calibration = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
+    source, _ = load_source_model(str(checkpoint), calibration)
+    pieces, text = (
+        LazyConvertedAttention(source, calibration),
+        make_held_out_set(source, feature_extractor(), calibration),
+    )
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.build_model(decoder), pieces.model(encoder)]
     before = [replace(text, encoder=None).compute_losses(model) for model in models]

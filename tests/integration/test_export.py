@@ -115,8 +115,10 @@ class DecodingStep(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, token, source_mask, own, source):
-        cache = EncoderDecoderCache(*(DynamicCache([(c, c[..., :0]) for c in part]) for part in (own, [source])))
+    def forward(self, token, source_mask, self_attention_keys, source):
+        cache = EncoderDecoderCache(
+            *(DynamicCache([(c, c[..., :0]) for c in part]) for part in (self_attention_keys, [source]))
+        )
         # Only the length of the encoder's outputs is looked at.
         nothing = BaseModelOutput(last_hidden_state=torch.zeros(*source_mask.shape, self.model.config.d_model))
         output = self.model(
@@ -142,15 +144,20 @@ def decoding_step(model, batch, source, past):
     inputs = {"input_ids": ids, "attention_mask": mask}
     expected = model(**inputs, decoder_input_ids=tokens, use_cache=False).logits[:, -1]
     cache = get_cache(model(**inputs, decoder_input_ids=tokens[:, :-1]))
-    own = [layer.keys for layer in cache.self_attention_cache.layers]
+    self_attention_keys = [layer.keys for layer in cache.self_attention_cache.layers]
     memory = cache.cross_attention_cache.layers[0].keys
-    return {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": memory}, expected
+    return {"token": tokens[:, -1:], "source_mask": mask, "own": self_attention_keys, "source": memory}, expected
 
 
 def step_sizes():
     batch, past, source = Dim("batch"), Dim("past", min=2, max=32), Dim("source", min=3, max=32)
-    own = [{0: batch, 2: past} for _ in range(T5.tiny["num_layers"])]
-    return {"token": {0: batch}, "source_mask": {0: batch, 1: source}, "own": own, "source": {0: batch, 2: source}}
+    dynamic_sizes = [{0: batch, 2: past} for _ in range(T5.tiny["num_layers"])]
+    return {
+        "token": {0: batch},
+        "source_mask": {0: batch, 1: source},
+        "own": dynamic_sizes,
+        "source": {0: batch, 2: source},
+    }
 
 
 @pytest.mark.thorough
@@ -162,9 +169,9 @@ def test_decoding_step_with_a_latent_cache_can_be_exported(cross_rank, variant):
     program = torch.export.export(DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes())
     for size in ((1, 4, 2), (10, 30, 7)):
         inputs, expected = decoding_step(model, *size)
-        logits, own = program.module()(**inputs)
+        logits, self_attention_keys = program.module()(**inputs)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-        assert [c.shape for c in own] == [(size[0], 1, size[2] + 1, 16)] * 2
+        assert [c.shape for c in self_attention_keys] == [(size[0], 1, size[2] + 1, 16)] * 2
 
 
 @pytest.mark.slow
@@ -180,6 +187,6 @@ def test_decoding_step_with_a_latent_cache_runs_in_onnx(opset):
     session = onnx_session(program)
     for size in ((1, 4, 2), (10, 30, 7)):
         inputs, expected = decoding_step(model, *size)
-        given = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
-        actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
+        model_inputs = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, model_inputs, strict=True)})
         torch.testing.assert_close(torch.from_numpy(actual[0]), expected, atol=1e-4, rtol=0)

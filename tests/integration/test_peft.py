@@ -168,11 +168,11 @@ def test_lora_finds_its_target_modules(architecture):
 def test_peft_methods_adapt_the_same_modules_as_in_transformers(architecture, config_class):
     head = next(iter(architecture.heads))
     settings = {"total_step": 10} if config_class == "AdaLoraConfig" else {}
-    ours, theirs = (
+    adapted, upstream_adapted = (
         peft.get_peft_model(model, getattr(peft, config_class)(**settings))
         for model in (architecture.model(head, "mha"), architecture.make_upstream_model(head))
     )
-    assert trainable(ours) == trainable(theirs) != []
+    assert trainable(adapted) == trainable(upstream_adapted) != []
 
 
 @FOR_BOTH

@@ -124,8 +124,8 @@ def test_t5_encoder_of_a_sentence_transformer_is_ours(name, fields, tmp_path):
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
 def test_t5_encoder_loads_without_this_package(name, tmp_path):
     _, expected = saved_t5(tmp_path, name, T5_FIELDS["windows"])
-    got = encoded_elsewhere(tmp_path / "saved", tmp_path)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    actual = encoded_elsewhere(tmp_path / "saved", tmp_path)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough

@@ -54,8 +54,12 @@ def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
     gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(
+        gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
+        )
     with torch.no_grad():
         again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
     torch.testing.assert_close(again, actual)
@@ -68,10 +72,10 @@ def test_additive_scores_allocate_no_tensor_of_queries_by_keys_by_d(monkeypatch)
     with LargestTensor() as largest:
         attention_with_weights(query, key, value, scaling=1.0, score=score)[0].sum().backward()
     assert largest.numel == HEADS * n * n  # the logits
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda x: x):
         score(query, key)
-    assert max(kept) <= HEADS * n * D
+    assert max(sizes) <= HEADS * n * D
 
 
 def test_compiled_additive_scores_equal_eager_ones():
@@ -162,9 +166,9 @@ def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
     torch.manual_seed(0)
     fields = {"hidden_size": 192, "num_attention_heads": 4, **ADDITIVE, "num_key_value_heads": 4}
     BERT.make_upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
-    made = hf_attn_variants.AttnVariantBertModel(BERT.config("mha", **fields))
+    variant_model = hf_attn_variants.AttnVariantBertModel(BERT.config("mha", **fields))
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", **ADDITIVE)
-    for model in (made, loaded):
+    for model in (variant_model, loaded):
         for layer in model.encoder.layer:
             for parameter in layer.attention.self.score.parameters():
                 assert parameter.std().item() == pytest.approx(48**-0.5, rel=0.2)

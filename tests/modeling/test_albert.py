@@ -16,12 +16,12 @@ GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
 def test_albert_layer_groups_equal_transformers(tmp_path):
     upstream = ALBERT.make_upstream_model("AlbertModel", **GROUPS)
     upstream.save_pretrained(tmp_path)
-    ours = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
+    variant_model = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
     batch = ALBERT.batch("AlbertModel")
     with torch.no_grad():
-        mine, theirs = ours(**batch), upstream(**batch)
-    torch.testing.assert_close(mine.last_hidden_state, theirs.last_hidden_state, atol=1e-5, rtol=0)
-    torch.testing.assert_close(mine.pooler_output, theirs.pooler_output, atol=1e-5, rtol=0)
+        actual, expected = variant_model(**batch), upstream(**batch)
+    torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual.pooler_output, expected.pooler_output, atol=1e-5, rtol=0)
 
 
 def test_albert_layers_of_a_group_share_one_attention():

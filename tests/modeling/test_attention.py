@@ -38,16 +38,16 @@ def to_additive(mask, dtype=torch.float64):
     return None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-def assert_same_with_gradients(ours, theirs, inputs, atol):
-    weight = torch.randn(ours.shape, dtype=ours.dtype)
-    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
-    for mine, other in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs),
-        torch.autograd.grad((theirs * weight).sum(), inputs),
+def assert_same_with_gradients(module, expected, inputs, atol):
+    weight = torch.randn(module.shape, dtype=module.dtype)
+    torch.testing.assert_close(module, expected, atol=atol, rtol=0)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((module * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
         strict=True,
     ):
-        assert mine.abs().max() > 0
-        torch.testing.assert_close(mine, other, atol=atol, rtol=0)
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, expected_gradient, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_half_precision_attention_is_within_rounding_of_float32(k, dtype):
 
 def test_attention_dropout_keeps_the_mean_of_weights():
     query, key, value = make_random_inputs(4, 2, 4, torch.float32)
-    _, kept = attention_with_weights(query, key, value, scaling=0.5)
-    drawn = [attention_with_weights(query, key, value, scaling=0.5, dropout=0.25)[1] for _ in range(400)]
-    share = torch.stack([weights.eq(0).float().mean() for weights in drawn]).mean()
+    _, undropped = attention_with_weights(query, key, value, scaling=0.5)
+    samples = [attention_with_weights(query, key, value, scaling=0.5, dropout=0.25)[1] for _ in range(400)]
+    share = torch.stack([weights.eq(0).float().mean() for weights in samples]).mean()
     assert abs(share - 0.25) < 0.02
-    torch.testing.assert_close(torch.stack(drawn).mean(0), kept, atol=0.06, rtol=0)
+    torch.testing.assert_close(torch.stack(samples).mean(0), undropped, atol=0.06, rtol=0)

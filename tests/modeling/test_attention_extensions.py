@@ -60,17 +60,17 @@ def fields_at_start(fields):
 @torch.no_grad()
 def test_model_starts_with_the_outputs_of_transformers(row, name):
     head = next(iter(row.heads))
-    theirs = row.make_upstream_model(head).double()
+    upstream = row.make_upstream_model(head).double()
     config = row.config(head=head, **fields_at_start(FIELD_SETS[name]))
-    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(config).double().eval()
-    result = ours.load_state_dict(theirs.state_dict(), strict=False)
-    assert not result.unexpected_keys and {*result.missing_keys} == {*extension_parameters(ours)}
+    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).double().eval()
+    result = variant_model.load_state_dict(upstream.state_dict(), strict=False)
+    assert not result.unexpected_keys and {*result.missing_keys} == {*extension_parameters(variant_model)}
     for implementation in ("eager", "sdpa"):
         # The eager function of ModernBERT computes the softmax in float32.
-        theirs.set_attn_implementation("sdpa" if row is MODERNBERT else "eager")
-        ours.set_attn_implementation(implementation)
+        upstream.set_attn_implementation("sdpa" if row is MODERNBERT else "eager")
+        variant_model.set_attn_implementation(implementation)
         batch = batch_of(row, head)
-        actual, expected = ours(**batch)[0], theirs(**batch)[0]
+        actual, expected = variant_model(**batch)[0], upstream(**batch)[0]
         # With a fully masked key range, the functions of Transformers differ from each other, but only at padding.
         real = (
             batch["attention_mask"].bool() if batch.get("attention_mask", expected).shape == actual.shape[:2] else ...

@@ -118,12 +118,14 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
     batch, sizes = decoder_batch(architecture, head), set()
 
-    def on_step(own):
+    def on_step(step_cache):
         if "attention_kernel" in fields:
             # The state is stored as keys, so that code can select rows of caches.
-            assert all(isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in own.layers)
-            assert not any(layer.values.numel() for layer in own.layers)
-            sizes.add(sum(item.numel() for layer in own.layers for item in layer.state if item is not None))
+            assert all(
+                isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in step_cache.layers
+            )
+            assert not any(layer.values.numel() for layer in step_cache.layers)
+            sizes.add(sum(item.numel() for layer in step_cache.layers for item in layer.state if item is not None))
 
     steps, cache = in_steps(model, batch, on_step)
     torch.testing.assert_close(steps, at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
@@ -233,8 +235,8 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.save_pretrained(tmp_path / "plain")
     begun = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", attention_kernel=kernel)
-    for one, other in zip(model.state_dict().items(), begun.state_dict().items(), strict=True):
-        assert one[0] == other[0] and one[1].equal(other[1])
+    for saved_item, new_item in zip(model.state_dict().items(), begun.state_dict().items(), strict=True):
+        assert saved_item[0] == new_item[0] and saved_item[1].equal(new_item[1])
     if kernel in ("favor", "rfa"):
         vectors = [module.kernel_vectors for module in attentions(begun)]
         assert not vectors[0].equal(vectors[1])

@@ -68,10 +68,12 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
         torch.autograd.grad((outputs * weights).sum(), of_model, allow_unused=True)
         for outputs, of_model in zip((actual, expected), parameters, strict=True)
     ]
-    for one, other in zip(*gradients, strict=True):
-        assert (one is None) == (other is None)
-        if other is not None:
-            torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(*gradients, strict=True):
+        assert (gradient is None) == (expected_gradient is None)
+        if expected_gradient is not None:
+            torch.testing.assert_close(
+                gradient, expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
+            )
 
 
 @pytest.mark.parametrize("architecture", [*ENCODER_ONLY, *TWO_STACKS], **NAMED)
@@ -144,9 +146,12 @@ def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, va
     batch = decoder_batch(architecture, head)
     steps, cache = in_steps(model, batch)
     torch.testing.assert_close(steps, at_once(model, batch), atol=1e-5, rtol=0)
-    own = getattr(cache, "self_attention_cache", cache)
-    assert [layer.keys.shape[2] for layer in own.layers] == [3, 5] and own.get_seq_length() == 9
-    if own is not cache:
+    self_attention_cache = getattr(cache, "self_attention_cache", cache)
+    assert [layer.keys.shape[2] for layer in self_attention_cache.layers] == [
+        3,
+        5,
+    ] and self_attention_cache.get_seq_length() == 9
+    if self_attention_cache is not cache:
         source = 20 if architecture is WHISPER else 9
         assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {source}
 
@@ -236,11 +241,11 @@ def test_layers_have_separate_windows():
         name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
         batch.pop("attention_mask")
         with torch.no_grad():
-            whole = model(**batch, use_cache=False).logits
+            full_output = model(**batch, use_cache=False).logits
             changed = model(**batch | {name: batch[name].index_fill(1, torch.tensor(8), 7)}, use_cache=False).logits
             far = model(**batch | {name: batch[name].index_fill(1, torch.tensor(0), 7)}, use_cache=False).logits
-        torch.testing.assert_close(whole[:, :8], changed[:, :8])
-        assert (whole[:, 8] - far[:, 8]).abs().max() > 1e-4  # farther than both windows
+        torch.testing.assert_close(full_output[:, :8], changed[:, :8])
+        assert (full_output[:, 8] - far[:, 8]).abs().max() > 1e-4  # farther than both windows
 
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)

@@ -136,10 +136,12 @@ def compare(actual, expected, leaves, exact):
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
     gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for one, other in zip(
+    for gradient, expected_gradient in zip(
         gradients, torch.autograd.grad((expected * weights).sum(), exact, retain_graph=True), strict=True
     ):
-        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
+        )
 
 
 @EVERY_PATTERN
@@ -256,16 +258,16 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
     batch.pop(ids_name, None)
     cache, steps = None, []
     with torch.no_grad():
-        whole = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
+        full_output = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
         for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
             seen = {key: item[:, :end] for key, item in mask.items()}
             result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
             cache, steps = get_cache(result), [*steps, result.logits]
         read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
-        torch.testing.assert_close(torch.cat(steps, 1)[read], whole[read], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.cat(steps, 1)[read], full_output[read], atol=1e-5, rtol=0)
         changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)
         later = model(**batch, **{ids_name: changed}, **mask, use_cache=False).logits
-        torch.testing.assert_close(later[:, :-1][read[:, :-1]], whole[:, :-1][read[:, :-1]])
+        torch.testing.assert_close(later[:, :-1][read[:, :-1]], full_output[:, :-1][read[:, :-1]])
 
 
 def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch):
@@ -285,12 +287,12 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
     plain = BERT.model("BertModel")
-    made = convert(plain, **fields_of("random_blocks")).eval()
-    made.save_pretrained(tmp_path)
-    again = type(made).from_pretrained(tmp_path).eval()
+    model = convert(plain, **fields_of("random_blocks")).eval()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
     ids = token_ids(2, LENGTH)
     with torch.no_grad():
-        assert again(ids)[0].equal(made(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
+        assert again(ids)[0].equal(model(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
 
 
 def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):

@@ -50,15 +50,15 @@ def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind)
     with torch.no_grad():
         states = model.get_encoder()(**encoder_inputs).last_hidden_state
         every, mask = (item.repeat_interleave(BEAMS, dim=0) for item in (states, batch["attention_mask"]))
-        for given, its_mask in ((states, batch["attention_mask"]), (every, mask)):
-            outputs = BaseModelOutput(last_hidden_state=given)
-            made = model(
+        for encoder_states, its_mask in ((states, batch["attention_mask"]), (every, mask)):
+            outputs = BaseModelOutput(last_hidden_state=encoder_states)
+            output = model(
                 encoder_outputs=outputs,
                 attention_mask=its_mask,
                 decoder_input_ids=ids[:, :3],
                 **with_cache(cache_for(model, kind)),
             )
-            cache = get_cache(made)
+            cache = get_cache(output)
             getattr(cache, method)(rows)
             nothing = BaseModelOutput(last_hidden_state=torch.full_like(every[rows], torch.nan))
             then = {"encoder_outputs": nothing, "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, 3:]}

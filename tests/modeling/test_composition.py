@@ -69,11 +69,13 @@ def conflicts(*classes):
 
 
 def pairs():
-    for one, other in combinations(ALONE, 2):
-        fields = [SAMPLES[one][0], SAMPLES[other][0]]
+    for first, second in combinations(ALONE, 2):
+        fields = [SAMPLES[first][0], SAMPLES[second][0]]
         shared = fields[0].keys() & fields[1].keys()
-        if all(fields[0][name] == fields[1][name] for name in shared) and {one, other} != LINFORMER_NEEDS_POSITIONS:
-            yield pytest.param(fields[0] | fields[1], (*SAMPLES[one][1], *SAMPLES[other][1]), id=f"{one}-{other}")
+        if all(fields[0][name] == fields[1][name] for name in shared) and {first, second} != LINFORMER_NEEDS_POSITIONS:
+            yield pytest.param(
+                fields[0] | fields[1], (*SAMPLES[first][1], *SAMPLES[second][1]), id=f"{first}-{second}"
+            )
 
 
 @pytest.mark.thorough
@@ -87,7 +89,9 @@ def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, clas
         return
     with pytest.raises(ValueError) as error:
         BERT.config(**fields)
-    messages = [row.format_message(*((each.field, fields[each.field]) for each in row[:2])) for row in rows]
+    messages = [
+        row.format_message(*((mechanism.field, fields[mechanism.field]) for mechanism in row[:2])) for row in rows
+    ]
     assert str(error.value) in messages
 
 
@@ -97,8 +101,8 @@ def test_every_composition_row_is_tested():
     }
     tried = {
         (row.first, row.second)
-        for one, other in combinations(ALONE, 2)
-        for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
+        for first, second in combinations(ALONE, 2)
+        for row in conflicts(*SAMPLES[first][1], *SAMPLES[second][1])
     }
     assert {(row.first, row.second) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
     assert all(issubclass(item, Mechanism) for row in UNSUPPORTED_PAIRS for item in row[:2])
@@ -121,8 +125,8 @@ def test_mechanism_reports_its_place_in_the_configuration():
     ]
     assert RelativePositionBias.find_requesting_field(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
-    asked = {name: get_pattern_class(name).find_requesting_field(window, "") for name in PATTERNS}
-    assert {name for name, result in asked.items() if result} == {"sliding_window"}
+    requesting_fields = {name: get_pattern_class(name).find_requesting_field(window, "") for name in PATTERNS}
+    assert {name for name, result in requesting_fields.items() if result} == {"sliding_window"}
 
 
 def test_every_mechanism_has_a_name_and_a_paper():

@@ -163,11 +163,11 @@ def test_configuration_survives_a_json_round_trip(architecture, variant, tmp_pat
 
 
 @ALL
-@pytest.mark.parametrize("ours", [False, True], ids=["upstream's", "ours"])
-def test_head_count_given_while_loading_replaces_per_layer_values(architecture, ours, tmp_path):
-    (architecture.config_class if ours else architecture.upstream_config_class)(**architecture.tiny).save_pretrained(
-        tmp_path
-    )
+@pytest.mark.parametrize("is_saved_variant", [False, True], ids=["upstream's", "ours"])
+def test_head_count_given_while_loading_replaces_per_layer_values(architecture, is_saved_variant, tmp_path):
+    (architecture.config_class if is_saved_variant else architecture.upstream_config_class)(
+        **architecture.tiny
+    ).save_pretrained(tmp_path)
     for heads in (4, 24):
         config = architecture.config_class.from_pretrained(tmp_path, num_attention_heads=heads)
         fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.get_kv_heads_fields())
@@ -194,8 +194,8 @@ def test_from_upstream_keeps_every_value_of_the_configuration(architecture):
     upstream = architecture.upstream_config_class(**architecture.tiny, num_labels=5, initializer_range=0.5)
     config = architecture.config_class.from_upstream(upstream, num_key_value_heads=2)
     assert config.num_key_value_heads == 2
-    kept = {name: value for name, value in upstream.to_dict().items() if name != "model_type"}
-    assert {name: config.to_dict()[name] for name in kept} == kept
+    upstream_values = {name: value for name, value in upstream.to_dict().items() if name != "model_type"}
+    assert {name: config.to_dict()[name] for name in upstream_values} == upstream_values
 
 
 @ALL

@@ -27,18 +27,18 @@ NAMES = {prefix + row.name: prefix for row in VARIANT_FIELDS for prefix in row.p
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
-    own = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
+    variant_fields = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
     of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and look_up_field(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
-    assert own.keys() == expected
-    for name, item in own.items():
+    assert variant_fields.keys() == expected
+    for name, item in variant_fields.items():
         prefix, entry = look_up_field(name)
         assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
         assert {*item.metadata} - {"variant", "query_heads"} <= {*entry.tags}
-    ranks = () if row in ROTARY else tuple(name for name in own if name.endswith("kv_lora_rank"))
+    ranks = () if row in ROTARY else tuple(name for name in variant_fields if name.endswith("kv_lora_rank"))
     assert row.config_class.get_rank_fields() == ranks
 
 

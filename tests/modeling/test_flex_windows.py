@@ -69,14 +69,14 @@ def on_the_cpu(monkeypatch):
 def test_block_mask_covers_all_allowed_keys(key_range, n, m):
     block, keys = 8, torch.arange(m)
     allowed = key_range.get_allowed_mask(keys[m - n :], keys)
-    some, whole = find_attended_blocks(key_range, n, m, block)
+    some, full_blocks = find_attended_blocks(key_range, n, m, block)
     for i in range(some.shape[0]):
         for j in range(some.shape[1]):
             part = allowed[i * block : (i + 1) * block, j * block : (j + 1) * block]
             assert some[i, j] or not part.any()
-            assert not whole[i, j] or (some[i, j] and part.all())
+            assert not full_blocks[i, j] or (some[i, j] and part.all())
             if key_range.step == 1 and key_range.global_tokens == 0:
-                assert some[i, j] == part.any() and whole[i, j] == part.all()
+                assert some[i, j] == part.any() and full_blocks[i, j] == part.all()
 
 
 @pytest.mark.thorough
@@ -94,8 +94,10 @@ def test_flex_outputs_and_gradients_equal_block_attention(key_range, padded, bia
         output = attend(*states, mask, bias, **call)
         actual.append([output, *torch.autograd.grad(output, leaves, direction)])
     assert on_the_cpu
-    for one, other in zip(*actual, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max().item()), rtol=0)
+    for actual_item, expected_item in zip(*actual, strict=True):
+        torch.testing.assert_close(
+            actual_item, expected_item, atol=1e-5 * max(1, expected_item.abs().max().item()), rtol=0
+        )
 
 
 @pytest.mark.thorough
@@ -207,7 +209,7 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
 @pytest.mark.thorough
 def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
     windowed_attention(*make_call(300), key_range=KeyRange(20, 20), scaling=0.3)
-    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for n, key_range in (
         (500, KeyRange(130, 130)),
         (640, KeyRange(90, 0)),
@@ -216,7 +218,7 @@ def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
     ):
         windowed_attention(*make_call(n), key_range=key_range, scaling=0.3)
     windowed_attention(*make_call(200, 500), key_range=KeyRange(90, 0), scaling=0.3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
     assert list(flex_windows._flex_trial_results.values()) == [True]
 
 

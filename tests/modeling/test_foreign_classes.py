@@ -36,20 +36,20 @@ def fields_of(architecture):
 @each_architecture
 def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_path):
     head = base_head(architecture)
-    theirs = getattr(transformers, head)
+    upstream_class = getattr(transformers, head)
     for fields in fields_of(architecture):
         config = architecture.config(head=head, **fields)
         assert next(iter(fields)) in get_effective_fields(config)
-        for build in (theirs, theirs._from_config):
+        for build in (upstream_class, upstream_class._from_config):
             with pytest.raises(ValueError, match=f"AttnVariant{head}"):
                 build(config)
     model = architecture.model(head, **fields)
     with pytest.raises(ValueError, match=f"AttnVariant{head}"):  # the configuration of a live model
-        theirs(model.config)
+        upstream_class(model.config)
     model.save_pretrained(tmp_path)
     for options in ({}, {"attn_implementation": "eager"}):
         with pytest.raises(ValueError, match=f"AttnVariant{head}"):
-            theirs.from_pretrained(tmp_path, config=type(config).from_pretrained(tmp_path), **options)
+            upstream_class.from_pretrained(tmp_path, config=type(config).from_pretrained(tmp_path), **options)
 
 
 @each_architecture
@@ -57,9 +57,9 @@ def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_
     head = base_head(architecture)
     model, batch = architecture.model(head), architecture.batch(head)
     model.save_pretrained(tmp_path)
-    theirs = getattr(transformers, head).from_pretrained(tmp_path, config=model.config).eval()
+    upstream = getattr(transformers, head).from_pretrained(tmp_path, config=model.config).eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(upstream(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("fields", [{}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 40}])

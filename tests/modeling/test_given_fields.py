@@ -37,9 +37,9 @@ def made(row, **fields):
         return {**model.state_dict(), "output": model(**batch)[0]}
 
 
-def differ(one, other):
-    return one.keys() != other.keys() or any(
-        one[name].shape != tensor.shape or not torch.equal(one[name], tensor) for name, tensor in other.items()
+def differ(first, second):
+    return first.keys() != second.keys() or any(
+        first[name].shape != tensor.shape or not torch.equal(first[name], tensor) for name, tensor in second.items()
     )
 
 

@@ -25,16 +25,16 @@ def test_sinusoidal_positions_follow_the_dtype(architecture, dtype, tmp_path):
             torch.testing.assert_close(output.float(), expected, atol=0.15, rtol=0.05)
 
 
-@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
-def test_transient_global_summaries_work_with_offloaded_weights(way, tmp_path):
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_transient_global_summaries_work_with_offloaded_weights(offload, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 2}
     model = T5.model("T5Model", **{f"encoder_{name}": value for name, value in fields.items()})
     batch = T5.batch("T5Model")
     with torch.no_grad():
         expected = model(**batch)[0]
-        folder = (tmp_path,) if way == "disk_offload" else ()
-        offloaded = getattr(accelerate, way)(model, *folder, execution_device="cpu")
+        folder = (tmp_path,) if offload == "disk_offload" else ()
+        offloaded = getattr(accelerate, offload)(model, *folder, execution_device="cpu")
         torch.testing.assert_close(offloaded(**batch)[0], expected)
 
 

@@ -72,11 +72,13 @@ def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
         compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
     )
     direction = torch.randn_like(expected)
-    own = [*leaves, *(getattr(module, name) for name in LEARNED)]
-    gradients = torch.autograd.grad((actual * direction.float()).sum(), own, materialize_grads=True)
+    differentiated = [*leaves, *(getattr(module, name) for name in LEARNED)]
+    gradients = torch.autograd.grad((actual * direction.float()).sum(), differentiated, materialize_grads=True)
     right = torch.autograd.grad((expected * direction).sum(), exact, materialize_grads=True)
-    for one, other in zip(gradients, right, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(gradients, right, strict=True):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=3e-5 * max(1, expected_gradient.abs().max()), rtol=0
+        )
 
 
 def test_hybrid_limits_are_window_and_kernel_attention():

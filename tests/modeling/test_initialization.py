@@ -45,14 +45,14 @@ def ours_and_upstreams(architecture, head, variant, make):
 @pytest.mark.parametrize("architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS)
 @BOTH_WAYS
 def test_new_weights_have_the_standard_deviation_of_transformers(architecture, head, variant, make):
-    ours, theirs = ours_and_upstreams(architecture, head, variant, make)
-    expected = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    variant_model, upstream = ours_and_upstreams(architecture, head, variant, make)
+    expected = dict(upstream.named_parameters())
+    for name, parameter in variant_model.named_parameters():
         leaf = name.rpartition(".")[2]
         if name.endswith("kv_a_proj.weight"):
             deviation = parameter.shape[0] ** -0.5
         elif leaf.endswith("_proj"):
-            deviation = get_talking_heads_init_std(leaf, parameter.shape, ours.config.talking_heads_init)
+            deviation = get_talking_heads_init_std(leaf, parameter.shape, variant_model.config.talking_heads_init)
         else:
             deviation = expected[name].std(correction=0).item()
         if deviation is None:
@@ -69,10 +69,10 @@ def test_new_weights_have_the_standard_deviation_of_transformers(architecture, h
 @EVERY_HEAD
 @BOTH_WAYS
 def test_multi_head_initialization_equals_transformers(architecture, head, make):
-    ours, theirs = ours_and_upstreams(architecture, head, "mha", make)
-    expected = theirs.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    assert [name for name, tensor in ours.state_dict().items() if not tensor.equal(expected[name])] == []
+    variant_model, upstream = ours_and_upstreams(architecture, head, "mha", make)
+    expected = upstream.state_dict()
+    assert variant_model.state_dict().keys() == expected.keys()
+    assert [name for name, tensor in variant_model.state_dict().items() if not tensor.equal(expected[name])] == []
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
@@ -127,11 +127,15 @@ def test_initial_dynamic_terms_change_no_output_and_get_gradients(architecture, 
     output = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
     torch.testing.assert_close(output[0], upstream(**batch)[0], atol=1e-5, rtol=0)
     (output[0] * torch.randn_like(output[0])).sum().backward()
-    drawn = {name: parameter for name, parameter in model.named_parameters() if "2l_proj" in name or "2w_proj" in name}
-    assert len(drawn) >= 4 and all(parameter.grad.abs().max() > 0 for parameter in drawn.values())
+    dynamic_parameters = {
+        name: parameter for name, parameter in model.named_parameters() if "2l_proj" in name or "2w_proj" in name
+    }
+    assert len(dynamic_parameters) >= 4 and all(
+        parameter.grad.abs().max() > 0 for parameter in dynamic_parameters.values()
+    )
     before = output[0].detach()
     with torch.no_grad():
-        for parameter in drawn.values():
+        for parameter in dynamic_parameters.values():
             parameter -= parameter.grad / parameter.grad.norm()
     after = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
     assert (after[0] - before).abs().max() > 1e-4
@@ -145,14 +149,16 @@ def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, ma
     for variant in ("gqa", "latent"):
         config = architecture.config(variant, num_attention_heads=12, vocab_size=2000)
         model = make(getattr(hf_attn_variants, f"AttnVariant{head}"), config).eval()
-        made = []
+        recorded = []
         for site, _, module in model.named_attention_modules():
             for path in (site.key, site.value):
                 linear = module.get_submodule(path)
-                linear.register_forward_hook(lambda _, __, output, made=made: made.append(output.std().item()))
+                linear.register_forward_hook(
+                    lambda _, __, output, recorded=recorded: recorded.append(output.std().item())
+                )
         ids = torch.arange(5, 1925).view(64, 30)
         model(ids, **({"decoder_input_ids": ids} if architecture is T5 else {}))
-        spreads.append(made)
+        spreads.append(recorded)
     assert len(spreads[0]) == len(spreads[1]) >= 4
     for latent, plain in zip(*reversed(spreads), strict=True):
         assert latent == pytest.approx(plain, rel=0.35)
@@ -198,7 +204,7 @@ def test_subclass_with_own_initialization_uses_t5_rules_for_new_heads(make):
         def _init_weights(self, module):
             super()._init_weights(module)
 
-    drawn = make(WithRules, T5.config("gqa")).classification_head.dense.weight
+    weight = make(WithRules, T5.config("gqa")).classification_head.dense.weight
     expected = make(transformers.T5ForSequenceClassification, transformers.T5Config(**T5.tiny))
     deviation = expected.classification_head.dense.weight.std().item()
-    assert deviation < 0.5 and drawn.std().item() == pytest.approx(deviation, rel=0.2)
+    assert deviation < 0.5 and weight.std().item() == pytest.approx(deviation, rel=0.2)

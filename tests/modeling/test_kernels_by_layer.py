@@ -54,11 +54,11 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
     ids, mask = token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
     with torch.no_grad():
-        ours, theirs = (
+        actual, expected = (
             item(ids, attention_mask=mask, output_hidden_states=True).hidden_states for item in (model, alike)
         )
-    torch.testing.assert_close(ours[1][mask.bool()], theirs[1][mask.bool()])
-    assert (ours[2] - theirs[2])[mask.bool()].abs().max() > 1e-3
+    torch.testing.assert_close(actual[1][mask.bool()], expected[1][mask.bool()])
+    assert (actual[2] - expected[2])[mask.bool()].abs().max() > 1e-3
     weights = model(token_ids(1, 9), output_attentions=True).attentions
     torch.testing.assert_close(torch.stack(weights).sum(-1), torch.ones(2, 1, 12, 9))
 
@@ -74,15 +74,15 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
     model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows, **positions(head, names))
     model.set_attn_implementation(implementation)
     batch = decoder_batch(architecture, head)
-    whole, (steps, cache) = at_once(model, batch), in_steps(model, batch)
-    torch.testing.assert_close(steps, whole, atol=1e-5, rtol=0)
+    full_output, (steps, cache) = at_once(model, batch), in_steps(model, batch)
+    torch.testing.assert_close(steps, full_output, atol=1e-5, rtol=0)
     later = batch.ids.clone()
     later[:, -1] = (later[:, -1] + 1) % 20
-    assert at_once(model, batch._replace(ids=later))[:, :-1].equal(whole[:, :-1])
-    own = getattr(cache, "self_attention_cache", cache)
+    assert at_once(model, batch._replace(ids=later))[:, :-1].equal(full_output[:, :-1])
+    self_attention_cache = getattr(cache, "self_attention_cache", cache)
     has_state = [item is not None and "attention_kernel" in names for item in values]
-    assert [isinstance(layer, KernelStateLayer) for layer in own.layers] == has_state
-    assert own.get_seq_length() == 9
+    assert [isinstance(layer, KernelStateLayer) for layer in self_attention_cache.layers] == has_state
+    assert self_attention_cache.get_seq_length() == 9
 
 
 @EVERY_DECODER

@@ -51,8 +51,8 @@ def go_on(model, batch, last, cache):
 
 def full(model, batch, first, last):
     with torch.no_grad():
-        whole = torch.cat([first, last], dim=1)
-        return model(**batch, decoder_input_ids=whole, use_cache=False).logits[:, first.shape[1] :]
+        concatenated = torch.cat([first, last], dim=1)
+        return model(**batch, decoder_input_ids=concatenated, use_cache=False).logits[:, first.shape[1] :]
 
 
 def rows(batch, indices):
@@ -64,9 +64,9 @@ def assert_holds(cache, sentences, rank, beams=1, length=5):
     assert stored(cross) == 4 * sentences * LENGTH * rank
     assert {layer.keys.shape for layer in cross.layers} == {(sentences, 1, LENGTH, rank)}
     assert {layer.values.shape for layer in cross.layers} == {(sentences, 1, LENGTH, 0)}
-    own = cache.self_attention_cache
-    assert [layer.keys.shape for layer in own.layers] == [(sentences * beams, 1, length, OWN)] * 2
-    assert [layer.values.shape for layer in own.layers] == [(sentences * beams, 1, length, 0)] * 2
+    self_attention_cache = cache.self_attention_cache
+    assert [layer.keys.shape for layer in self_attention_cache.layers] == [(sentences * beams, 1, length, OWN)] * 2
+    assert [layer.values.shape for layer in self_attention_cache.layers] == [(sentences * beams, 1, length, 0)] * 2
 
 
 @CROSS_RANKS
@@ -119,9 +119,9 @@ def repeated(cache):
 
 
 def selected(cache):
-    kept = torch.tensor([2, 0])
-    cache.batch_select_indices(kept)
-    return kept
+    selected_rows = torch.tensor([2, 0])
+    cache.batch_select_indices(selected_rows)
+    return selected_rows
 
 
 def reordered(cache):
@@ -137,9 +137,9 @@ def test_reordered_cache_still_stores_one_latent(rank, variant, change, form):
     model = t5(rank, variant)
     batch, first, last = pieces()
     cache = start(model, batch, first)
-    kept = change(cache)
-    assert_holds(cache, len(kept), rank)
-    batch, first, last = rows(batch, kept), first[kept], last[kept]
+    selected_rows = change(cache)
+    assert_holds(cache, len(selected_rows), rank)
+    batch, first, last = rows(batch, selected_rows), first[selected_rows], last[selected_rows]
     actual = go_on(model, batch, last, cache)
     torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
@@ -214,12 +214,12 @@ def test_latents_support_a_pair_of_static_caches(rank, variant):
 def test_cache_in_a_new_wrapper_keeps_its_contents(rank, kind, form):
     model = t5(rank)
     batch, first, last = pieces()
-    given = {
+    options = {
         "dynamic": lambda: None,
         "static": lambda: static_pair(model),
         "configured": lambda: EncoderDecoderCache(*(DynamicCache(config=model.config) for _ in range(2))),
     }
-    cache = start(model, batch, first, given[kind]())
+    cache = start(model, batch, first, options[kind]())
     again = EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
     actual = go_on(model, batch, last, again)
     torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)

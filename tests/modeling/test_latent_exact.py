@@ -78,22 +78,25 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
         for parameter in upstream.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     upstream.save_pretrained(tmp_path)
-    ours, info = AttnVariantT5ForConditionalGeneration.from_pretrained(
+    variant_model, info = AttnVariantT5ForConditionalGeneration.from_pretrained(
         tmp_path, **RANKS[ranks], output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    for model in (upstream, upstream.encoder, upstream.decoder, ours):
+    for model in (upstream, upstream.encoder, upstream.decoder, variant_model):
         model.set_attn_implementation(implementation)
     for padding in MASKS:
         inputs = source(padding)
         with torch.no_grad():
-            theirs, mine = (
-                model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, ours.eval())
+            expected, actual = (
+                model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, variant_model.eval())
             )
-        assert_close(mine.logits, theirs.logits)
+        assert_close(actual.logits, expected.logits)
         for search in SEARCHES if padding == "left" else ["beams"]:
             kwargs = SEARCHES[search]
-            assert generated(ours, inputs, **kwargs).equal(generated(upstream, inputs, **kwargs)), (padding, search)
+            assert generated(variant_model, inputs, **kwargs).equal(generated(upstream, inputs, **kwargs)), (
+                padding,
+                search,
+            )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -118,13 +121,13 @@ def test_encoder_outputs_are_reused_without_changes(variant, search):
     inputs = source()
     with torch.no_grad():
         states = model.encoder(**inputs).last_hidden_state
-    kept, expected = states.clone(), generated(model, inputs, **SEARCHES[search])
+    original_states, expected = states.clone(), generated(model, inputs, **SEARCHES[search])
     for _ in range(2):
         # A new one each time: upstream repeats what is in it, in place, where beams do not share it.
         outputs = BaseModelOutput(last_hidden_state=states)
         reused = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
         assert generated(model, reused, **SEARCHES[search]).equal(expected)
-        assert states.equal(kept)
+        assert states.equal(original_states)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -155,14 +158,14 @@ def test_cached_encoder_outputs_return_attention_weights(variant, implementation
     with torch.no_grad():
         expected, actual = (item(**batch, output_attentions=True) for item in (plain, exact))
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
-        for mine, other in zip(actual[name], expected[name], strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+        for layer_weights, expected_weights in zip(actual[name], expected[name], strict=True):
+            torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
     kwargs = {"num_beams": 3, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
     expected, actual = (item.generate(**source(), max_new_tokens=4, **kwargs) for item in (plain, exact))
     for step, steps in zip(expected.cross_attentions, actual.cross_attentions, strict=True):
-        for mine, other in zip(step, steps, strict=True):
-            assert mine.shape[0] == 3 * BATCH
-            torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+        for layer_weights, expected_weights in zip(step, steps, strict=True):
+            assert layer_weights.shape[0] == 3 * BATCH
+            torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
@@ -261,8 +264,8 @@ def test_encoder_biases_are_kept_by_latents(architecture, head, variant, impleme
     with torch.no_grad():
         assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
         weights = [item(**batch, output_attentions=True).attentions for item in (exact, plain)]
-    for mine, other in zip(*weights, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+    for layer_weights, expected_weights in zip(*weights, strict=True):
+        torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", [name for name in BERT_FIELDS if name != "dynamic"])
@@ -286,8 +289,11 @@ def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, impleme
             result = exact(piece, **with_cache(cache), **memory)
             cache, pieces = get_cache(result), [*pieces, result.logits]
     assert_close(torch.cat(pieces, dim=1), expected)
-    own = getattr(cache, "self_attention_cache", cache)
-    assert all(layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel() for layer in own.layers)
+    self_attention_cache = getattr(cache, "self_attention_cache", cache)
+    assert all(
+        layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel()
+        for layer in self_attention_cache.layers
+    )
     if not memory and implementation == "sdpa":
         mask = padding_mask().flip(1)
         kwargs = {"attention_mask": mask, "max_new_tokens": 5, "num_beams": 2, "do_sample": False, "pad_token_id": 0}

@@ -122,10 +122,12 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
         assert actual[1, 2].abs().max() == 0
     leaves = [query, latent, position_bias, maps[0].weight, *maps[1].parameters()]
     up = torch.randn_like(actual)
-    theirs = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
-    for mine, other in zip(torch.autograd.grad((actual * up).sum(), leaves), theirs, strict=True):
-        assert other.abs().max() > 1e-3
-        torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
+    expected_gradients = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((actual * up).sum(), leaves), expected_gradients, strict=True
+    ):
+        assert expected_gradient.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-10, rtol=0)
 
 
 def test_key_bias_affects_key_side_dynamic_projections():
@@ -156,14 +158,14 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
     options = {"scaling": DIM**-0.5, "output_attentions": True}
     torch.manual_seed(5)
     actual, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
-    _, kept = attend_to_latent(module, query, latent, None, maps, **options)
+    _, undropped = attend_to_latent(module, query, latent, None, maps, **options)
     # The mask that this seed draws, as inverted dropout has it.
     torch.manual_seed(5)
-    mask = nn.functional.dropout(torch.ones_like(kept), p=0.5)
-    torch.testing.assert_close(weights, kept * mask, atol=1e-12, rtol=0)
+    mask = nn.functional.dropout(torch.ones_like(undropped), p=0.5)
+    torch.testing.assert_close(weights, undropped * mask, atol=1e-12, rtol=0)
     assert (weights.sum(-1) - 1).abs().max() > 0.1
     values = maps[1](latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2).repeat_interleave(2, dim=1)
-    torch.testing.assert_close(actual, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, (undropped * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

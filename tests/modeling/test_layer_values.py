@@ -150,8 +150,8 @@ def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams
         result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
     # Upstream makes a layer for each of the encoder's.
-    own = [layer.keys.shape[1::2] for layer in get_cache(result).self_attention_cache.layers[:2]]
-    assert own == [(1, 16), (1, 8)]
+    key_shapes = [layer.keys.shape[1::2] for layer in get_cache(result).self_attention_cache.layers[:2]]
+    assert key_shapes == [(1, 16), (1, 8)]
 
 
 def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
@@ -197,13 +197,15 @@ T5_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("held, asked, message, value", T5_REFUSED, ids=str)
+@pytest.mark.parametrize("saved_fields, new_fields, message, value", T5_REFUSED, ids=str)
 @pytest.mark.parametrize("as_config", [False, True], ids=["keywords", "configuration"])
-def test_changed_rank_or_layers_error_names_the_conversion(held, asked, message, value, as_config, tmp_path):
-    T5.model("T5ForConditionalGeneration", **held).save_pretrained(tmp_path)
-    given = {"config": T5.config(**asked)} if as_config else asked
+def test_changed_rank_or_layers_error_names_the_conversion(
+    saved_fields, new_fields, message, value, as_config, tmp_path
+):
+    T5.model("T5ForConditionalGeneration", **saved_fields).save_pretrained(tmp_path)
+    arguments = {"config": T5.config(**new_fields)} if as_config else new_fields
     with pytest.raises(ValueError, match=message) as error:
-        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **given)
+        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **arguments)
     quoted = re.search(r"`attn-variants convert (.*?) --output_dir", str(error.value))[1]
     option = f"--per_layer_values '{json.dumps(value)}'" if isinstance(value, dict) else str(value)
     assert option in quoted and str(tmp_path) in quoted
@@ -211,27 +213,29 @@ def test_changed_rank_or_layers_error_names_the_conversion(held, asked, message,
     assert repr(value) in code and repr(str(tmp_path)) in code
 
 
-@pytest.mark.parametrize("asked", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}])
-def test_invalid_rank_error_names_no_conversion(asked, tmp_path):
+@pytest.mark.parametrize(
+    "new_fields", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}]
+)
+def test_invalid_rank_error_names_no_conversion(new_fields, tmp_path):
     T5.model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="kv_lora_rank"):
-        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked)
+        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **new_fields)
 
 
-@pytest.mark.parametrize("held", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
-def test_full_width_rank_needs_no_conversion(held, tmp_path):
-    model = T5.model("T5ForConditionalGeneration", **held)
+@pytest.mark.parametrize("saved_fields", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
+def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
+    model = T5.model("T5ForConditionalGeneration", **saved_fields)
     model.save_pretrained(tmp_path)
     batch = T5.batch("T5ForConditionalGeneration")
     with torch.no_grad():
         expected = model(**batch).logits
-        for asked in (
+        for new_fields in (
             {"cross_kv_lora_rank": 40},
             {"cross_kv_lora_rank": None, "kv_lora_rank": None},
             {"per_layer_values": {"kv_lora_rank": [40, None]}},
             {"per_layer_config": {0: {"encoder_kv_lora_rank": 40}}},
         ):
-            actual = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
+            actual = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **new_fields).eval()
             torch.testing.assert_close(actual(**batch).logits, expected, atol=1e-5, rtol=0)
 
 
@@ -239,13 +243,13 @@ def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
     model = mixed(BERT)
     model.save_pretrained(tmp_path)
     batch = BERT.batch("BertModel")
-    for given in (
+    for arguments in (
         {},
         {"config": model.config},
         {"num_labels": 3},
         {"per_layer_values": model.config.per_layer_values},
     ):
-        again = AttnVariantBertModel.from_pretrained(tmp_path, **given).eval()
+        again = AttnVariantBertModel.from_pretrained(tmp_path, **arguments).eval()
         torch.testing.assert_close(outputs(again, batch), outputs(model, batch), atol=1e-6, rtol=0)
 
 
@@ -254,9 +258,9 @@ def test_missing_weights_of_per_layer_models_are_initialized(architecture):
     """Check weights that a checkpoint lacks, which start in uninitialized memory."""
     config = architecture.config(**MIXED[architecture.name])
     model_class = getattr(hf_attn_variants, f"AttnVariant{BASES[architecture.name]}")
-    drawn = []
+    weights = []
     for _ in range(2):
         torch.manual_seed(0)
-        drawn.append(model_class.from_pretrained(None, config=config, state_dict={}).state_dict())
-    for name, tensor in drawn[0].items():
-        assert tensor.isfinite().all() and tensor.abs().max() < 10 and tensor.equal(drawn[1][name]), name
+        weights.append(model_class.from_pretrained(None, config=config, state_dict={}).state_dict())
+    for name, tensor in weights[0].items():
+        assert tensor.isfinite().all() and tensor.abs().max() < 10 and tensor.equal(weights[1][name]), name

@@ -42,8 +42,12 @@ def test_length_projection_equals_the_formula(m, groups):
     )
     direction = torch.randn_like(expected)
     actual = torch.autograd.grad((actual.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
-    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(
+        actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=3e-5 * max(1, expected_gradient.abs().max()), rtol=0
+        )
 
 
 def test_length_projection_starts_as_means_of_segments():
@@ -58,14 +62,16 @@ def test_length_projection_encoders_equal_the_formula(architecture):
     model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
     batch = architecture.batch(head) | ({"use_cache": False} if is_pair else {})
     with torch.no_grad():
-        actual, whole = model(**batch)[0], model(**batch, output_attentions=True)
-        torch.testing.assert_close(actual, whole[0], atol=1e-4, rtol=0)
+        actual, full_output = model(**batch)[0], model(**batch, output_attentions=True)
+        torch.testing.assert_close(actual, full_output[0], atol=1e-4, rtol=0)
         if not is_pair:  # another text in the padding changes nothing
             real = batch["attention_mask"].bool()
             again = batch["input_ids"].masked_fill(~real, 7)
             torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], actual[real])
-    made = [name for name, _ in model.named_parameters() if name.endswith("length_proj")]
-    assert made and all(("encoder" in name or architecture not in (BART, WHISPER)) for name in made)
+    projection_names = [name for name, _ in model.named_parameters() if name.endswith("length_proj")]
+    assert projection_names and all(
+        ("encoder" in name or architecture not in (BART, WHISPER)) for name in projection_names
+    )
 
 
 def test_length_projection_is_saved_trained_and_exported(tmp_path):

@@ -88,8 +88,12 @@ def compare(actual, expected, leaves, exact, atol=1e-5):
     torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     direction = torch.randn_like(expected)
     actual = torch.autograd.grad((actual * direction.to(actual.dtype)).sum(), leaves)
-    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=3 * atol * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(
+        actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=3 * atol * max(1, expected_gradient.abs().max()), rtol=0
+        )
 
 
 @EVERY_KERNEL

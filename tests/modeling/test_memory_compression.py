@@ -40,10 +40,16 @@ def test_compressed_keys_and_values_equal_the_formula(length, groups):
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
     gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
-    whole = padding[:1, None, None]
-    assert compression(*(leaf[:1] for leaf in leaves[1:3]), whole)[0].equal(compression(*leaves[1:3], None)[0][:1])
+    for gradient, expected_gradient in zip(
+        gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
+        )
+    first_padding = padding[:1, None, None]
+    assert compression(*(leaf[:1] for leaf in leaves[1:3]), first_padding)[0].equal(
+        compression(*leaves[1:3], None)[0][:1]
+    )
 
 
 CASES = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]

@@ -41,10 +41,10 @@ def outputs(model, batch, **kwargs):
         return model(**batch, **{"use_cache": False, **kwargs})
 
 
-def assert_same(ours, theirs, atol=1e-6):
-    for mine, other in zip(ours.to_tuple(), theirs.to_tuple(), strict=True):
-        if isinstance(mine, torch.Tensor):
-            torch.testing.assert_close(mine, other, atol=atol, rtol=0)
+def assert_same(actual, expected, atol=1e-6):
+    for value, expected_value in zip(actual.to_tuple(), expected.to_tuple(), strict=True):
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, expected_value, atol=atol, rtol=0)
 
 
 @EVERY_HEAD
@@ -122,8 +122,8 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
     configured.set_attn_implementation(implementation)
     again = outputs(configured, batch)
     for name, layers in maps.items():
-        for mine, other in zip(again[name], layers, strict=True):
-            torch.testing.assert_close(mine, other)
+        for layer_weights, expected_weights in zip(again[name], layers, strict=True):
+            torch.testing.assert_close(layer_weights, expected_weights)
 
 
 @pytest.mark.thorough
@@ -178,12 +178,12 @@ def test_parameter_count_equals_the_formula(architecture, variant):
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference, latents = model.config, 0, {}
-    for (site, path, module), (_, _, whole) in zip(
+    for (site, path, module), (_, _, multi_head_module) in zip(
         model.named_attention_modules(), plain.named_attention_modules(), strict=True
     ):
         heads = site.get_heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
-        key_inputs, has_bias = whole.get_submodule(site.key).in_features, query.bias is not None
+        key_inputs, has_bias = multi_head_module.get_submodule(site.key).in_features, query.bias is not None
         rank = key_inputs if heads.rank is None else heads.rank
         d, d_v = config.get_attention_head_dim(), config.get_attention_value_dim()
         rows = (2 * config.num_attention_heads * d, key_inputs), (heads.key * d + heads.value * d_v, rank)
@@ -199,7 +199,7 @@ def test_parameter_count_equals_the_formula(architecture, variant):
         difference -= sizes["w"] * (config.talking_heads in ("weights", "both"))
         inputs = {"x": query.in_features, "m": key_inputs}
         difference -= sum(inputs[name[0]] * sizes[name[2]] for name in config.talking_heads_dynamic)
-        assert whole.get_submodule(site.query).weight.shape == query.weight.shape
+        assert multi_head_module.get_submodule(site.query).weight.shape == query.weight.shape
     difference += position_bias_difference(plain, model) - sum(latents.values())
     assert plain.num_parameters() - model.num_parameters() == difference
 
@@ -224,8 +224,8 @@ def test_attention_module_uses_the_head_count_of_its_place():
     assert of_encoder == (4, 4, 5, 6, 5, 3, 7, None, "both", "identity", ("encoder_", "3"))
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
-    (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
-    assert [own.get_stack_name(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
+    (self_site, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
+    assert [self_site.get_stack_name(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
         "encoder",
         "decoder",
     ]

@@ -29,10 +29,10 @@ SIZES = MODERNBERT.tiny | {
 def make_pair(**fields):
     """Return a model of Transformers and ours with the same weights."""
     torch.manual_seed(0)
-    theirs = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES | fields)).eval()
-    ours = AttnVariantModernBertForMaskedLM(AttnVariantModernBertConfig(**SIZES | fields)).eval()
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    upstream = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES | fields)).eval()
+    variant_model = AttnVariantModernBertForMaskedLM(AttnVariantModernBertConfig(**SIZES | fields)).eval()
+    variant_model.load_state_dict(upstream.state_dict())
+    return upstream, variant_model
 
 
 def assert_near(actual, expected):
@@ -53,29 +53,29 @@ def make_model(**fields):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("given", [False, True], ids=["", "position_ids"])
+@pytest.mark.parametrize("has_position_ids", [False, True], ids=["", "position_ids"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_outputs_and_gradients_equal_transformers(implementation, given, bias):
-    theirs, ours = make_pair(attention_bias=bias)
-    batch = make_batch() | ({"position_ids": torch.randint(0, 40, (3, LENGTH))} if given else {})
+def test_outputs_and_gradients_equal_transformers(implementation, has_position_ids, bias):
+    upstream, variant_model = make_pair(attention_bias=bias)
+    batch = make_batch() | ({"position_ids": torch.randint(0, 40, (3, LENGTH))} if has_position_ids else {})
     batch["labels"] = token_ids(3, LENGTH)
     real = batch["attention_mask"].bool()
-    for model in (theirs, ours):
+    for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)
         model.train()
-    expected, actual = theirs(**batch), ours(**batch)
+    expected, actual = upstream(**batch), variant_model(**batch)
     assert_near(actual.logits[real], expected.logits[real])
     for result in (expected, actual):
         nn.functional.cross_entropy(result.logits[real], batch["labels"][real]).backward()
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
+    gradients = {name: parameter.grad for name, parameter in upstream.named_parameters()}
+    for name, parameter in variant_model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
 
 
 def test_dropout_equals_transformers():
-    theirs, ours = make_pair(attention_dropout=0.3, mlp_dropout=0.2, embedding_dropout=0.1)
+    upstream, variant_model = make_pair(attention_dropout=0.3, mlp_dropout=0.2, embedding_dropout=0.1)
     logits = []
-    for model in (theirs, ours):
+    for model in (upstream, variant_model):
         model.set_attn_implementation("eager")
         torch.manual_seed(3)
         logits.append(model.train()(**make_batch()).logits)
@@ -84,12 +84,12 @@ def test_dropout_equals_transformers():
 
 @pytest.mark.thorough
 def test_flex_attention_equals_transformers():
-    theirs, ours = make_pair(num_attention_heads=3)  # flex attention requires heads of at least 16 numbers
-    for model in (theirs, ours):
+    upstream, variant_model = make_pair(num_attention_heads=3)  # flex attention requires heads of at least 16 numbers
+    for model in (upstream, variant_model):
         model.set_attn_implementation("flex_attention")
     batch = make_batch()
     with torch.no_grad():
-        logits = [model(**batch).logits[batch["attention_mask"].bool()] for model in (theirs, ours)]
+        logits = [model(**batch).logits[batch["attention_mask"].bool()] for model in (upstream, variant_model)]
     assert_near(logits[1], logits[0])
 
 
@@ -164,9 +164,9 @@ def test_kernels_replace_only_the_softmax_of_global_layers():
     assert [kernel is None for kernel in kernels] == [False, True, False, True]
     real = batch["attention_mask"].bool()
     with torch.no_grad():
-        whole = model(**batch).last_hidden_state
+        full_output = model(**batch).last_hidden_state
         alone = model(batch["input_ids"][1:2, :15]).last_hidden_state  # without padding
-    torch.testing.assert_close(whole[1][real[1]], alone[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(full_output[1][real[1]], alone[0], atol=1e-5, rtol=0)
 
 
 # Fused projections
@@ -234,7 +234,12 @@ def test_settings_of_published_checkpoints_are_read():
         "gradient_checkpointing": False,
         "sparse_prediction": False,
     }
-    theirs = transformers.ModernBertConfig.from_dict(published)
-    ours = AttnVariantModernBertConfig.from_upstream(published, num_key_value_heads=2)
-    assert ours.layer_types == theirs.layer_types and ours.layer_types.count("full_attention") == 2
-    assert ours.rope_parameters == theirs.rope_parameters and ours.num_key_value_heads == 2
+    upstream_config = transformers.ModernBertConfig.from_dict(published)
+    variant_config = AttnVariantModernBertConfig.from_upstream(published, num_key_value_heads=2)
+    assert (
+        variant_config.layer_types == upstream_config.layer_types
+        and variant_config.layer_types.count("full_attention") == 2
+    )
+    assert (
+        variant_config.rope_parameters == upstream_config.rope_parameters and variant_config.num_key_value_heads == 2
+    )

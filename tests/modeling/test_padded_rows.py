@@ -57,9 +57,9 @@ def fields_of(name, prefix="", **more):
         fields = {"attention_kernel": name} | KERNELS[name]
     else:
         fields = {"attention_pattern": name.split(",")[0], **(PATTERNS | LEARNED)[name]}
-    own = {"attention_kernel_features": fields.pop("attention_kernel_features", None)}
-    own = {field: value for field, value in own.items() if value is not None}
-    return {prefix + field: value for field, value in (fields | more).items()} | own
+    feature_fields = {"attention_kernel_features": fields.pop("attention_kernel_features", None)}
+    feature_fields = {field: value for field, value in feature_fields.items() if value is not None}
+    return {prefix + field: value for field, value in (fields | more).items()} | feature_fields
 
 
 def without_positions(model):

@@ -106,17 +106,17 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
     batch = architecture.batch(WRITERS[architecture.name])
     ids = batch.pop("decoder_input_ids")
     mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.arange(2), 0).long()
-    for given in ({}, {"decoder_attention_mask": mask}):
+    for mask_options in ({}, {"decoder_attention_mask": mask}):
         cache, steps = None, []
         with torch.no_grad():
-            whole = model(**batch, decoder_input_ids=ids, **given, use_cache=False).logits
+            full_output = model(**batch, decoder_input_ids=ids, **mask_options, use_cache=False).logits
             for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
-                seen = {name: item[:, :end] for name, item in given.items()}
+                seen = {name: item[:, :end] for name, item in mask_options.items()}
                 result = model(
                     **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
                 )
                 cache, steps = get_cache(result), [*steps, result.logits]
-        torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], whole[:, 2:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], full_output[:, 2:], atol=1e-5, rtol=0)
 
 
 @BOTH_T5S
@@ -132,9 +132,9 @@ def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architectu
     static = StaticCache(model.config, 16)
     ids = token_ids()
     with torch.no_grad():
-        whole = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        full_output = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
         steps = [model.decoder(input_ids=part, **with_cache(static))[0] for part in ids.split([5, 1, 1, 2], 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(steps, 1), full_output, atol=1e-5, rtol=0)
 
 
 def test_bert_decoder_generates_beyond_its_position_table():

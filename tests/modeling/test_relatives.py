@@ -43,13 +43,13 @@ def loaded(architecture, head, folder, **fields):
     return model_class.from_pretrained(folder, config=architecture.config(head=head, **fields)).eval()
 
 
-def same_outputs(ours, theirs, batch, atol=ATOL):
+def same_outputs(variant_model, upstream, batch, atol=ATOL):
     with torch.no_grad():
-        ours, theirs = ours(**batch), theirs(**batch)
-    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+        actual, expected = variant_model(**batch), upstream(**batch)
+    names = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
     assert names
     for name in names:
-        torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0)
+        torch.testing.assert_close(actual[name], expected[name], atol=atol, rtol=0)
 
 
 @pytest.mark.thorough
@@ -58,25 +58,25 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
     """Compare outputs of both implementations, with padding, and gradients, from a checkpoint of Transformers."""
     upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
-    ours, exact = (
+    variant_model, exact = (
         loaded(architecture, head, tmp_path),
         loaded(architecture, head, tmp_path, **exact_ranks(architecture)),
     )
     batch = architecture.batch(head, labels=True)
     for implementation in ("eager", "sdpa"):
-        for model in (upstream, ours, exact):
+        for model in (upstream, variant_model, exact):
             model.set_attn_implementation(implementation)
-        same_outputs(ours, upstream, batch)
+        same_outputs(variant_model, upstream, batch)
         same_outputs(exact, upstream, batch)
-    for model in (upstream, ours, exact):
+    for model in (upstream, variant_model, exact):
         result = model(**batch)
         (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
-    theirs = dict(upstream.named_parameters())
-    for model in (ours, exact):
+    upstream_parameters = dict(upstream.named_parameters())
+    for model in (variant_model, exact):
         for name, parameter in model.named_parameters():
-            if theirs[name].grad is not None:
+            if upstream_parameters[name].grad is not None:
                 # Sums in another order: on some processors (AMX) one number of 2,880 was 1.02e-5 off.
-                torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2 * ATOL, rtol=1e-4)
+                torch.testing.assert_close(parameter.grad, upstream_parameters[name].grad, atol=2 * ATOL, rtol=1e-4)
 
 
 @pytest.mark.thorough
@@ -100,12 +100,12 @@ def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path
 
 @pytest.mark.slow
 def test_every_auto_class_loads_in_another_process(tmp_path):
-    made = []
+    folders = []
     for row in RELATIVES:
         variant = "by layer" if row in (*ENCODER_DECODERS, WHISPER) else "gqa"
-        made.append(save_one(row, variant, "language_model", tmp_path / row.name))
+        folders.append(save_one(row, variant, "language_model", tmp_path / row.name))
     (tmp_path / "cwd").mkdir()
-    arguments = [path for paths in made for path in paths]
+    arguments = [path for paths in folders for path in paths]
     result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in RELATIVES]
@@ -129,15 +129,15 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
     torch.manual_seed(0)
     expected = upstream.generate(**batch, **options)
     for fields in ({}, {"cross_kv_lora_rank": 48}, exact_ranks(architecture)):
-        ours = loaded(architecture, head, tmp_path, **fields)
+        variant_model = loaded(architecture, head, tmp_path, **fields)
         torch.manual_seed(0)
-        result = ours.generate(**batch, **options, return_dict_in_generate=True)
+        result = variant_model.generate(**batch, **options, return_dict_in_generate=True)
         assert torch.equal(result.sequences, expected)
         sentences = len(batch["input_ids"])
         cross = get_cache(result).cross_attention_cache.layers
-        kept = {layer.keys.untyped_storage().data_ptr() for layer in cross}
+        storages = {layer.keys.untyped_storage().data_ptr() for layer in cross}
         assert {layer.keys.shape[0] for layer in cross} == {sentences}  # once for all beams of a sentence
-        assert len(kept) == (1 if fields else 2)
+        assert len(storages) == (1 if fields else 2)
 
 
 @pytest.mark.parametrize("architecture", [*ENCODER_DECODERS, WHISPER], ids=lambda row: row.name)
@@ -149,12 +149,12 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
     ids = token_ids(3, LENGTH)
     batch = {name: value for name, value in architecture.batch(head).items() if not name.startswith("decoder")}
     with torch.no_grad():
-        whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
+        full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
         cache, steps = None, []
         for step in range(LENGTH):
             result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
             cache, steps = get_cache(result), [*steps, result.logits]
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(steps, dim=1), full_output, atol=1e-4, rtol=0)
 
 
 @EVERY_ARCHITECTURE

@@ -54,8 +54,12 @@ def compare(actual, expected, leaves, exact, atol):
     torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     weights = torch.randn_like(expected)
     found_gradients = torch.autograd.grad((actual * weights.to(actual.dtype)).sum(), leaves)
-    for one, other in zip(found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=atol * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(
+        found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            gradient.double(), expected_gradient, atol=atol * max(1, expected_gradient.abs().max()), rtol=0
+        )
 
 
 def by_formula(leaves, fields, padding):
@@ -171,11 +175,11 @@ def test_window_dropout_keeps_the_mean_of_weights():
     leaves, padding = make_call(64)
     call = {"scaling": 0.4, "key_range": reach_of(6, global_tokens=1)}
     mask = padding[:, None, None]
-    kept = talking_heads_attention(*leaves[:3], mask, **call)
+    undropped = talking_heads_attention(*leaves[:3], mask, **call)
     torch.manual_seed(0)
-    drawn = [talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call).detach() for _ in range(300)]
-    assert not drawn[0].equal(drawn[1])
-    torch.testing.assert_close(torch.stack(drawn).mean(0), kept, atol=0.25, rtol=0)
+    samples = [talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call).detach() for _ in range(300)]
+    assert not samples[0].equal(samples[1])
+    torch.testing.assert_close(torch.stack(samples).mean(0), undropped, atol=0.25, rtol=0)
     # The backward pass drops what the forward pass dropped: outputs are linear in the values.
     torch.manual_seed(1)
     output = talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call)

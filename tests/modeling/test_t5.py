@@ -37,11 +37,11 @@ def upstream_pair(flavour, folder, implementation):
         for parameter in upstream.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     upstream.save_pretrained(folder)
-    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder).eval()
+    variant_model = AttnVariantT5ForConditionalGeneration.from_pretrained(folder).eval()
     for stack in (upstream, upstream.encoder, upstream.decoder):
         stack.set_attn_implementation(implementation)
-    ours.set_attn_implementation(implementation)
-    return upstream, ours
+    variant_model.set_attn_implementation(implementation)
+    return upstream, variant_model
 
 
 @pytest.mark.thorough
@@ -49,23 +49,25 @@ def upstream_pair(flavour, folder, implementation):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", MASKS)
 def test_multi_head_t5_equals_transformers(flavour, implementation, padding, tmp_path):
-    upstream, ours = upstream_pair(flavour, tmp_path, implementation)
+    upstream, variant_model = upstream_pair(flavour, tmp_path, implementation)
     inputs = text_inputs() | {"attention_mask": MASKS[padding]()}
     with torch.no_grad():
-        theirs, mine = (model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, ours))
+        expected, actual = (
+            model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, variant_model)
+        )
     for name in ("encoder_last_hidden_state", "logits"):
-        torch.testing.assert_close(mine[name], theirs[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=0)
     for search in SEARCHES.values():
         kwargs = {**inputs, **search, "max_new_tokens": 8, "do_sample": False}
-        assert ours.generate(**kwargs).equal(upstream.generate(**kwargs)), search
+        assert variant_model.generate(**kwargs).equal(upstream.generate(**kwargs)), search
 
 
 def test_sampled_tokens_equal_transformers(tmp_path):
-    drawn = []
+    samples = []
     for model in upstream_pair("t5", tmp_path, "sdpa"):
         torch.manual_seed(5)
-        drawn.append(model.generate(**text_inputs_of_seed(), do_sample=True, top_k=20, max_new_tokens=8))
-    assert drawn[0].equal(drawn[1])
+        samples.append(model.generate(**text_inputs_of_seed(), do_sample=True, top_k=20, max_new_tokens=8))
+    assert samples[0].equal(samples[1])
 
 
 def text_inputs_of_seed(seed=2):
@@ -98,14 +100,14 @@ def test_untied_output_layer_stays_untied(tmp_path):
     upstream.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 40))
     upstream.config.tie_word_embeddings = False
     upstream.save_pretrained(tmp_path)
-    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
-    assert ours.lm_head.weight.equal(upstream.lm_head.weight)
-    assert not ours.lm_head.weight.equal(ours.shared.weight)
+    variant_model = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert variant_model.lm_head.weight.equal(upstream.lm_head.weight)
+    assert not variant_model.lm_head.weight.equal(variant_model.shared.weight)
     batch = T5.batch("T5ForConditionalGeneration")
     with torch.no_grad():
-        torch.testing.assert_close(ours(**batch).logits, upstream(**batch).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(variant_model(**batch).logits, upstream(**batch).logits, atol=1e-5, rtol=0)
     # And once more through our own files.
-    ours.save_pretrained(tmp_path / "again")
+    variant_model.save_pretrained(tmp_path / "again")
     again = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path / "again")
     assert again.lm_head.weight.equal(upstream.lm_head.weight) and not again.lm_head.weight.equal(again.shared.weight)
 
@@ -172,8 +174,8 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
             )
             cache, start = get_cache(piece), end
             pieces.append(piece.logits)
-    kept = mask.bool()
-    torch.testing.assert_close(torch.cat(pieces, dim=1)[kept], full[kept], atol=1e-5, rtol=0)
+    is_token = mask.bool()
+    torch.testing.assert_close(torch.cat(pieces, dim=1)[is_token], full[is_token], atol=1e-5, rtol=0)
     config = model.config
     k = config.num_key_value_heads
     value_heads = config.num_value_heads if k == config.num_attention_heads else k
@@ -225,9 +227,9 @@ def test_beam_search_does_not_move_shared_encoder_outputs():
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with torch.no_grad():
         model(**T5.batch("T5ForConditionalGeneration"), **with_cache(cache))
-    own, shared = cache.self_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].keys
+    self_attention_keys, shared = cache.self_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].keys
     moved = model._reorder_cache(cache, torch.tensor([2, 0, 0]))
-    assert moved.self_attention_cache.layers[0].keys.equal(own[[2, 0, 0]])
+    assert moved.self_attention_cache.layers[0].keys.equal(self_attention_keys[[2, 0, 0]])
     assert moved.cross_attention_cache.layers[0].keys is shared
 
 
@@ -324,10 +326,12 @@ def test_real_checkpoint_translates_like_transformers(ranks, shared_data):
     batch = tokenizer(text, return_tensors="pt", padding=True)
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     upstream = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
-    ours = AttnVariantT5ForConditionalGeneration.from_pretrained(folder, **ranks).eval()
+    variant_model = AttnVariantT5ForConditionalGeneration.from_pretrained(folder, **ranks).eval()
     with torch.no_grad():
-        theirs, mine = (model(**batch, decoder_input_ids=batch["input_ids"]) for model in (upstream, ours))
-    torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5 * theirs.logits.abs().max().item(), rtol=0)
+        expected, actual = (
+            model(**batch, decoder_input_ids=batch["input_ids"]) for model in (upstream, variant_model)
+        )
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5 * expected.logits.abs().max().item(), rtol=0)
     for search in SEARCHES.values():
         kwargs = {**batch, **search, "max_new_tokens": 40, "do_sample": False}
-        assert ours.generate(**kwargs).equal(upstream.generate(**kwargs))
+        assert variant_model.generate(**kwargs).equal(upstream.generate(**kwargs))

@@ -19,13 +19,17 @@ def test_talking_heads_dropout_drops_single_weights(backend):
     call = {"scaling": 1.0, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
     weights = talking_heads_attention(query, key, value, **call)  # [b, n, h_v, m]
     dropped = talking_heads_attention(query, key, value, dropout=dropout, **call)
-    kept = dropped != 0
-    assert abs(kept.float().mean() - (1 - dropout)) < 0.03
-    torch.testing.assert_close(dropped[kept], weights[kept] / (1 - dropout), rtol=1e-4, atol=1e-6)
-    for one, other in ((kept[0], kept[1]), (kept[:, :3], kept[:, 3:]), (kept[:, :, 0], kept[:, :, 1])):
-        assert abs((one == other).float().mean() - (dropout**2 + (1 - dropout) ** 2)) < 0.06
+    is_kept = dropped != 0
+    assert abs(is_kept.float().mean() - (1 - dropout)) < 0.03
+    torch.testing.assert_close(dropped[is_kept], weights[is_kept] / (1 - dropout), rtol=1e-4, atol=1e-6)
+    for first, second in (
+        (is_kept[0], is_kept[1]),
+        (is_kept[:, :3], is_kept[:, 3:]),
+        (is_kept[:, :, 0], is_kept[:, :, 1]),
+    ):
+        assert abs((first == second).float().mean() - (dropout**2 + (1 - dropout) ** 2)) < 0.06
     again = talking_heads_attention(query, key, value, dropout=dropout, **call) != 0
-    assert (again != kept).any()
+    assert (again != is_kept).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

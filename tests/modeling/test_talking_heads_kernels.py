@@ -169,8 +169,10 @@ def test_kernels_compile_into_one_graph():
 
     expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for got, want in zip(torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True):
-        torch.testing.assert_close(got, want)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter long")

@@ -40,8 +40,8 @@ def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
             fitting_now = max(1, 2**10 // (2**10 // fitting))
             assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
             assert chunks[-1][1].stop == rows and most <= fitting_now
-            whole = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # rows in sixteens
-            assert len(chunks) <= -(-rows // whole)
+            rounded = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # rows in sixteens
+            assert len(chunks) <= -(-rows // rounded)
 
 
 @needs_triton
@@ -196,8 +196,10 @@ def test_triton_is_used_in_a_compiled_graph(monkeypatch):
 
     expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for got, want in zip(torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True):
-        torch.testing.assert_close(got, want)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(compiled(*inputs).sum(), inputs), expected, strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
     assert used == {"forward": 3, "backward": 3}
 
 

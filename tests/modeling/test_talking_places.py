@@ -99,9 +99,16 @@ def with_the_formula(monkeypatch, model):
             mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
         elif module.is_causal and n > 1:
             mask = mask.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), -torch.inf)
-        own = projections(module)
-        P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
-        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], item) for name, item in own.items()}
+        module_projections = projections(module)
+        P = {
+            f"P_{name[0]}": module_projections.pop(f"{name}_proj")
+            for name in ("logits", "weights")
+            if f"{name}_proj" in module_projections
+        }
+        terms = {
+            name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], item)
+            for name, item in module_projections.items()
+        }
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
@@ -174,9 +181,13 @@ def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
 def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected, monkeypatch):
     model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
     for site, path, module in model.named_attention_modules():
-        wanted = expected.get(site.name, set())
-        wanted = wanted[site.get_layer_index(model.config, path)] if isinstance(wanted, list) else wanted
-        assert projections(module.get_submodule(site.core)).keys() == wanted
+        expected_places = expected.get(site.name, set())
+        expected_places = (
+            expected_places[site.get_layer_index(model.config, path)]
+            if isinstance(expected_places, list)
+            else expected_places
+        )
+        assert projections(module.get_submodule(site.core)).keys() == expected_places
     batch = {"input_ids": token_ids(), "labels": token_ids(), "attention_mask": padding_mask()}
     batch |= {"encoder_hidden_states": torch.randn(3, 5, 48).double()}
     equals_the_formula(model, batch, monkeypatch)
@@ -203,12 +214,12 @@ def source_of(row):
 def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
     model, batch, ids = made(row, case), source_of(row), token_ids(3, LENGTH)
     with torch.no_grad():
-        whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
+        full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
         cache, steps = None, []
         for step in range(LENGTH):
             result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
             cache, steps = get_cache(result), [*steps, result.logits]
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(steps, dim=1), full_output, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
@@ -287,15 +298,15 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
 
 
 def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
-    whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
-    config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
+    model_fields = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
+    config = T5.config(**model_fields, num_softmax_heads=8, cross_talking_heads="both")
     of_all = TalkingHeadsSettings("both", 8, 12, "random", ("x2l",))
     assert [config.get_talking_heads(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
         of_all,
         of_all,
         TalkingHeadsSettings("both", 12, 12),
     ]
-    listed = T5.config(**whole, per_layer_values={"cross_talking_heads": ["weights", None]})
+    listed = T5.config(**model_fields, per_layer_values={"cross_talking_heads": ["weights", None]})
     assert [listed.get_talking_heads("cross_", layer) for layer in (0, 1)] == [
         TalkingHeadsSettings("weights", 12, 12),
         TalkingHeadsSettings(None, 12, 12),

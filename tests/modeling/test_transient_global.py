@@ -58,8 +58,8 @@ def test_transient_global_attention_equals_the_formula(variant, fields, rows):
     weights, losses = torch.randn(4, 23, 40, dtype=torch.float64), []
     for row, length in enumerate(LENGTHS):
         call = {"window": 6, "block": 4, "length": length, **options}
-        made = transient_global_attention(exact[row], *heads, gamma, **call)
-        expected = made.flatten(1) @ attention.o.weight.detach().double().T
+        formula_output = transient_global_attention(exact[row], *heads, gamma, **call)
+        expected = formula_output.flatten(1) @ attention.o.weight.detach().double().T
         torch.testing.assert_close(actual[row, :length].double(), expected, atol=1e-5, rtol=0)
         losses.append((expected * weights[row, :length]).sum())
     (expected,) = torch.autograd.grad(sum(losses), exact)
@@ -74,17 +74,17 @@ def test_transient_global_encoder_equals_longt5(length, rows):
     config = transformers.LongT5Config(
         **sizes, encoder_attention_type="transient-global", local_radius=3, global_block_size=4, initializer_factor=0.5
     )
-    theirs = transformers.LongT5EncoderModel(config).eval()
+    upstream = transformers.LongT5EncoderModel(config).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in upstream.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    ours = hf_attn_variants.AttnVariantT5EncoderModel(T5.config("mha", **SUMMARIES)).eval()
-    state = {k.replace("TransientGlobalSelf", "Self"): v for k, v in theirs.state_dict().items()}
-    assert state.keys() == ours.state_dict().keys()
-    ours.load_state_dict(state)
+    variant_model = hf_attn_variants.AttnVariantT5EncoderModel(T5.config("mha", **SUMMARIES)).eval()
+    state = {k.replace("TransientGlobalSelf", "Self"): v for k, v in upstream.state_dict().items()}
+    assert state.keys() == variant_model.state_dict().keys()
+    variant_model.load_state_dict(state)
     ids, mask = token_ids(4, length), padding(length)
     with torch.no_grad():
-        actual, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (ours, theirs))
+        actual, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (variant_model, upstream))
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
 
 
@@ -95,17 +95,19 @@ def test_transient_global_blocks_equal_the_returned_weights(variant, more, monke
     model = encoder(variant, **more)
     ids, mask = token_ids(4, 23), padding()
     actual = model(ids, attention_mask=mask)[0]
-    asked = model(ids, attention_mask=mask, output_attentions=True)
-    torch.testing.assert_close(actual[mask.bool()], asked[0][mask.bool()], atol=1e-5, rtol=0)
-    assert asked.attentions[0].shape[-2:] == (23, 5 + 23)
+    output_with_weights = model(ids, attention_mask=mask, output_attentions=True)
+    torch.testing.assert_close(actual[mask.bool()], output_with_weights[0][mask.bool()], atol=1e-5, rtol=0)
+    assert output_with_weights.attentions[0].shape[-2:] == (23, 5 + 23)
     gradients = [
         torch.autograd.grad(output[mask.bool()].square().sum(), list(model.parameters()), allow_unused=True)
-        for output in (actual, asked[0])
+        for output in (actual, output_with_weights[0])
     ]
-    for one, other in zip(*gradients, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
+    for gradient, expected_gradient in zip(*gradients, strict=True):
+        assert (gradient is None) == (expected_gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(
+                gradient, expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
+            )
 
 
 def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
@@ -141,6 +143,6 @@ def test_unsupported_masks_and_conversions_with_transient_global_raise():
     model = encoder()
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
-    whole = T5.model("T5ForConditionalGeneration", **SUMMARIES)
+    generator = T5.model("T5ForConditionalGeneration", **SUMMARIES)
     with pytest.raises(ValueError, match="transient_global"):
-        hf_attn_variants.convert(whole, num_key_value_heads=3)
+        hf_attn_variants.convert(generator, num_key_value_heads=3)

@@ -28,11 +28,11 @@ def load_variant(architecture, head, folder, variant="mha", **fields):
     return model_class.from_pretrained(folder, config=config).eval()
 
 
-def assert_same_outputs(ours, theirs):
-    names = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+def assert_same_outputs(actual, expected):
+    names = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
     assert names
     for name in names:
-        torch.testing.assert_close(ours[name], theirs[name], atol=ATOL, rtol=0)
+        torch.testing.assert_close(actual[name], expected[name], atol=ATOL, rtol=0)
 
 
 @EVERY_HEAD
@@ -40,48 +40,48 @@ def assert_same_outputs(ours, theirs):
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_multi_head_equals_transformers(architecture, head, implementation, padded, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
-    ours = load_variant(architecture, head, tmp_path)
+    variant_model = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
     if not padded:
         batch = {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
-    for model in (upstream, ours):
+    for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)
     with torch.no_grad():
-        assert_same_outputs(ours(**batch), upstream(**batch))
+        assert_same_outputs(variant_model(**batch), upstream(**batch))
 
 
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["talking", "dynamic"])
 def test_identity_projections_equal_transformers(architecture, head, variant, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
-    ours = load_variant(architecture, head, tmp_path, variant)
+    variant_model = load_variant(architecture, head, tmp_path, variant)
     batch = architecture.batch(head, labels=True)
     with torch.no_grad():
-        assert_same_outputs(ours(**batch), upstream(**batch))
+        assert_same_outputs(variant_model(**batch), upstream(**batch))
 
 
 @EVERY_HEAD
 def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
-    ours = load_variant(architecture, head, tmp_path)
+    variant_model = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
-    for model in (upstream, ours):
+    for model in (upstream, variant_model):
         result = model(**batch)
         (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
-    theirs = dict(upstream.named_parameters())
-    for name, parameter in ours.named_parameters():
-        if theirs[name].grad is not None:
-            torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=ATOL, rtol=1e-4)
+    upstream_parameters = dict(upstream.named_parameters())
+    for name, parameter in variant_model.named_parameters():
+        if upstream_parameters[name].grad is not None:
+            torch.testing.assert_close(parameter.grad, upstream_parameters[name].grad, atol=ATOL, rtol=1e-4)
 
 
 @EVERY_HEAD
 def test_loading_without_a_configuration_gives_the_multi_head_variant(architecture, head, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
-    ours = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
-    assert ours.config.num_key_value_heads == ours.config.num_attention_heads
+    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
+    assert variant_model.config.num_key_value_heads == variant_model.config.num_attention_heads
     batch = architecture.batch(head)
     with torch.no_grad():
-        assert_same_outputs(ours(**batch), upstream(**batch))
+        assert_same_outputs(variant_model(**batch), upstream(**batch))
 
 
 @EVERY_HEAD
@@ -174,8 +174,8 @@ def test_missing_weights_are_reported_as_in_transformers(logged, tmp_path):
 
 def test_missing_talking_heads_projections_are_reported(logged, tmp_path):
     model = BERT.model("BertModel", "talking")
-    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_proj")}
-    model.save_pretrained(tmp_path, state_dict=kept)
+    saved_tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_proj")}
+    model.save_pretrained(tmp_path, state_dict=saved_tensors)
     _, info = type(model).from_pretrained(tmp_path, config=BERT.config("talking"), output_loading_info=True)
     assert info["missing_keys"] == {name for name in model.state_dict() if name.endswith("_proj")} != set()
     assert [message for message in logged.messages if "has no talking heads" in message] == []
@@ -193,7 +193,7 @@ def test_checkpoint_of_another_architecture_gives_a_warning(logged, tmp_path):
 def test_bert_decoder_with_cross_attention_equals_transformers(implementation, side, tmp_path):
     fields = {"is_decoder": True, "add_cross_attention": True}
     upstream = saved_upstream(BERT, "BertLMHeadModel", tmp_path, **fields)
-    ours = load_variant(BERT, "BertLMHeadModel", tmp_path, **fields)
+    variant_model = load_variant(BERT, "BertLMHeadModel", tmp_path, **fields)
     mask = padding_mask() if side == "right" else padding_mask().flip(1)
     torch.manual_seed(0)
     batch = {
@@ -202,9 +202,9 @@ def test_bert_decoder_with_cross_attention_equals_transformers(implementation, s
         "encoder_hidden_states": torch.randn(3, LENGTH + 2, 48),
         "encoder_attention_mask": torch.cat([padding_mask(), torch.ones(3, 2, dtype=torch.long)], dim=1),
     }
-    for model in (upstream, ours):
+    for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)
     with torch.no_grad():
-        theirs, mine = upstream(**batch), ours(**batch)
+        expected, actual = upstream(**batch), variant_model(**batch)
     # A padded query on the left may attend to nothing; what it gives is nobody's business.
-    torch.testing.assert_close(mine.logits[mask.bool()], theirs.logits[mask.bool()], atol=ATOL, rtol=0)
+    torch.testing.assert_close(actual.logits[mask.bool()], expected.logits[mask.bool()], atol=ATOL, rtol=0)

@@ -174,8 +174,8 @@ def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
         if "embed_tokens" in dict(stack.named_modules()):
             alone.set_input_embeddings(stack.get_input_embeddings())
         alone.load_state_dict(stack.state_dict())
-        given = architecture.batch(head)
-        inputs = {"input_ids": token_ids()} if "input_features" not in given or stack is model.decoder else given
+        batch = architecture.batch(head)
+        inputs = {"input_ids": token_ids()} if "input_features" not in batch or stack is model.decoder else batch
         inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
         if stack is model.decoder:
             inputs["encoder_hidden_states"] = torch.randn(len(token_ids()), 7, model.config.d_model)
@@ -264,8 +264,8 @@ def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_
     assert transformers_trial._trial_errors == {architecture.config_class.model_type: None}
     torch.manual_seed(0)
     again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)  # the trial drew no random number
+    for first, second in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(first, second)  # the trial drew no random number
 
 
 @EVERY_ARCHITECTURE

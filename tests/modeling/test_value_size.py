@@ -60,9 +60,11 @@ def outputs_and_gradients(model, batch):
     return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_near(one, other, what=""):
-    size = float(other.abs().max()) if other.numel() else 0.0
-    torch.testing.assert_close(one, other, atol=1e-6 * max(1.0, size), rtol=0, msg=lambda text: f"{what}: {text}")
+def assert_near(actual, expected, message=""):
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual, expected, atol=1e-6 * max(1.0, size), rtol=0, msg=lambda text: f"{message}: {text}"
+    )
 
 
 # Each attention by the formula
@@ -178,14 +180,14 @@ def assert_equals_counterpart(row, fields, side):
     assert_near(output, expected)
     # The padded zeros of the counterpart have gradients without a parameter in the model. A key bias has none if a
     # latent uses the absorbed form, which may be chosen for only one of the models.
-    kept = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
+    shape_mask = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
     parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
-        one, other = (
-            actual.get(name, torch.zeros_like(own[name]))
-            for actual, own in zip((gradients, others), parameters, strict=True)
+        gradient_sum, counterpart_sum = (
+            actual.get(name, torch.zeros_like(parameter[name]))
+            for actual, parameter in zip((gradients, others), parameters, strict=True)
         )
-        assert_near(one.flatten(), other[kept[name].bool()], name)
+        assert_near(gradient_sum.flatten(), counterpart_sum[shape_mask[name].bool()], name)
 
 
 @EVERY_ROW

@@ -53,34 +53,34 @@ def transcribed(model, long=False, **options):
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
 
 
-def same(ours, theirs):
-    if isinstance(theirs, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for name in theirs.keys() - {"result"}:
-            same(ours[name], theirs[name])
-    elif isinstance(theirs, list):
-        assert len(ours) == len(theirs)
-        for pair in zip(ours, theirs, strict=True):
+def same(actual, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name in expected.keys() - {"result"}:
+            same(actual[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for pair in zip(actual, expected, strict=True):
             same(*pair)
     else:
-        assert ours == theirs
+        assert actual == expected
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
-def test_transcripts_equal_transformers(checkpoint, way):
+@pytest.mark.parametrize("decoding", WAYS)
+def test_transcripts_equal_transformers(checkpoint, decoding):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    expected = transcribed(upstream, **WAYS[way])
+    expected = transcribed(upstream, **WAYS[decoding])
     for fields in ({}, {"cross_kv_lora_rank": 48}, EXACT):
-        same(transcribed(loaded(checkpoint, **fields), **WAYS[way]), expected)
+        same(transcribed(loaded(checkpoint, **fields), **WAYS[decoding]), expected)
 
 
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
-def test_word_timestamps_equal_transformers(checkpoint, way):
+@pytest.mark.parametrize("decoding", [{}, {"num_beams": 3}, {"long": True}], ids=str)
+def test_word_timestamps_equal_transformers(checkpoint, decoding):
     """Check word timestamps, which both forms of a latent compute from cross-attention weights."""
-    options = way | {"return_token_timestamps": True, "return_timestamps": True}
+    options = decoding | {"return_token_timestamps": True, "return_timestamps": True}
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     expected = transcribed(upstream, **options)
     for fields in ({}, EXACT):
@@ -91,11 +91,11 @@ KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attentio
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["elu", "hybrid"])
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, way):
+@pytest.mark.parametrize("decoding", ["greedy", "beams"])
+def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
     model = loaded(checkpoint, **kernel)
-    tokens = transcribed(model, **WAYS[way])
-    outputs = transcribed(model, **WAYS[way], return_dict_in_generate=True, output_scores=True)
+    tokens = transcribed(model, **WAYS[decoding])
+    outputs = transcribed(model, **WAYS[decoding], return_dict_in_generate=True, output_scores=True)
     assert torch.equal(outputs["sequences"][:, -tokens.shape[1] :], tokens)
     assert len(outputs["scores"]) >= tokens.shape[1]
 
@@ -116,12 +116,12 @@ def test_variant_can_be_an_assistant_model(checkpoint):
 def test_beams_share_encoder_outputs(checkpoint):
     """Check beams per sentence; Whisper counts samples as sentences and encodes the audio for each."""
     for fields, layers in (({}, 2), (EXACT, 1)):
-        model, kept = loaded(checkpoint, **fields), []
+        model, caches = loaded(checkpoint, **fields), []
         decoder = model.model.decoder
-        decoder.register_forward_hook(lambda module, args, output, kept=kept: kept.append(get_cache(output)))
+        decoder.register_forward_hook(lambda module, args, output, caches=caches: caches.append(get_cache(output)))
         for options, rows in (({"num_beams": 3}, 2), (WAYS["samples"], 4)):
             transcribed(model, **options)
-            cross = kept[-1].cross_attention_cache.layers
+            cross = caches[-1].cross_attention_cache.layers
             assert {layer.keys.shape[0] for layer in cross} == {rows}
             assert len({layer.keys.untyped_storage().data_ptr() for layer in cross}) == layers
 
@@ -142,8 +142,8 @@ def test_cache_size_per_audio_position_is_counted(fields, numbers):
     with torch.no_grad():
         cache = get_cache(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
     storages = [item.untyped_storage() for layer in cache.layers for item in (layer.keys, layer.values)]
-    kept = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
-    assert kept == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
+    num_bytes = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
+    assert num_bytes == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
 
 
 def test_whisper_supports_talking_heads():
@@ -157,12 +157,12 @@ def test_whisper_supports_talking_heads():
     batch = WHISPER.batch(HEAD)
     with torch.no_grad():
         torch.testing.assert_close(identity(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=0)
-        whole = model(**batch, use_cache=False).logits
-        assert (whole - plain(**batch).logits).abs().max() > 1e-2
+        full_output = model(**batch, use_cache=False).logits
+        assert (full_output - plain(**batch).logits).abs().max() > 1e-2
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(**batch).logits, whole, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(**batch).logits, full_output, atol=1e-5, rtol=0)
     upstream = WHISPER.make_upstream_model(HEAD, encoder_attention_heads=12)
     expected = transcribed(upstream, num_beams=3)
-    ours = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
-    ours.load_state_dict(upstream.state_dict(), strict=False)
-    assert torch.equal(transcribed(ours, num_beams=3), expected)
+    variant_model = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
+    variant_model.load_state_dict(upstream.state_dict(), strict=False)
+    assert torch.equal(transcribed(variant_model, num_beams=3), expected)

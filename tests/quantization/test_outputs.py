@@ -34,20 +34,20 @@ MORE = {
 }
 
 
-PATHS = {
-    f"{path.__name__}-{bits}": (path, bits)
-    for path in int8_weight.INT8_BACKENDS
+BACKEND_SETTINGS = {
+    f"{backend.__name__}-{bits}": (backend, bits)
+    for backend in int8_weight.INT8_BACKENDS
     for bits in int8_weight.MAX_MAGNITUDES
 }
 
 
-@pytest.fixture(params=PATHS)
-def way(request, monkeypatch):
-    """Each path and number of bits that is correct on this processor, for any number of tokens."""
-    path, bits = PATHS[request.param]
-    if path not in int8_weight._find_correct_backends(torch.backends.quantized.engine, bits):
+@pytest.fixture(params=BACKEND_SETTINGS)
+def backend_setting(request, monkeypatch):
+    """Each backend and number of bits that is correct on this processor, for any number of tokens."""
+    backend, bits = BACKEND_SETTINGS[request.param]
+    if backend not in int8_weight._find_correct_backends(torch.backends.quantized.engine, bits):
         pytest.skip("not correct on this processor")
-    plan = int8_weight.ExecutionPlan(bits, (path,) * len(int8_weight.ROW_COUNTS))
+    plan = int8_weight.ExecutionPlan(bits, (backend,) * len(int8_weight.ROW_COUNTS))
     monkeypatch.setattr(int8_weight, "get_current_plan", lambda: plan)
     return request.param
 
@@ -59,12 +59,12 @@ def paths_of(model, kind):
 @torch.no_grad()
 def assert_as_rounded(float32, batch):
     """Compare an int8 model with the same rounding in float32, and both with float32."""
-    made = quantize(copy.deepcopy(float32))
-    paths = paths_of(made, Int8Linear)
+    quantized = quantize(copy.deepcopy(float32))
+    paths = paths_of(quantized, Int8Linear)
     assert paths
     exact = tensors(float32(**batch))
-    rounded = tensors(rounded_model(float32, paths, paths_of(made, Bfloat16Linear))(**batch))
-    actual = tensors(made(**batch))
+    rounded = tensors(rounded_model(float32, paths, paths_of(quantized, Bfloat16Linear))(**batch))
+    actual = tensors(quantized(**batch))
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
         # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
@@ -88,7 +88,7 @@ def test_int8_variants_equal_the_rounded_reference(variant):
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_int8_mechanisms_equal_the_rounded_reference(name, way):
+def test_int8_mechanisms_equal_the_rounded_reference(name, backend_setting):
     head = "T5ForConditionalGeneration"
     assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
 
@@ -122,7 +122,7 @@ def test_int8_transformers_models_equal_the_rounded_reference(name, shared):
         torch.testing.assert_close(share_memory(model)(**batch).logits, expected)
 
 
-def test_int8_layer_error_is_within_half_a_step(way):
+def test_int8_layer_error_is_within_half_a_step(backend_setting):
     generator = torch.Generator().manual_seed(3)
     for rows, width, size, bias in ((1, 64, 48, True), (7, 33, 65, False), (200, 512, 16, True)):
         linear = torch.nn.Linear(width, size, bias=bias)
@@ -131,50 +131,50 @@ def test_int8_layer_error_is_within_half_a_step(way):
             linear.weight[0] *= 100  # one scale per row, so the other rows do not change
             linear.weight[1] = 0
         states = torch.randn(3, rows, width, generator=generator)
-        made = Int8Linear(linear)(states)
+        output = Int8Linear(linear)(states)
         with torch.no_grad():
-            error = (made - linear(states)).abs()
+            error = (output - linear(states)).abs()
         assert (error <= worst_error(linear, states)).all() and error[..., 0].max() > 0
-        assert made.shape == (3, rows, size) and made.dtype == torch.float32
+        assert output.shape == (3, rows, size) and output.dtype == torch.float32
 
 
 def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
     weight[5] = 0.0
-    whole = Int8Weight.from_float32(weight)
+    expected = Int8Weight.from_float32(weight)
     monkeypatch.setattr(int8_weight, "ROWS_PER_BLOCK", 16)
     parts = Int8Weight.from_float32(weight)
-    assert all(torch.equal(one, parts.tensors()[name]) for name, one in whole.tensors().items())
-    torch.testing.assert_close(whole.to_float32(), rounded_weight(weight), rtol=1e-6, atol=0)
-    numbers = whole.numbers()
-    whole.compute_linear(weight[:1], None)  # packs it, and keeps no other copy
-    assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
+    assert all(torch.equal(one, parts.to_tensors()[name]) for name, one in expected.to_tensors().items())
+    torch.testing.assert_close(expected.to_float32(), rounded_weight(weight), rtol=1e-6, atol=0)
+    integers = expected.unpack()
+    expected.compute_linear(weight[:1], None)  # packs it, and keeps no other copy
+    assert torch.equal(expected.unpack(), integers) and expected.unpack() is not integers
 
 
-def test_int8_token_does_not_depend_on_other_tokens(way):
-    made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(5, 20, 64)
+def test_int8_token_does_not_depend_on_other_tokens(backend_setting):
+    layer, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(5, 20, 64)
     states[3] *= 1e4
-    together = made(states)
+    together = layer(states)
     for row in range(5):
-        assert torch.equal(made(states[row : row + 1])[0], together[row])
+        assert torch.equal(layer(states[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("bits", int8_weight.MAX_MAGNITUDES)
-def test_int8_paths_are_bitwise_equal(bits):
-    """Check that the fastest path may differ between two runs."""
+def test_int8_backends_are_bitwise_equal(bits):
+    """Check that the fastest backend may differ between two runs."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
     states[7], states[9, 3] = 0.0, 1e6
     # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
     states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.MAX_MAGNITUDES[bits]
-    paths = int8_weight._find_correct_backends(torch.backends.quantized.engine, bits)
+    backends = int8_weight._find_correct_backends(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
-        made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
+        made = [backend(weight.unpack(), weight._scales)(states[:rows], bias, bits) for backend in backends]
         assert all(torch.equal(item, made[0]) for item in made)
 
 
-def test_int8_plan_selects_a_fast_path():
+def test_int8_plan_selects_a_fast_backend():
     """Check that no reference kernel is used, which takes hundreds of times as long."""
     plan = int8_weight.get_current_plan()
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
@@ -182,10 +182,10 @@ def test_int8_plan_selects_a_fast_path():
     with torch.no_grad():
         float32, int8 = time_calls_in_turn(lambda: linear(states), lambda: packed(states))
     assert int8 < 5 * float32, str(plan)
-    assert str(plan).startswith(plan.paths[0].name)
+    assert str(plan).startswith(plan.backends[0].name)
 
 
-def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
+def test_failing_or_wrong_int8_backend_is_not_used(monkeypatch):
     class Wrong(int8_weight.OneDnnBackend):
         def multiply(self, numbers, bits):
             return super().multiply(numbers, bits) / 2
@@ -201,16 +201,16 @@ def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_nonfinite_token_affects_only_itself(value, rows, way):
-    made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(rows, 64)
-    expected = made(states)
+def test_nonfinite_token_affects_only_itself(value, rows, backend_setting):
+    layer, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(rows, 64)
+    expected = layer(states)
     states[rows - 1, 5] = value
-    actual = made(states)
+    actual = layer(states)
     assert not actual[-1].isfinite().any()
     assert torch.equal(actual[:-1], expected[:-1])
 
 
-def test_values_beyond_16_bits_do_not_overflow(way):
+def test_values_beyond_16_bits_do_not_overflow(backend_setting):
     linear = torch.nn.Linear(64, 48, bias=False)
     with torch.no_grad():
         linear.weight.fill_(1.0)
@@ -225,37 +225,37 @@ def test_bfloat16_layer_equals_its_reference(bias):
     if not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear = torch.nn.Linear(70, 48, bias=bias)
-    made = Bfloat16Linear(linear)
+    layer = Bfloat16Linear(linear)
     for shape in ((70,), (1, 70), (3, 7, 70), (40, 70), (2, 0, 70)):
         states = torch.randn(shape)
         states[..., 0] *= 1e6  # out of float16's range, and of what leaves int8's other numbers anything
         with torch.no_grad():
             expected = linear(states)
-        assert made(states).shape == expected.shape and made(states).dtype == torch.float32
-        torch.testing.assert_close(made(states), expected, rtol=0.02, atol=2e4)
+        assert layer(states).shape == expected.shape and layer(states).dtype == torch.float32
+        torch.testing.assert_close(layer(states), expected, rtol=0.02, atol=2e4)
     states = torch.randn(5, 70)
     with torch.no_grad():
-        torch.testing.assert_close(made(states), linear(states), rtol=0.02, atol=0.02)
-    assert torch.equal(copy.deepcopy(made)(states), made(states))
-    assert torch.equal(made.weight(), linear.weight.bfloat16().float())
+        torch.testing.assert_close(layer(states), linear(states), rtol=0.02, atol=0.02)
+    assert torch.equal(copy.deepcopy(layer)(states), layer(states))
+    assert torch.equal(layer.weight(), linear.weight.bfloat16().float())
     other = Bfloat16Linear(torch.nn.Linear(70, 48, bias=bias))
-    other.load_state_dict(made.state_dict())
-    assert torch.equal(other(states), made(states))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(states), layer(states))
     with pytest.raises(RuntimeError, match="before calling `quantize`"):
         other.load_state_dict(linear.state_dict())
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
+def test_packed_weights_are_shared_by_threads_and_modes(backend_setting, cls):
     """Check inference mode, whose tensors are of another kind, and simultaneous threads."""
     if cls is Bfloat16Linear and not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
-    made = cls(linear)
+    layer = cls(linear)
     with torch.inference_mode():
-        expected = made(few), made(many)
-        inside = copy.deepcopy(made)
-    for item in (made, inside, copy.deepcopy(made)):
+        expected = layer(few), layer(many)
+        inside = copy.deepcopy(layer)
+    for item in (layer, inside, copy.deepcopy(layer)):
         assert torch.equal(item(few), expected[0]) and torch.equal(item(many), expected[1])
     fresh = cls(linear)
     with ThreadPoolExecutor(8) as threads:
@@ -264,21 +264,21 @@ def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_compiled_int8_model_is_one_graph_with_equal_outputs(way, cls):
+def test_compiled_int8_model_is_one_graph_with_equal_outputs(backend_setting, cls):
     if cls is Bfloat16Linear and not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
-    made = cls(linear)
-    others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
+    layer = cls(linear)
+    others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     maps = torch.nn.Sequential(*others[:1], torch.nn.ReLU(), cls(torch.nn.Linear(48, 8)))
-    for item in (made, *others, maps):
+    for item in (layer, *others, maps):
         with torch.no_grad():
             torch.testing.assert_close(torch.compile(item, fullgraph=True)(states), item(states))
-    half = torch.compile(made, fullgraph=True)(states.bfloat16())
+    half = torch.compile(layer, fullgraph=True)(states.bfloat16())
     assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half, made(states.bfloat16()))
+    torch.testing.assert_close(half, layer(states.bfloat16()))
     with pytest.raises(RuntimeError, match="cannot be exported"):
-        torch.export.export(made, (states,))
+        torch.export.export(layer, (states,))
 
 
 @torch.no_grad()
@@ -286,16 +286,16 @@ def test_compiled_int8_layers_share_one_graph():
     torch._dynamo.reset()
     counters.clear()
     states = torch.randn(3, 64)
-    for made in (Int8Linear(torch.nn.Linear(64, 48)) for _ in range(4)):
-        torch.testing.assert_close(torch.compile(made, fullgraph=True, backend="eager")(states), made(states))
+    for layer in (Int8Linear(torch.nn.Linear(64, 48)) for _ in range(4)):
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(states), layer(states))
     assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_deleted_int8_layer_frees_its_memory():
     known = len(packed_linear._registered_layers)
-    made = Int8Linear(torch.nn.Linear(64, 48))
+    layer = Int8Linear(torch.nn.Linear(64, 48))
     assert len(packed_linear._registered_layers) == known + 1
-    del made
+    del layer
     gc.collect()
     assert len(packed_linear._registered_layers) <= known
 
@@ -315,14 +315,14 @@ def test_compiled_int8_step_generates_equal_tokens(kind):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
-def test_single_token_is_rounded_like_in_a_batch(bias, size, way):
+def test_single_token_is_rounded_like_in_a_batch(bias, size, backend_setting):
     generator = torch.Generator().manual_seed(5)
     linear = torch.nn.Linear(64, 48, bias=bias)
     states = torch.randn(1, 1, 64, generator=generator) * size
-    made = Int8Linear(linear)
+    layer = Int8Linear(linear)
     with torch.no_grad():
-        error = (made(states) - linear(states)).abs()
-        unlike = (made(states) - made(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
+        error = (layer(states) - linear(states)).abs()
+        unlike = (layer(states) - layer(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
     float_error = 1e-6 * (
         max(size, 1.0) if bias else size
     )  # instead of the default bound, so that outputs of any size are tested
@@ -331,28 +331,28 @@ def test_single_token_is_rounded_like_in_a_batch(bias, size, way):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, way, monkeypatch):
-    made = Int8Linear(torch.nn.Linear(40, 24, bias=bias))
+def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, backend_setting, monkeypatch):
+    layer = Int8Linear(torch.nn.Linear(40, 24, bias=bias))
     states = torch.randn(3, 17, 40) * torch.logspace(-3, 3, 17)[:, None]
     states[1, 4] = 0.0
     strided = states.transpose(0, 1).contiguous().transpose(0, 1)
-    expected = made(states)
+    expected = layer(states)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(int8_weight, "ROUNDED_ELEMENTS", 7 * 40)  # 7 tokens: 51 leave 2
-    assert torch.equal(made(states), expected) and torch.equal(made(strided), expected)
+    assert torch.equal(layer(states), expected) and torch.equal(layer(strided), expected)
     states[:] = 1.0  # more rows than a block, all alike
-    assert torch.equal(made(states), made(states[:1, :1]).expand(3, 17, 24))
+    assert torch.equal(layer(states), layer(states[:1, :1]).expand(3, 17, 24))
 
 
-def test_int8_layers_support_other_shapes_and_types(way):
+def test_int8_layers_support_other_shapes_and_types(backend_setting):
     linear = torch.nn.Linear(40, 24)
-    made, states = Int8Linear(linear), torch.randn(5, 40)
-    expected = made(states)
-    torch.testing.assert_close(made(states.view(5, 1, 1, 40)).view(5, 24), expected)
-    assert made(states[:0]).shape == (0, 24)
-    assert made(states[0]).shape == (24,)
-    torch.testing.assert_close(made(states.t().contiguous().t()), expected)
-    half = made(states.bfloat16())
+    layer, states = Int8Linear(linear), torch.randn(5, 40)
+    expected = layer(states)
+    torch.testing.assert_close(layer(states.view(5, 1, 1, 40)).view(5, 24), expected)
+    assert layer(states[:0]).shape == (0, 24)
+    assert layer(states[0]).shape == (24,)
+    torch.testing.assert_close(layer(states.t().contiguous().t()), expected)
+    half = layer(states.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.05)
 
@@ -369,8 +369,8 @@ SEARCHES = {
 def scores_of(model, batch, sequences):
     """Return the sum of log-probabilities of the generated tokens, one row per sequence."""
     repeats = len(sequences) // len(next(iter(batch.values())))
-    given = {name: item.repeat_interleave(repeats, dim=0) for name, item in batch.items()}
-    logits = model(**given, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
+    inputs = {name: item.repeat_interleave(repeats, dim=0) for name, item in batch.items()}
+    logits = model(**inputs, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
     return logits.gather(-1, sequences[:, 1:, None])[..., 0].sum(1)
 
 
@@ -387,19 +387,19 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
         float32, batch = tiny_model(name), source_batch(name)
     if kind == "shared":
         share_memory(float32)
-    made = quantize(copy.deepcopy(float32))
+    quantized = quantize(copy.deepcopy(float32))
     torch.manual_seed(0)
     options = {"return_timestamps": False} if kind == "whisper" else {}
-    sequences = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES[search], **options)
-    mine, exact = (scores_of(model, batch, sequences) for model in (made, float32))
+    sequences = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES[search], **options)
+    actual, exact = (scores_of(model, batch, sequences) for model in (quantized, float32))
     rounded = scores_of(
-        rounded_model(float32, paths_of(made, Int8Linear), paths_of(made, Bfloat16Linear)), batch, sequences
+        rounded_model(float32, paths_of(quantized, Int8Linear), paths_of(quantized, Bfloat16Linear)), batch, sequences
     )
     # The order of a sum moves an input over an edge of its grid now and then.
-    assert (mine - rounded).abs().max() <= 1.2 * (rounded - exact).abs().max() + 1e-4
-    again = made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options)
+    assert (actual - rounded).abs().max() <= 1.2 * (rounded - exact).abs().max() + 1e-4
+    again = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options)
     assert torch.equal(
-        made.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options), again
+        quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options), again
     )
 
 
@@ -411,9 +411,9 @@ def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
     head = list(architecture.heads)[1]
     model = make(architecture, head, variant)
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
-        made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+        quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        exact, actual = (item(**architecture.batch(head)).logits for item in (model, made))
+        exact, actual = (item(**architecture.batch(head)).logits for item in (model, quantized))
     assert 0 < (actual - exact).abs().max() < exact.std()
 
 

@@ -251,14 +251,14 @@ def test_layers_whose_weights_a_function_reads_stay_in_float32():
     sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_conv_pos_embeddings": 4}
     sizes |= {"num_conv_pos_embedding_groups": 2, "conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
     wavlm = WavLMModel(WavLMConfig(**sizes)).eval()
-    for model, inputs, kept in (
+    for model, inputs, float32_layers in (
         (mamba, {"input_ids": torch.arange(8)[None]}, None),  # reads it on a GPU only
         (wavlm, {"input_values": torch.randn(1, 64)}, "encoder.layers.0.attention.q_proj"),
     ):
         with torch.no_grad():
             before = model(**inputs)[0]
             after = quantize(model)(**inputs)[0]
-        assert kept is None or type(model.get_submodule(kept)) is torch.nn.Linear
+        assert float32_layers is None or type(model.get_submodule(float32_layers)) is torch.nn.Linear
         assert any(isinstance(module, Int8Linear) for module in model.modules())
         assert (after - before).norm() < 0.1 * before.norm()
 
@@ -392,10 +392,10 @@ def test_int8_layer_returns_the_autocast_dtype():
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        for given in (states, states.bfloat16(), states[0], states[0, 0]):
-            expected, made = linear(given), packed(given)
-            assert made.dtype == expected.dtype == torch.bfloat16 and made.shape == expected.shape
-            torch.testing.assert_close(made, expected, atol=0.05, rtol=0.05)
+        for inputs in (states, states.bfloat16(), states[0], states[0, 0]):
+            expected, actual = linear(inputs), packed(inputs)
+            assert actual.dtype == expected.dtype == torch.bfloat16 and actual.shape == expected.shape
+            torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.05)
     with torch.no_grad():
         assert packed(states).dtype == torch.float32 and packed(states.half()).dtype == torch.float16
 

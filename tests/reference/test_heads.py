@@ -286,22 +286,22 @@ def test_latent_attention_equals_multihead_attention_to_the_latent(rank):
     Y = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
     close(Y, heads.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
     if rank == D:  # the memory itself
-        whole, eye = (P_q, A @ P_k, A @ P_v, P_o), torch.eye(D, dtype=torch.float64)
-        close(heads.latent_attention(X, M, eye, *whole, mask=mask), Y)
+        projections, eye = (P_q, A @ P_k, A @ P_v, P_o), torch.eye(D, dtype=torch.float64)
+        close(heads.latent_attention(X, M, eye, *projections, mask=mask), Y)
 
 
-@pytest.mark.parametrize("given", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
-def test_talking_heads_equals_low_rank_bilinear_attention(given):
+@pytest.mark.parametrize("projection_names", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
+def test_talking_heads_equals_low_rank_bilinear_attention(projection_names):
     X, M = inputs()
-    h_k, h_v = (2 if "P_l" in given else 4), (3 if "P_w" in given else 4)
+    h_k, h_v = (2 if "P_l" in projection_names else 4), (3 if "P_w" in projection_names else 4)
     P, P_l, P_w = talking_weights(h_k=h_k, h=4, h_v=h_v)
-    projections = {name: tensor for name, tensor in (("P_l", P_l), ("P_w", P_w)) if name in given}
+    projections = {name: tensor for name, tensor in (("P_l", P_l), ("P_w", P_w)) if name in projection_names}
     mask = rand(B, 4, N, M_LEN)
     B_l, B_v = talking_heads.bilinear_forms(*P, **projections, scale=SCALE)
     expected = talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE)
     close(talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask), expected)
     # each form has up to h_k times the rank of a head; the forms together span no more than h_k of them
-    head_rank = (h_k if "P_l" in given else 1) * K_DIM
+    head_rank = (h_k if "P_l" in projection_names else 1) * K_DIM
     assert torch.linalg.matrix_rank(B_l).tolist() == [min(D, head_rank)] * 4
     assert torch.linalg.matrix_rank(B_l.flatten(1)) == h_k
     assert torch.linalg.matrix_rank(B_v.flatten(1)) == h_v
@@ -344,9 +344,9 @@ def test_core_equals_the_formula_of_talking_heads(names):
     close(Y, expected)
     upstream = rand(*Y.shape)
     actual_grads = torch.autograd.grad(Y, leaves, upstream)
-    for actual, wanted in zip(actual_grads, torch.autograd.grad(expected, leaves, upstream), strict=True):
-        assert wanted.abs().max() > 1e-6
-        close(actual, wanted)
+    for actual, expected_gradient in zip(actual_grads, torch.autograd.grad(expected, leaves, upstream), strict=True):
+        assert expected_gradient.abs().max() > 1e-6
+        close(actual, expected_gradient)
 
 
 def test_core_supports_grouped_talking_heads():

@@ -51,8 +51,8 @@ def test_orthogonal_vectors_have_a_smaller_error():
     x, y = unit(16, 8), unit(16, 8)
     errors = []
     for are_orthogonal in (False, True):
-        drawn = [draw_vectors(8, 8, seed, are_orthogonal).double() for seed in range(400)]
-        estimates = torch.stack([favor_features(x, W) @ favor_features(y, W).T for W in drawn])
+        samples = [draw_vectors(8, 8, seed, are_orthogonal).double() for seed in range(400)]
+        estimates = torch.stack([favor_features(x, W) @ favor_features(y, W).T for W in samples])
         errors.append((estimates - (x @ y.T).exp()).square().mean())
     assert errors[1] < 0.9 * errors[0]
 
@@ -83,6 +83,6 @@ def test_recurrence_equals_causal_attention():
     S, z = torch.zeros(2, 3, 5, 4, dtype=DOUBLE), torch.zeros(2, 3, 5, dtype=DOUBLE)
     first, S, z = kernel_attention_recurrent(phi_q[:, :, :6], phi_k[:, :, :6], V[:, :, :6], S, z)
     last, _, _ = kernel_attention_recurrent(phi_q[:, :, 6:], phi_k[:, :, 6:], V[:, :, 6:], S, z)
-    whole, _ = kernel_attention(phi_q, phi_k, V, causal=True)
-    torch.testing.assert_close(torch.cat([first, last], 2), whole)
+    full_output, _ = kernel_attention(phi_q, phi_k, V, causal=True)
+    torch.testing.assert_close(torch.cat([first, last], 2), full_output)
     torch.testing.assert_close(kernel_attention(phi_q[:, :, 6:], phi_k, V, causal=True)[0], last)

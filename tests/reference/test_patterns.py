@@ -87,9 +87,9 @@ def test_random_blocks_have_the_right_count_and_cover_the_text():
     for block in range(25):
         read = keys_in_random_blocks(4 * block, 100, **fields)
         near = range(max(0, 4 * block - 4), min(100, 4 * block + 8))
-        drawn = sorted(set(read) - set(near))
-        assert len(drawn) == 8 and all(key // 4 * 4 in drawn for key in drawn)
-        counts[[key // 4 for key in drawn[::4]]] += 1
+        random_blocks = sorted(set(read) - set(near))
+        assert len(random_blocks) == 8 and all(key // 4 * 4 in random_blocks for key in random_blocks)
+        counts[[key // 4 for key in random_blocks[::4]]] += 1
     assert counts.max() <= 8 and (counts > 0).sum() >= 16  # of 50 draws over 25 blocks
     assert keys_in_random_blocks(40, 100, **fields) != keys_in_random_blocks(40, 100, **fields, layer=1)
     causal = {**fields, "causal": True}

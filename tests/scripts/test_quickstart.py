@@ -63,11 +63,11 @@ def test_quickstart_rejects_invalid_flags_before_any_work(quickstart, capsys):
 @pytest.mark.slow
 def test_quickstart_converts_and_distills(quickstart, minilm, tmp_path):
     arguments = ["--distillation_steps", "10", "--seeds", "0", "--output_dir", str(tmp_path)]
-    whole, averaged, calibrated = quickstart.main(quickstart.parse_args(arguments))
+    source_results, averaged, calibrated = quickstart.main(quickstart.parse_args(arguments))
     for grouped in (averaged, calibrated):
-        assert grouped["parameters"] < whole["parameters"]
+        assert grouped["parameters"] < source_results["parameters"]
         # Keys and values shrink to a third: (2 + 2/3) of 4 projections are left.
-        assert grouped["projection_flops"] == pytest.approx(whole["projection_flops"] * (2 + 2 / 3) / 4)
-    (source,), (before,), (after,) = whole["converted"], averaged["converted"], averaged["distilled"]
+        assert grouped["projection_flops"] == pytest.approx(source_results["projection_flops"] * (2 + 2 / 3) / 4)
+    (source,), (before,), (after,) = source_results["converted"], averaged["converted"], averaged["distilled"]
     assert source > calibrated["converted"][0] > after > before > 0.8
     assert source - calibrated["converted"][0] < 0.01 and source - calibrated["distilled"][0] < 0.01

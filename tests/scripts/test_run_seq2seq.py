@@ -41,6 +41,6 @@ def test_seq2seq_two_processes_train_and_decode_like_one(files, tmp_path):
     losses = [[record["loss"] for record in records(out, "train_log.jsonl") if "loss" in record] for out in (one, two)]
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert records(two, "predictions_dev.jsonl") == records(one, "predictions_dev.jsonl")
-    other = json.loads((two / "all_results.json").read_text())
-    assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
-    assert other["eval_decode_tokens"] == results["eval_decode_tokens"]
+    two_results = json.loads((two / "all_results.json").read_text())
+    assert two_results["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert two_results["eval_decode_tokens"] == results["eval_decode_tokens"]

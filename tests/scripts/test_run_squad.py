@@ -33,9 +33,9 @@ def test_squad_two_processes_train_and_predict_like_one(model, tmp_path):
     statuses, printed = run_processes(2, run_script, "run_squad", [str(flag) for flag in flags(two, 2)])
     assert statuses == [0, 0], printed
     assert printed.count("SQuAD v2.0 dev (7 questions") == 1
-    other = json.loads((two / "all_results.json").read_text())
-    assert other["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
-    assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    two_results = json.loads((two / "all_results.json").read_text())
+    assert two_results["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
+    assert two_results["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
     for name in ("predictions_dev.json", "predictions_nbest_dev.json"):
         result, expected = (json.loads((out / name).read_text()) for out in (two, one))
         assert list(result) == list(expected)

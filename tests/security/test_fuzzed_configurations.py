@@ -43,8 +43,8 @@ def edited(config, draw):
         elif isinstance(value, str):
             near += [*ACTIVATIONS, value.upper(), [value]]
         changes[name] = draw.choice(near)
-    kept = {name: value for name, value in config.items() if changes.get(name) is not DELETED}
-    return kept | {name: value for name, value in changes.items() if value is not DELETED}, changes
+    undeleted = {name: value for name, value in config.items() if changes.get(name) is not DELETED}
+    return undeleted | {name: value for name, value in changes.items() if value is not DELETED}, changes
 
 
 def outputs_of(model, batch):

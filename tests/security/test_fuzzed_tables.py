@@ -102,7 +102,7 @@ def write_csv(draw, names, rows):
 @COUNTS
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
-    read, whole = 0, 0
+    read, num_complete = 0, 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
         names, rows = rows_of(draw, INSIDE if suffix == "csv" else PIECES)
@@ -116,7 +116,7 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts)
         if content == written.encode():  # without harm every cell is there
-            whole += 1
+            num_complete += 1
             assert result == [tuple(row) for row in rows], (seed, result)
         if result is not None:
             read += 1
@@ -124,7 +124,7 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
             if len(names) == 1:  # pandas drops rows with only whitespace
                 result, expected = ([row for row in item if row[0].strip()] for item in (result, expected))
             assert result == expected, (seed, content)
-    assert whole > 0.15 * count and 0.3 * count < read < 0.95 * count, (whole, read)
+    assert num_complete > 0.15 * count and 0.3 * count < read < 0.95 * count, (num_complete, read)
 
 
 @COUNTS
@@ -176,14 +176,14 @@ def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
             assert result == list(zip(words, tags, strict=True)), seed
         if result is not None:
             read += 1
-            kept = [line for line in content.decode("utf-8-sig").split("\n") if line.strip(" \t\r\n\v\f")]
-            divided = [line for line in kept if "\t" in line]
+            nonblank_lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip(" \t\r\n\v\f")]
+            divided = [line for line in nonblank_lines if "\t" in line]
             form = {"sep": "\t", "quoting": csv.QUOTE_NONE, "header": None, "dtype": str, "keep_default_na": False}
             columns = [pandas.read_csv(io.StringIO(line), lineterminator="\n", **form).iloc[0] for line in divided]
             flat = [pair for item in result for pair in zip(*item, strict=True)]
-            if len(divided) == len(kept):
+            if len(divided) == len(nonblank_lines):
                 assert [word for word, _ in flat] == [row.iloc[0].strip(" \r\v\f") for row in columns], (seed, content)
-            assert len(flat) == len(kept) - sum(line.startswith("-DOCSTART-") for line in kept)
+            assert len(flat) == len(nonblank_lines) - sum(line.startswith("-DOCSTART-") for line in nonblank_lines)
     assert 0.3 * count < read < 0.95 * count, read
 
 

@@ -48,7 +48,7 @@ def find_violations(text):
 def test_repository_code_is_safe(name):
     files = build_code((("configuration_attn_variants", "*"), (name, "*")), None)
     assert len(files) > 5
-    assert {file: found for file, text in files.items() if (found := list(find_violations(text)))} == {}
+    assert {file: violations for file, text in files.items() if (violations := list(find_violations(text)))} == {}
 
 
 def test_custom_generate_code_is_safe(tmp_path):

@@ -84,8 +84,8 @@ def test_nonfinite_tensor_in_memory_error_names_the_tensor(bert):
 
     model = AutoModel.from_pretrained(bert)
     model.get_parameter(KEY).data[0, 0] = torch.inf
-    given = Calibration(lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
-    for options in ({"method": "mean"}, {"calibration": given}):
+    calibration = Calibration(lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
+    for options in ({"method": "mean"}, {"calibration": calibration}):
         with pytest.raises(ValueError, match=f"'{KEY}' .*must be finite"):
             convert(model, 2, **options)
 
@@ -189,8 +189,8 @@ def test_dollar_signs_in_names_are_plotted_literally(sources, tmp_path, capsys):
     assert (tmp_path / "n$er_{/training_curves.png").is_file()
     *_, frontier = converts(source, tmp_path / "f$_{", sources["text"])
     assert run(capsys, *frontier)[0] == 0 and (tmp_path / "f$_{/frontier.png").is_file()
-    drawn = ["--text", "a $x_{ cat", "--output_dir", tmp_path / "v$_{"]
-    assert run(capsys, "visualize", "--model_name_or_path", source, *drawn)[0] == 0
+    arguments = ["--text", "a $x_{ cat", "--output_dir", tmp_path / "v$_{"]
+    assert run(capsys, "visualize", "--model_name_or_path", source, *arguments)[0] == 0
 
 
 def test_failed_plot_gives_a_warning(tmp_path, caplog):
@@ -209,10 +209,10 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
-    whole = frontier.FrontierFile.save
+    save = frontier.FrontierFile.save
 
     def stopped(self, frontier, left):
-        whole(self, frontier, left)
+        save(self, frontier, left)
         if left == 1:
             raise KeyboardInterrupt
 
@@ -221,7 +221,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
-    monkeypatch.setattr(frontier.FrontierFile, "save", whole)
+    monkeypatch.setattr(frontier.FrontierFile, "save", save)
     assert "belongs to an interrupted call with different" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0

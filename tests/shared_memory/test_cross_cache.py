@@ -48,10 +48,10 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
                 module, "_should_absorb_projections", lambda *args, one=absorbs: reads.append(one(*args)) or reads[-1]
             )
     with torch.no_grad():
-        theirs, ours = (model(**batch, decoder_input_ids=IDS, use_cache=True) for model in (upstream, shared))
+        expected, actual = (model(**batch, decoder_input_ids=IDS, use_cache=True) for model in (upstream, shared))
         assert not any(reads) and reads
-        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-9, rtol=1e-9)
-        layers = get_cache(ours).cross_attention_cache.layers
+        torch.testing.assert_close(actual.logits, expected.logits, atol=1e-9, rtol=1e-9)
+        layers = get_cache(actual).cross_attention_cache.layers
         assert all(
             type(layer) is EncoderOutputsLayer and layer.encoder_outputs is layers[0].encoder_outputs
             for layer in layers

@@ -47,23 +47,23 @@ def generated(model, batch, **options):
     )
 
 
-def assert_same(ours, theirs):
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.scores) == len(theirs.scores)
-    for mine, expected in zip(ours.scores, theirs.scores, strict=True):
-        torch.testing.assert_close(mine, expected, **TOLERANCE)
-    if "sequences_scores" in theirs:
-        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, **TOLERANCE)
+def assert_same(actual, expected_output):
+    assert torch.equal(actual.sequences, expected_output.sequences)
+    assert len(actual.scores) == len(expected_output.scores)
+    for actual_scores, expected in zip(actual.scores, expected_output.scores, strict=True):
+        torch.testing.assert_close(actual_scores, expected, **TOLERANCE)
+    if "sequences_scores" in expected_output:
+        torch.testing.assert_close(actual.sequences_scores, expected_output.sequences_scores, **TOLERANCE)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_generated_tokens_equal_transformers(name, way, form):
+@pytest.mark.parametrize("decoding", WAYS)
+def test_generated_tokens_equal_transformers(name, decoding, form):
     upstream, shared = pair(name)
-    rows = 1 if way == "prompt lookup" else 3
+    rows = 1 if decoding == "prompt lookup" else 3
     batch = batch_of(name, rows)
-    assert_same(generated(shared, batch, **WAYS[way]), generated(upstream, batch, **WAYS[way]))
+    assert_same(generated(shared, batch, **WAYS[decoding]), generated(upstream, batch, **WAYS[decoding]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -83,8 +83,10 @@ def test_stepwise_logits_equal_transformers(name, implementation, padded, rows, 
     with torch.no_grad():
         expected = upstream(**batch, decoder_input_ids=targets).logits
         torch.testing.assert_close(shared(**batch, decoder_input_ids=targets).logits, expected, **tolerance)
-        theirs, ours = (steps_of(model, batch, targets.split([2, 1, 1, 2], dim=1)) for model in (upstream, shared))
-    torch.testing.assert_close(ours, theirs, **tolerance)
+        expected_steps, actual_steps = (
+            steps_of(model, batch, targets.split([2, 1, 1, 2], dim=1)) for model in (upstream, shared)
+        )
+    torch.testing.assert_close(actual_steps, expected_steps, **tolerance)
 
 
 def steps_of(model, batch, pieces):
@@ -92,8 +94,8 @@ def steps_of(model, batch, pieces):
     outputs, cache, logits = model.get_encoder()(**batch), None, []
     mask = {name: value for name, value in batch.items() if name == "attention_mask"}
     for ids in pieces:
-        given = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
-        piece = model(**given, use_cache=True, **with_cache(cache))
+        inputs = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
+        piece = model(**inputs, use_cache=True, **with_cache(cache))
         cache = get_cache(piece)
         logits.append(piece.logits)
     return torch.cat(logits, 1)
@@ -110,10 +112,10 @@ def test_fully_padded_row_equals_transformers(form):
             options = {"encoder_outputs": outputs, "attention_mask": batch["attention_mask"]}
             ids = torch.full((3, 2), 3)
             with torch.no_grad():
-                expected, mine = (model(decoder_input_ids=ids, **options).logits for model in (upstream, shared))
-            torch.testing.assert_close(mine, expected, **TOLERANCE)
+                expected, actual = (model(decoder_input_ids=ids, **options).logits for model in (upstream, shared))
+            torch.testing.assert_close(actual, expected, **TOLERANCE)
             for number in (1, 3):
-                theirs, ours = (
+                expected_generation, actual_generation = (
                     generated(
                         model,
                         {**options, "encoder_outputs": transformers.modeling_outputs.BaseModelOutput(outputs[0])},
@@ -121,17 +123,17 @@ def test_fully_padded_row_equals_transformers(form):
                     )
                     for model in (upstream, shared)
                 )
-                assert_same(ours, theirs)
+                assert_same(actual_generation, expected_generation)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_has_one_row_per_sentence(name, form):
     """Check also that encoder outputs are one tensor for all layers."""
-    (_, shared), kept = pair(name), []
+    (_, shared), caches = pair(name), []
     decoder = shared.get_decoder()
-    decoder.register_forward_hook(lambda module, args, output: kept.append((args, get_cache(output))))
+    decoder.register_forward_hook(lambda module, args, output: caches.append((args, get_cache(output))))
     shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
-    layers = kept[-1][1].cross_attention_cache.layers
+    layers = caches[-1][1].cross_attention_cache.layers
     if form == "source":
         assert all(type(layer) is EncoderOutputsLayer and layer.encoder_outputs.shape[0] == 3 for layer in layers)
         assert len({layer.encoder_outputs.data_ptr() for layer in layers}) == 1
@@ -145,11 +147,11 @@ def test_attention_weights_equal_transformers(name, num_beams, form):
     upstream, shared = pair(name, attn_implementation="eager")
     batch = batch_of(name)
     options = {"output_attentions": True, "num_beams": num_beams}
-    theirs, ours = (generated(model, batch, **options) for model in (upstream, shared))
-    assert_same(ours, theirs)
-    for mine, expected in zip(ours.cross_attentions, theirs.cross_attentions, strict=True):
-        for one, other in zip(mine, expected, strict=True):
-            torch.testing.assert_close(one, other, **TOLERANCE)
+    expected_output, actual_output = (generated(model, batch, **options) for model in (upstream, shared))
+    assert_same(actual_output, expected_output)
+    for step_weights, expected in zip(actual_output.cross_attentions, expected_output.cross_attentions, strict=True):
+        for layer_weights, expected_weights in zip(step_weights, expected, strict=True):
+            torch.testing.assert_close(layer_weights, expected_weights, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
@@ -161,10 +163,12 @@ def test_gradients_equal_transformers(name, train, form):
     for model in models:
         model.train(train)
         model(**batch).loss.backward()
-    for (path, theirs), ours in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert (theirs.grad is None) == (ours.grad is None), path
-        if theirs.grad is not None:
-            assert torch.equal(theirs.grad, ours.grad), path
+    for (path, upstream_parameter), parameter in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert (upstream_parameter.grad is None) == (parameter.grad is None), path
+        if upstream_parameter.grad is not None:
+            assert torch.equal(upstream_parameter.grad, parameter.grad), path
 
 
 def test_training_with_dropout_and_checkpointing_equals_transformers():
@@ -214,9 +218,11 @@ def test_shared_memory_works_in_half_precision(dtype, form):
         ids = torch.full((3, 3), 3)
         exact = tiny_model(name)
         with torch.no_grad():
-            theirs, ours, right = (model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact))
+            expected, actual, right = (
+                model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact)
+            )
         # Both models round, and the error of ours must not be larger.
-        assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-3
+        assert (actual - right).abs().max() <= 2 * (expected - right).abs().max() + 1e-3
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 
 
@@ -256,14 +262,14 @@ def test_caches_can_be_exchanged_with_transformers(form):
             for first, second in ((upstream, shared), (shared, upstream), (shared, shared)):
                 begun = first(**batch, decoder_input_ids=ids, use_cache=True)
                 outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(get_cache(begun))}
-                given = {"attention_mask": batch["attention_mask"], **outputs}
-                torch.testing.assert_close(second(**given, decoder_input_ids=ids).logits, full, **TOLERANCE)
+                inputs = {"attention_mask": batch["attention_mask"], **outputs}
+                torch.testing.assert_close(second(**inputs, decoder_input_ids=ids).logits, full, **TOLERANCE)
 
 
 def test_base_models_and_other_heads_share_memory(form):
     for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
-        made = getattr(transformers, cls)
-        upstream, shared = tiny_model(name, made).double(), share_memory(tiny_model(name, made).double())
+        model_class = getattr(transformers, cls)
+        upstream, shared = tiny_model(name, model_class).double(), share_memory(tiny_model(name, model_class).double())
         assert any(isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(shared))
         batch = batch_of(name)
         if "Sequence" in cls:

@@ -38,8 +38,8 @@ each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
 
 
 def cross_layers(model, **options):
-    made = model.generate(**source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
-    return get_cache(made).cross_attention_cache.layers
+    result = model.generate(**source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
+    return get_cache(result).cross_attention_cache.layers
 
 
 def as_subclass(model, **methods):
@@ -112,13 +112,13 @@ def test_candidates_can_be_expanded_after_the_first_step(family, make):
         batch = source_batch(family)
         with torch.no_grad():
             inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
-            made = model(**inputs, decoder_input_ids=torch.full((3, 1), 3), use_cache=True)
-            cache = get_cache(made)
+            output = model(**inputs, decoder_input_ids=torch.full((3, 1), 3), use_cache=True)
+            cache = get_cache(output)
             again = inputs | {"encoder_outputs": copy.deepcopy(inputs["encoder_outputs"])}
             _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **again)
             assert len(more["encoder_outputs"][0]) == len(more["attention_mask"]) == 6
             cache.batch_repeat_interleave(2)
-            candidates = made.logits[:, -1].topk(2).indices.view(-1, 1)
+            candidates = output.logits[:, -1].topk(2).indices.view(-1, 1)
             logits.append(model(**more, decoder_input_ids=candidates, **with_cache(cache)).logits)
             cache.batch_select_indices(torch.tensor([1, 2, 5]))
             rows = torch.tensor([[5], [6], [7]])

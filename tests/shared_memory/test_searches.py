@@ -23,11 +23,13 @@ def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
     logits = []
     for model in (upstream, shared):
         states = model.get_encoder()(**batch).last_hidden_state
-        given = states if model is shared else states.repeat_interleave(2, dim=0)
-        own = batch["attention_mask"] if model is shared else mask
+        encoder_states = states if model is shared else states.repeat_interleave(2, dim=0)
+        source_mask = batch["attention_mask"] if model is shared else mask
         with torch.no_grad():
-            made = model(encoder_outputs=(given,), attention_mask=own, decoder_input_ids=ids, use_cache=True)
-            cache = get_cache(made)
+            output = model(
+                encoder_outputs=(encoder_states,), attention_mask=source_mask, decoder_input_ids=ids, use_cache=True
+            )
+            cache = get_cache(output)
             getattr(cache, method)(rows)
             chosen = states.repeat_interleave(2, dim=0)[rows]
             more = {"encoder_outputs": (chosen,), "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, :1]}
@@ -49,9 +51,9 @@ def test_static_cache_can_be_used_for_several_searches(family, cross_cache):
         inputs = {name: value[rows] for name, value in batch.items()}
         options = {"num_beams": beams, "max_new_tokens": 4, "min_new_tokens": 4}
         other = with_cache(caches[0]) if alike else {}
-        theirs = upstream.generate(**inputs, **options, **other)
+        expected = upstream.generate(**inputs, **options, **other)
         if not alike:
             caches[1].self_attention_cache = transformers.StaticCache(config=shared.config, max_cache_len=20)
-        assert torch.equal(shared.generate(**inputs, **options, **with_cache(caches[1])), theirs)
+        assert torch.equal(shared.generate(**inputs, **options, **with_cache(caches[1])), expected)
         for cache in caches:
             cache.reset()

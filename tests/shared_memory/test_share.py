@@ -58,8 +58,8 @@ def test_unsharing_restores_the_model_exactly(name):
     assert states_of(model) == before
     again = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(again.sequences, expected.sequences)
-    for mine, other in zip(again.scores, expected.scores, strict=True):
-        assert torch.equal(mine, other)
+    for step_scores, expected_scores in zip(again.scores, expected.scores, strict=True):
+        assert torch.equal(step_scores, expected_scores)
     assert share_memory(model, False) is model
 
 
@@ -162,9 +162,9 @@ def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
         trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         result.append((model.state_dict(), trainer.predict(rows).predictions))
-    (weights, tokens), (ours, our_tokens) = result
-    assert all(torch.equal(ours[key], weight) for key, weight in weights.items())
-    assert (our_tokens == tokens).all() and not torch.equal(
+    (weights, tokens), (shared_weights, shared_tokens) = result
+    assert all(torch.equal(shared_weights[key], weight) for key, weight in weights.items())
+    assert (shared_tokens == tokens).all() and not torch.equal(
         next(iter(weights.values())), next(iter(tiny_model(name).state_dict().values()))
     )
 
@@ -218,27 +218,27 @@ def test_returned_cache_can_be_copied_and_pickled(source_form):
     upstream, shared = tiny_model("bart"), share_memory(tiny_model("bart"))
     batch, ids = source_batch("bart"), torch.full((3, 2), 3)
     with torch.no_grad():
-        theirs, ours = (
+        expected_cache, actual_cache = (
             get_cache(model(**batch, decoder_input_ids=ids, use_cache=True)).cross_attention_cache
             for model in (upstream, shared)
         )
-    assert [layer.get_seq_length() for layer in ours.layers] == [11] * 3
-    assert all(layer.encoder_outputs is not None for layer in ours.layers)
-    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
-        for mine, other in zip(copied.layers, theirs.layers, strict=True):
-            torch.testing.assert_close(mine.keys, other.keys)
-            torch.testing.assert_close(mine.values, other.values)
-    assert all(layer.encoder_outputs is None for layer in ours.layers)
-    copied = copy.deepcopy(ours)
+    assert [layer.get_seq_length() for layer in actual_cache.layers] == [11] * 3
+    assert all(layer.encoder_outputs is not None for layer in actual_cache.layers)
+    for copied in (copy.deepcopy(actual_cache), pickle.loads(pickle.dumps(actual_cache)), actual_cache):
+        for copied_layer, expected_layer in zip(copied.layers, expected_cache.layers, strict=True):
+            torch.testing.assert_close(copied_layer.keys, expected_layer.keys)
+            torch.testing.assert_close(copied_layer.values, expected_layer.values)
+    assert all(layer.encoder_outputs is None for layer in actual_cache.layers)
+    copied = copy.deepcopy(actual_cache)
     assert all(type(layer) is BeamSharedDynamicLayer for layer in copied.layers)
 
 
 def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     shared = share_memory(tiny_model("bart"))
     with torch.no_grad():
-        made = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
-    cache = get_cache(made)
-    layers, states = cache.cross_attention_cache.layers, made.encoder_last_hidden_state
+        output = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
+    cache = get_cache(output)
+    layers, states = cache.cross_attention_cache.layers, output.encoder_last_hidden_state
     for change, rows in (
         (lambda: cache.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
         (lambda: cache.batch_repeat_interleave(2), [2, 2, 0, 0, 1, 1]),
@@ -254,7 +254,7 @@ def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     assert [layer.get_seq_length() for layer in layers] == [0] * 3
     with torch.no_grad():
         again = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), **with_cache(cache)).logits
-    torch.testing.assert_close(again, made.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
 
 
 def test_projections_with_adapters_or_hooks_are_called(source_form):
@@ -272,7 +272,7 @@ def test_projections_with_adapters_or_hooks_are_called(source_form):
         for _, module in iterate_cross_attentions(model):
             module.k.__class__ = Counted
             if hooked:
-                module.v.register_forward_hook(lambda *given: None)
+                module.v.register_forward_hook(lambda *args: None)
         calls.clear()
         assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
         assert calls and set(calls) == {rows}
@@ -361,12 +361,12 @@ def searched(model, name):
     """Return the tokens of a search by three beams, and the encoder rows that its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
-        lambda module, given, named: rows.add(len(get_unrepeated_encoder_outputs(named["encoder_outputs"][0]))),
+        lambda module, args, named: rows.add(len(get_unrepeated_encoder_outputs(named["encoder_outputs"][0]))),
         with_kwargs=True,
     )
-    made = model.generate(**source_batch(name), **BEAMS)
+    result = model.generate(**source_batch(name), **BEAMS)
     spy.remove()
-    return made, rows
+    return result, rows
 
 
 @pytest.mark.thorough

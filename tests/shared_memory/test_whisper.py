@@ -41,59 +41,67 @@ def transcribed(model, long=False, **options):
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
 
 
-def same(ours, theirs):
-    if isinstance(theirs, torch.Tensor):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for name in theirs.keys() - {"result"}:
-            same(ours[name], theirs[name])
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
-        for pair in zip(ours, theirs, strict=True):
+def same(actual, expected):
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name in expected.keys() - {"result"}:
+            same(actual[name], expected[name])
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for pair in zip(actual, expected, strict=True):
             same(*pair)
     else:
-        assert ours == theirs
+        assert actual == expected
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
-def test_sharing_whisper_transcripts_equal_transformers(checkpoint, way, form):
-    expected = transcribed(loaded(checkpoint), **WAYS[way])
-    same(transcribed(share_memory(loaded(checkpoint)), **WAYS[way]), expected)
+@pytest.mark.parametrize("decoding", WAYS)
+def test_sharing_whisper_transcripts_equal_transformers(checkpoint, decoding, form):
+    expected = transcribed(loaded(checkpoint), **WAYS[decoding])
+    same(transcribed(share_memory(loaded(checkpoint)), **WAYS[decoding]), expected)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
-def test_sharing_whisper_word_timestamps_equal_transformers(checkpoint, way, form):
-    options = way | {"return_token_timestamps": True, "return_timestamps": True}
+@pytest.mark.parametrize("decoding", [{}, {"num_beams": 3}, {"long": True}], ids=str)
+def test_sharing_whisper_word_timestamps_equal_transformers(checkpoint, decoding, form):
+    options = decoding | {"return_token_timestamps": True, "return_timestamps": True}
     models = (loaded(checkpoint, attn_implementation="eager") for _ in range(2))
     expected = transcribed(next(models), **options)
     same(transcribed(share_memory(next(models)), **options), expected)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["greedy", "beams", "samples"])
-def test_returned_dictionary_contains_the_cache(checkpoint, way, form):
+@pytest.mark.parametrize("decoding", ["greedy", "beams", "samples"])
+def test_returned_dictionary_contains_the_cache(checkpoint, decoding, form):
     """Check the cache that Whisper splits by batch row and layer, and joins again."""
-    options = WAYS[way] | {"return_dict_in_generate": True, "output_scores": True, "force_unique_generate_call": True}
-    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
-    same(ours["sequences"], theirs["sequences"])
+    options = WAYS[decoding] | {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "force_unique_generate_call": True,
+    }
+    expected, actual = (
+        transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint)))
+    )
+    same(actual["sequences"], expected["sequences"])
     options.pop("force_unique_generate_call")
-    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
-    if not isinstance(theirs, torch.Tensor):
-        same(ours["sequences"], theirs["sequences"])
-        mine, other = (get_cache(item).cross_attention_cache.layers for item in (ours, theirs))
-        for one, two in zip(mine, other, strict=True):
-            assert one.keys.shape == two.keys.shape
-            if way != "beams":  # with beams, Transformers returns only rows of the first sentence
-                torch.testing.assert_close(one.keys, two.keys, atol=1e-5, rtol=1e-5)
+    expected, actual = (
+        transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint)))
+    )
+    if not isinstance(expected, torch.Tensor):
+        same(actual["sequences"], expected["sequences"])
+        actual_layers, expected_layers = (get_cache(item).cross_attention_cache.layers for item in (actual, expected))
+        for layer, expected_layer in zip(actual_layers, expected_layers, strict=True):
+            assert layer.keys.shape == expected_layer.keys.shape
+            if decoding != "beams":  # with beams, Transformers returns only rows of the first sentence
+                torch.testing.assert_close(layer.keys, expected_layer.keys, atol=1e-5, rtol=1e-5)
 
 
 def test_sharing_whisper_works_in_a_pipeline(checkpoint):
     import numpy as np
 
-    made = []
+    transcripts = []
     for share in (False, True):
         model = loaded(checkpoint)
         transcribe = transformers.pipeline(
@@ -103,5 +111,5 @@ def test_sharing_whisper_works_in_a_pipeline(checkpoint):
             feature_extractor=transformers.AutoFeatureExtractor.from_pretrained(checkpoint),
         )
         sound = np.random.default_rng(0).normal(size=16000).astype(np.float32)
-        made.append(transcribe(sound, generate_kwargs={"max_new_tokens": 8, "num_beams": 2})["text"])
-    assert made[0] == made[1]
+        transcripts.append(transcribe(sound, generate_kwargs={"max_new_tokens": 8, "num_beams": 2})["text"])
+    assert transcripts[0] == transcripts[1]

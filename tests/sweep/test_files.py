@@ -56,10 +56,10 @@ def test_every_local_sweep_file_runs(path, values, tmp_path, monkeypatch):
     text = re.sub(r"num_warmup_steps: \d+", "num_warmup_steps: 0", text)
     (tmp_path / "file.yaml").write_text(text)
     command = re.search(r"^command: (\S+)", text, re.M)[1]
-    given = values[0] | {"TOKENIZER": values[1].get(command)}
-    given = [f"{name}={value}" for name, value in given.items() if f"${{{name}}}" in text]
+    variables = values[0] | {"TOKENIZER": values[1].get(command)}
+    variables = [f"{name}={value}" for name, value in variables.items() if f"${{{name}}}" in text]
     argv = ["sweep", str(tmp_path / "file.yaml"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]
-    assert cli.main([*argv, "--set", *given]) == 0
+    assert cli.main([*argv, "--set", *variables]) == 0
     result = json.loads((tmp_path / "out/sweep_results.json").read_text())
     assert all(item["runs"].keys() == {"0"} for item in result["contestants"])
     assert all(name in item["spread"] for item in result["contestants"] for name in result["metrics"])

@@ -255,8 +255,8 @@ def test_every_sweep_file_of_the_repository_is_valid(path, tmp_path, capsys, mon
         (tmp_path / name).touch()
     text = path.read_text()
     needed = re.findall(r"^  (\w+): +null", text, re.M)
-    given = ["--set", *(f"{name}={tmp_path}" for name in needed)] if needed else []
-    assert cli.main(["sweep", str(path), "--dry_run", *given]) == 0, capsys.readouterr().err
+    flags = ["--set", *(f"{name}={tmp_path}" for name in needed)] if needed else []
+    assert cli.main(["sweep", str(path), "--dry_run", *flags]) == 0, capsys.readouterr().err
     assert "runs, " in capsys.readouterr().out.splitlines()[-1]
     assert max(map(len, text.splitlines())) <= 119
     assert len(FILES) == 18

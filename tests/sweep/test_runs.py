@@ -87,17 +87,21 @@ def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys)
     assert all(item["seeds"] == [0, 1] and set(item["runs"]) == {"0", "1"} for item in contestants)
     # Every number is that of the training's own file, and the spread is that of these numbers.
     for name, item in zip(("multi-head", "grouped"), contestants, strict=True):
-        own = [
+        sweep_rows = [
             json.loads((undisturbed / f"runs/{name}/seed-{seed}/trained/all_results.json").read_text())
             for seed in (0, 1)
         ]
         for metric in ("eval_pearson", "eval_loss", "num_parameters"):
-            values = [results[metric] for results in own]
+            values = [results[metric] for results in sweep_rows]
             assert [item["runs"][str(seed)][metric] for seed in (0, 1)] == values
             spread = item["spread"][metric]
             assert spread["mean"] == pytest.approx(sum(values) / 2, rel=1e-12)
             assert (spread["min"], spread["max"]) == (min(values), max(values))
-        assert own[0]["eval_loss"] != own[1]["eval_loss"] and own[0]["seed"] == 0 and own[1]["seed"] == 1
+        assert (
+            sweep_rows[0]["eval_loss"] != sweep_rows[1]["eval_loss"]
+            and sweep_rows[0]["seed"] == 0
+            and sweep_rows[1]["seed"] == 1
+        )
     assert table[0][1:3] == [" variant ", " pearson "] and table[2][1] == " multi-head "
     assert table[2][-2] == " 2 of 2 " and " to " in table[2][2]
     grouped = undisturbed / "runs/grouped/seed-1"

@@ -20,7 +20,7 @@ def call(tmp_path):
 
     def run(command, model, *argv):
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        given = ["--model_name_or_path", model, "--output_dir", out, *argv]
-        return command.main(command.parse_args([str(part) for part in given])), out
+        arguments = ["--model_name_or_path", model, "--output_dir", out, *argv]
+        return command.main(command.parse_args([str(part) for part in arguments])), out
 
     return run

@@ -152,8 +152,8 @@ def losses(folder):
     return [record["loss"] for record in log_of(folder) if "loss" in record]
 
 
-def weights_are_close(one, other):
-    result, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+def weights_are_close(first, second):
+    result, expected = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert result.keys() == expected.keys()
     return all(torch.allclose(result[name], expected[name], atol=1e-5) for name in result)
 
@@ -200,16 +200,18 @@ def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one
 
 @pytest.mark.thorough
 def test_fsdp2_equals_one_process_and_resumes_bitwise_equal(variant, glue, one_process, launch_fsdp, tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    launch_fsdp("glue", *glue_flags(variant, glue, whole, 2))
-    assert (whole / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share
-    assert losses(whole) == pytest.approx(losses(one_process), rel=1e-4)
-    assert weights_are_close(whole, one_process)
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "resumed"
+    launch_fsdp("glue", *glue_flags(variant, glue, uninterrupted, 2))
+    assert (uninterrupted / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share
+    assert losses(uninterrupted) == pytest.approx(losses(one_process), rel=1e-4)
+    assert weights_are_close(uninterrupted, one_process)
     code = {path.name for path in one_process.glob("*.py")}
-    assert "modeling_attn_variant_bert.py" in code and {path.name for path in whole.glob("*.py")} == code
-    launch_fsdp("glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", whole / "checkpoint-4"))
-    assert losses(resumed) == losses(whole)
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert "modeling_attn_variant_bert.py" in code and {path.name for path in uninterrupted.glob("*.py")} == code
+    launch_fsdp(
+        "glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", uninterrupted / "checkpoint-4")
+    )
+    assert losses(resumed) == losses(uninterrupted)
+    assert (resumed / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 
 @pytest.mark.thorough

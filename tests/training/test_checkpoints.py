@@ -41,8 +41,8 @@ def flags(tiny_bert, glue, out, *more):
     ],
 )
 def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = main(parse_args(flags(tiny_bert, glue, whole, *more)))
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = main(parse_args(flags(tiny_bert, glue, uninterrupted, *more)))
     step = draw_step(steps)
     kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
     statuses, output = run_processes(1, run_script, "run_glue", flags(tiny_bert, glue, killed, *more), kill)
@@ -53,12 +53,12 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
     else:
         assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
     results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
-    assert log_without_times(killed) == log_without_times(whole)
+    assert log_without_times(killed) == log_without_times(uninterrupted)
     untimed = [
         {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
     ]
     assert json.dumps(untimed[0]) == json.dumps(untimed[1])  # as text, because NaN is not NaN
-    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (killed / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     assert not list(killed.glob(".tmp-*"))
 
 

@@ -191,13 +191,13 @@ def test_class_weights_equal_scikit_learn_or_are_given():
     assert compute_class_weights(None, scheme, values) is None
     several = LabelScheme(MULTI_LABEL, ("a", "b"))
     assert compute_class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
-    for given, of, rows, message in (
+    for value, of, rows, message in (
         ({"d": 1}, scheme, values, "unknown label 'd'. Use only 'a', 'b', 'c'"),
         ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
         ("balanced", several, [[1, 0], [1, 1]], "every training row has the label 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
-            compute_class_weights(given, of, rows)
+            compute_class_weights(value, of, rows)
 
 
 # Which columns
@@ -372,8 +372,8 @@ def test_single_class_raises_an_error(load):
 
 
 def test_labels_that_differ_in_case_alone_are_kept_apart(load):
-    found = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
-    assert found.scheme.names == ("Good", "bad", "good")
+    data = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
+    assert data.scheme.names == ("Good", "bad", "good")
 
 
 def test_given_problem_type_is_used(load):

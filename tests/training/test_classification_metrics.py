@@ -159,8 +159,8 @@ def test_classification_loss_equals_transformers(tiny_bert, batch, kind, labels,
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, **options).eval()
     upstream = model(**batch, labels=labels).loss
     objective = make_classification_objective()
-    given = {**batch, "labels": labels}
-    assert torch.allclose(objective.loss_sum(model, given) / objective.count(given), upstream)
+    labelled_batch = {**batch, "labels": labels}
+    assert torch.allclose(objective.loss_sum(model, labelled_batch) / objective.count(labelled_batch), upstream)
 
 
 def test_weighted_loss_equals_torch():
@@ -204,10 +204,10 @@ def test_long_names_are_shortened_to_one_line():
 
 
 def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(task, "save_plot", lambda path, draw, **options: drawn.append(draw()))
+    figures = []
+    monkeypatch.setattr(task, "save_plot", lambda path, draw, **options: figures.append(draw()))
     plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
-    axes = drawn[0].axes[0]
+    axes = figures[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
         ((0, 0), "3"),

@@ -97,16 +97,16 @@ def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, ta
         texts = [data[f"text{i + 1}"][:] for i in range(len(spec.text_columns))]
         paths[name] = write_csv(tmp_path / f"{name}.csv", columns, zip(*texts, labels, strict=True))
     shared = ["--max_train_steps", 4, "--eval_steps", 2, "--group_by_length"]
-    mine, out = run(
+    results, out = run(
         paths["train"], paths[dev_name], "--text_columns", *columns[:-1], "--label_column", columns[-1],
         *flags, *shared,
     )  # fmt: skip
     argv = [tiny_bert, "--task_name", task, "--data_dir", glue / folder, "--output_dir", tmp_path / "glue", *shared]
     argv += ["--max_length", 24, "--cpu", "--disable_tqdm", "--per_device_train_batch_size", 6]
     argv += ["--learning_rate", "5e-3", "--skip_predict"]
-    theirs = glue_command.main(glue_command.parse_args([str(item) for item in argv]))
+    glue_results = glue_command.main(glue_command.parse_args([str(item) for item in argv]))
     same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
-    assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
+    assert {name: results[name] for name in same} == {name: glue_results[name] for name in same}
     actual, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
@@ -211,9 +211,9 @@ def test_class_weights_favor_the_rare_class(run, tmp_path):
     flags = "--num_train_epochs", 6, "--dropout_rate", 0
     plain, out = run(table, table, *flags)
     balanced, other = run(table, table, *flags, "--class_weights", "balanced", out="balanced")
-    given, _ = run(table, table, *flags, "--class_weights", '{"rare": 5}', out="given")
+    weighted, _ = run(table, table, *flags, "--class_weights", '{"rare": 5}', out="given")
     assert balanced["class_weights"] == pytest.approx({"common": 0.6, "rare": 3.0}) and "class_weights" not in plain
-    assert given["class_weights"] == {"common": 1.0, "rare": 5.0}
+    assert weighted["class_weights"] == {"common": 1.0, "rare": 5.0}
     share = [lines_of(folder / "predictions_dev.jsonl")[0]["probabilities"]["rare"] for folder in (out, other)]
     assert share[0] < 0.3 < 0.35 < share[1]
 
@@ -222,12 +222,12 @@ def test_resumed_classification_is_bitwise_equal(run, sorts, caplog):
     train, dev, _, _ = sorts
     flags = [*TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 6, "--eval_steps", 2]
     flags += ["--metric_for_best_model", "f1_macro", "--class_weights", "balanced", "--shuffle_train_dataset"]
-    whole, out = run(train, dev, *flags, "--checkpointing_steps", 3)
+    complete_run, out = run(train, dev, *flags, "--checkpointing_steps", 3)
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
     with caplog.at_level(logging.INFO):
         resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
-    assert f"Resuming from {out / 'checkpoint-3'} at step 3 of {whole['steps']}" in caplog.text
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert f"Resuming from {out / 'checkpoint-3'} at step 3 of {complete_run['steps']}" in caplog.text
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     for changed, name in (
         (["--class_weights", '{"mat": 2}'], "class_weights"),
@@ -250,8 +250,8 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     # The prediction uses them too, and given columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
     assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
-    given, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
-    assert given["text_columns"] == ["id"] and given["label_column"] == "tags"
+    overridden, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
+    assert overridden["text_columns"] == ["id"] and overridden["label_column"] == "tags"
     other = write_csv(tmp_path / "other.csv", ("said", "tags"), [("a cat", "animal")])
     with pytest.raises(ValueError, match=r"other.csv, line 1, the header: No column has a common name for texts"):
         run(None, None, *known, model=out, out="other", test=other)
@@ -266,8 +266,8 @@ def test_finished_model_keeps_its_problem_type(run, sorts, caplog):
     results, out = run(train, dev, *several, "--threshold", 0.3, "--max_train_steps", 1)
     again, _ = run(None, dev, "--num_train_epochs", 0, model=out, out="again")
     assert again["threshold"] == results["threshold"] == 0.3 and again["eval_f1_micro"] == results["eval_f1_micro"]
-    given, _ = run(None, dev, "--num_train_epochs", 0, "--threshold", 0.6, model=out, out="given")
-    assert given["threshold"] == 0.6
+    with_threshold, _ = run(None, dev, "--num_train_epochs", 0, "--threshold", 0.6, model=out, out="given")
+    assert with_threshold["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
     printed = "truncated to 12 tokens, but the model was trained with --max_length 24"

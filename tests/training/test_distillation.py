@@ -102,8 +102,8 @@ def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
     teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
     with torch.no_grad():
         student.classifier.bias.add_(1.0)
-    actual, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
-    p, q = theirs.sigmoid(), ours.sigmoid()
+    actual, student_logits, teacher_logits = _logits_term(student, teacher, BERT.batch(head))
+    p, q = teacher_logits.sigmoid(), student_logits.sigmoid()
     of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
     expected = float(of_labels) if problem.startswith("multi") else 0.0
     assert float(actual) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
@@ -113,8 +113,8 @@ def test_discriminator_outputs_are_compared_per_token_without_padding():
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
     batch = electra.batch("ElectraForPreTraining")
-    actual, ours, theirs = _logits_term(student, teacher, batch)
-    p, q, mask = theirs.sigmoid(), ours.sigmoid(), batch["attention_mask"]
+    actual, student_logits, teacher_logits = _logits_term(student, teacher, batch)
+    p, q, mask = teacher_logits.sigmoid(), student_logits.sigmoid(), batch["attention_mask"]
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     assert float(actual) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
 
@@ -234,9 +234,9 @@ def test_teacher_encodes_long_text_in_pieces():
         torch.testing.assert_close(actual.logits[row, first:last], expected.logits[0])
         for kind in ("hidden_states", "attention_outputs"):
             pairs = zip(getattr(actual, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
-            for whole, part in pairs:
-                assert whole.shape[:2] == (2, 10)
-                torch.testing.assert_close(whole[row, first:last], part[0])
+            for full, part in pairs:
+                assert full.shape[:2] == (2, 10)
+                torch.testing.assert_close(full[row, first:last], part[0])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)

@@ -57,15 +57,15 @@ QUICK = ["--max_train_steps", 2, "--per_device_train_batch_size", 4, "--cpu", "-
 @pytest.fixture(scope="module")
 def folders(tiny_bert, tmp_path_factory):
     """Two folders per architecture, with BERT's tokenizer: Transformers' model, and one with two key/value heads."""
-    folder, made = tmp_path_factory.mktemp("relatives"), {}
+    folder, folders_by_name = tmp_path_factory.mktemp("relatives"), {}
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     for name, make in MODELS.items():
         torch.manual_seed(0)
         make(len(tokenizer)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         convert(folder / name, 2, method="mean", output_dir=folder / f"{name}-2")
-        made[name] = folder / name, folder / f"{name}-2"
-    return made
+        folders_by_name[name] = folder / name, folder / f"{name}-2"
+    return folders_by_name
 
 
 @pytest.mark.thorough

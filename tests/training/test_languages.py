@@ -77,20 +77,22 @@ def test_batches_equal_those_of_the_transformers_collator(folders, kind):
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[kind])
     start = set_languages(tokenizer, model.config, *LANGUAGES[kind])
     rows = [("the dog sees", "SEES DOG THE"), ("a cat", "CAT A")]
-    ours = make_source_target_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)(
+    actual = make_source_target_collator(tokenizer, 40, None, 40, start.decoder_start_token_id)(
         [(row, (0, 0)) for row in rows]
     )
-    theirs = AutoTokenizer.from_pretrained(folders[kind])
-    theirs.src_lang, theirs.tgt_lang = LANGUAGES[kind]
+    upstream_tokenizer = AutoTokenizer.from_pretrained(folders[kind])
+    upstream_tokenizer.src_lang, upstream_tokenizer.tgt_lang = LANGUAGES[kind]
     objective = make_cross_entropy_objective(compute_target_logits)
-    features = [theirs(source, text_target=target) for source, target in rows]
-    expected = DataCollatorForSeq2Seq(theirs, model)(features)
-    assert torch.equal(ours["input_ids"], expected["input_ids"]) and torch.equal(ours["labels"], expected["labels"])
+    features = [upstream_tokenizer(source, text_target=target) for source, target in rows]
+    expected = DataCollatorForSeq2Seq(upstream_tokenizer, model)(features)
+    assert torch.equal(actual["input_ids"], expected["input_ids"]) and torch.equal(
+        actual["labels"], expected["labels"]
+    )
     with torch.no_grad():
-        losses = [objective.loss_sum(model, ours) / objective.count(ours), model(**expected).loss]
+        losses = [objective.loss_sum(model, actual) / objective.count(actual), model(**expected).loss]
     torch.testing.assert_close(*losses)
     target = LANGUAGES[kind][1]
-    language = theirs.convert_tokens_to_ids(f"__{target}__" if kind == "m2m_100" else target)
+    language = upstream_tokenizer.convert_tokens_to_ids(f"__{target}__" if kind == "m2m_100" else target)
     assert start.decoder_start_token_id == (language if kind == "mbart" else 2)
     assert start.forced_bos_token_id == (None if kind == "mbart" else language)
 

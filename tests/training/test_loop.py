@@ -39,13 +39,13 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir(), many.mkdir()
     # 10 rows: steps of 4, 4 and 2 rows; the last group is a short one either way.
-    whole = make_loop(one, batch_size=4)
-    whole.run()
+    large_batch_loop = make_loop(one, batch_size=4)
+    large_batch_loop.run()
     split = make_loop(many, batch_size=1, gradient_accumulation_steps=4)
     split.run()
-    torch.testing.assert_close(split.model.weight, whole.model.weight)
+    torch.testing.assert_close(split.model.weight, large_batch_loop.model.weight)
     assert [r["loss"] for r in log_of(many)] == pytest.approx([r["loss"] for r in log_of(one)])
-    assert split.state.examples == whole.state.examples == 10 and split.state.epoch == 1
+    assert split.state.examples == large_batch_loop.state.examples == 10 and split.state.epoch == 1
 
 
 @pytest.mark.thorough
@@ -59,8 +59,8 @@ def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
     assert statuses == [0, 0], output
     losses, expected = ([loss for _, loss in losses_of(folder)] for folder in (two, one))
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
-    result, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
-    torch.testing.assert_close({name.removeprefix("module."): result[name] for name in result}, kept)
+    result, one_process_result = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
+    torch.testing.assert_close({name.removeprefix("module."): result[name] for name in result}, one_process_result)
 
 
 def test_first_logged_loss_is_the_mean_over_items(tmp_path):
@@ -77,11 +77,13 @@ def test_resumed_run_continues_the_open_log_window(tmp_path):
         return [{key: record[key] for key in ("step", "loss", "lr", "epoch")} for record in log_of(tmp_path)]
 
     make_loop(tmp_path, total_steps=5, logging_steps=2, checkpointing_steps=5).run()
-    whole = records()
-    assert [record["step"] for record in whole] == [2, 4, 5] and whole[-1]["lr"] == pytest.approx(0.1 / 5)
+    uninterrupted_records = records()
+    assert [record["step"] for record in uninterrupted_records] == [2, 4, 5] and uninterrupted_records[-1][
+        "lr"
+    ] == pytest.approx(0.1 / 5)
     AcceleratorState._reset_state(reset_partial_state=True)
     make_loop(tmp_path, total_steps=5, logging_steps=2, resume_from_checkpoint="latest").run()
-    assert records() == whole
+    assert records() == uninterrupted_records
     state = tmp_path / "checkpoint-5/train_state.json"
     state.write_text(
         json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name != "lr"})
@@ -172,7 +174,7 @@ def test_nan_in_a_shared_tensor_is_detected(tmp_path):
 
 
 def test_nan_is_reported_despite_a_full_disk(tmp_path):
-    loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
+    loop = make_loop(tmp_path, objective=Objective(lambda *args: OBJECTIVE.loss_sum(*args) * torch.nan, len))
     with (
         full_disk(64),
         pytest.raises(NonFiniteLossError, match=r"nan at step 1, .* could not be saved \(OSError"),
@@ -197,32 +199,36 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, siz
     settings |= {"total_steps": 5, "checkpointing_steps": 2}
     write = getattr(checkpoints, written)
 
-    def disk_full(*given, **named):
+    def disk_full(*args, **named):
         # Step 2 has a checkpoint and no evaluation.
         with full_disk(size) if (tmp_path / "checkpoint-2").is_dir() else nullcontext():
-            return write(*given, **named)
+            return write(*args, **named)
 
     monkeypatch.setattr(checkpoints, written, disk_full)
     with pytest.raises(OSError, match=rf"{message}.*last good checkpoint is .*checkpoint-2.$"):
         make_loop(tmp_path, **settings).run()
-    kept = {"train_log.jsonl", "checkpoint-2", *(["best_model.safetensors"] if written == "save_checkpoint" else [])}
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    kept_files = {
+        "train_log.jsonl",
+        "checkpoint-2",
+        *(["best_model.safetensors"] if written == "save_checkpoint" else []),
+    }
+    assert {path.name for path in tmp_path.iterdir()} == kept_files
     monkeypatch.undo()
     AcceleratorState._reset_state(reset_partial_state=True)
     resumed = make_loop(tmp_path, **settings, resume_from_checkpoint="latest")
     resumed.run()
     AcceleratorState._reset_state(reset_partial_state=True)
     (tmp_path / "whole").mkdir()
-    whole = make_loop(tmp_path / "whole", **settings)
-    whole.run()
+    uninterrupted_loop = make_loop(tmp_path / "whole", **settings)
+    uninterrupted_loop.run()
     assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and resumed.state.best_step == 5
-    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert torch.equal(resumed.model.weight, uninterrupted_loop.model.weight)
 
 
 def test_sigterm_saves_a_checkpoint(tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir(), cut.mkdir()
-    make_loop(whole, total_steps=8).run()
+    uninterrupted, cut = tmp_path / "whole", tmp_path / "cut"
+    uninterrupted.mkdir(), cut.mkdir()
+    make_loop(uninterrupted, total_steps=8).run()
     calls = []
 
     def loss_sum(model, batch):
@@ -238,24 +244,24 @@ def test_sigterm_saves_a_checkpoint(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
     AcceleratorState._reset_state(reset_partial_state=True)
     make_loop(cut, total_steps=8, resume_from_checkpoint="latest").run()
-    assert losses_of(cut) == losses_of(whole)
+    assert losses_of(cut) == losses_of(uninterrupted)
 
 
 def test_run_resumed_from_an_earlier_checkpoint_keeps_its_files(tmp_path):
     make_loop(tmp_path, total_steps=6, checkpointing_steps=1, save_total_limit=4).run()
     AcceleratorState._reset_state(reset_partial_state=True)
-    there = []
+    kept_steps = []
 
     class Watched(TrainingLoop):
         def _save_checkpoint(self):
             super()._save_checkpoint()
-            there.append([int(path.name.removeprefix("checkpoint-")) for path in list_checkpoints(tmp_path)])
+            kept_steps.append([int(path.name.removeprefix("checkpoint-")) for path in list_checkpoints(tmp_path)])
 
     back = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3"), "save_total_limit": 2}
     loop = make_loop(tmp_path, total_steps=6, checkpointing_steps=1, **back)
     loop.__class__ = Watched
     loop.run()
-    assert there == [[3, 4], [4, 5], [5, 6]]
+    assert kept_steps == [[3, 4], [4, 5], [5, 6]]
 
 
 def test_sigterm_during_the_last_evaluation_saves_a_checkpoint(tmp_path):
@@ -351,16 +357,16 @@ class Seekable(IterableDataset):
 
 
 def test_resumed_run_seeks_to_the_position_of_the_last_batch(tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.mkdir(), cut.mkdir()
-    make_loop(whole, data=Seekable(), batch_size=None, total_steps=5).run()
+    uninterrupted, cut = tmp_path / "whole", tmp_path / "cut"
+    uninterrupted.mkdir(), cut.mkdir()
+    make_loop(uninterrupted, data=Seekable(), batch_size=None, total_steps=5).run()
     make_loop(cut, data=Seekable(), batch_size=None, total_steps=5, checkpointing_steps=3).run()
     AcceleratorState._reset_state(reset_partial_state=True)
     data = Seekable()
     settings = {"total_steps": 5, "resume_from_checkpoint": "latest"}
     make_loop(cut, data=data, batch_size=None, seek=data.seek, **settings).run()
     assert data.start == 6
-    assert losses_of(cut) == losses_of(whole)
+    assert losses_of(cut) == losses_of(uninterrupted)
 
 
 class Stream(IterableDataset):

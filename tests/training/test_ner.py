@@ -69,9 +69,9 @@ def test_variant_learns_to_tag_every_word(run, tiny_bert, tmp_path):
 @pytest.mark.thorough
 def test_resumed_ner_run_is_bitwise_equal(run, tmp_path):
     flags = ["--max_train_steps", 5, "--metric_for_best_model", "f1", "--eval_steps", 2]
-    whole, out = run(*flags, "--checkpointing_steps", 3)
+    complete_run, out = run(*flags, "--checkpointing_steps", 3)
     resumed, other = run(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (whole["train_loss"], whole["eval_loss"])
+    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 

@@ -83,11 +83,11 @@ def test_flag_sets_its_field(name):
     stacked = {
         item if prefix not in look_up_field(item)[1].prefixes else prefix + item: it for item, it in beside.items()
     }
-    given = {**stacked, name: value}
+    fields = {**stacked, name: value}
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
     if name == "encoder_attention_kernel":
-        given["position_embedding_type"] = "sinusoidal"
-    config = config_of(command, model_type, "--config_overrides", SIZES[model_type], *argv(given))
+        fields["position_embedding_type"] = "sinusoidal"
+    config = config_of(command, model_type, "--config_overrides", SIZES[model_type], *argv(fields))
     assert config.model_type == f"attn_variant_{model_type}"
     assert getattr(config, name) == value
     assert getattr(type(config)(), name) != value
@@ -154,9 +154,9 @@ def test_overrides_and_flags_give_equal_configurations():
     fields = 'talking_heads=both,talking_heads_dynamic=["x2l","m2l"],per_layer_values={"num_key_value_heads":[1,4]}'
     flags = ["--talking_heads", "both", "--talking_heads_dynamic", "x2l", "m2l"]
     flags += ["--per_layer_values", '{"num_key_value_heads": [1, 4]}']
-    made = config_of(pretrain_t5, "t5", "--config_overrides", sizes, *flags)
+    config = config_of(pretrain_t5, "t5", "--config_overrides", sizes, *flags)
     again = config_of(pretrain_t5, "t5", "--config_overrides", f"{sizes},{fields}")
-    assert again.to_dict() == made.to_dict() and again.talking_heads_dynamic == ["x2l", "m2l"]
+    assert again.to_dict() == config.to_dict() and again.talking_heads_dynamic == ["x2l", "m2l"]
 
 
 @pytest.mark.parametrize(

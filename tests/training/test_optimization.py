@@ -101,10 +101,10 @@ def test_adafactor_relative_steps_replace_the_schedule():
 
 def test_schedule_is_needed_only_for_training():
     optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
-    given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
-    assert create_scheduler(optimizer, OptimizationSettings(**given), total_steps=0).get_last_lr()[0] == 1e-2
+    settings = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
+    assert create_scheduler(optimizer, OptimizationSettings(**settings), total_steps=0).get_last_lr()[0] == 1e-2
     with pytest.raises(ValueError, match=r"--num_warmup_steps.*polynomial"):
-        create_scheduler(optimizer, OptimizationSettings(**given | {"num_warmup_steps": 8}), total_steps=8)
+        create_scheduler(optimizer, OptimizationSettings(**settings | {"num_warmup_steps": 8}), total_steps=8)
 
 
 def test_parameter_groups_contain_each_trainable_parameter_once():

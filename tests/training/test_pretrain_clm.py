@@ -219,8 +219,10 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
     with caplog.at_level("INFO", logger="hf_attn_variants"):
         run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
     assert "(bert) was an encoder. It is converted to a decoder" in caplog.text
-    weights, own = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
-    assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
+    weights, encoder_weights = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
+    assert weights.keys() == encoder_weights.keys() and all(
+        torch.equal(weights[name], encoder_weights[name]) for name in encoder_weights
+    )
     assert json.loads((run.out / "config.json").read_text())["is_decoder"]
     with pytest.raises(ValueError, match=r"is a decoder .*--objective clm"):
         run("--max_train_steps", 2, model=run.out, objective="mlm", output_dir=tmp_path / "mlm")
@@ -228,10 +230,10 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
 
 def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
     flags = [*scratch("bert", "--num_key_value_heads", 2), "--max_train_steps", 7, "--checkpointing_steps", 4]
-    whole = run(*flags)
+    complete_run = run(*flags)
     checkpoint = ["--resume_from_checkpoint", run.out / "checkpoint-4"]
     resumed = run(*flags, *checkpoint, output_dir=tmp_path / "resumed")
-    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["train_loss"] == complete_run["train_loss"] and resumed["eval_loss"] == complete_run["eval_loss"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "resumed")]
     assert weights[0] == weights[1]
     with pytest.raises(ValueError, match="objective was clm and is now mlm"):

@@ -176,15 +176,15 @@ def test_impossible_sentence_pairs_raise_an_error(tokenizer, blocks):
 def test_whole_word_masking_masks_all_pieces(tokenizer, blocks):
     prepare = MaskedLMPreparer(tokenizer, 64, 0.3, seed=0, whole_words=True)
     starts = make_word_start_mask(tokenizer)
-    whole = parts = 0
+    num_whole_words = parts = 0
     for i, block in enumerate(blocks):
         chosen = prepare(block, (0, i))["labels"][1 : len(block) + 1] != IGNORED_LABEL
         for j in range(1, len(block)):
             if not starts[block[j]]:
                 assert chosen[j] == chosen[j - 1]
-                whole += 1
+                num_whole_words += 1
         parts += (chosen[1:] != chosen[:-1]).sum()
-    assert whole > 500 and parts > 500
+    assert num_whole_words > 500 and parts > 500
 
 
 def test_vocabulary_may_have_gaps(tmp_path):
@@ -244,8 +244,8 @@ def tiny_models():
         DistilBertForMaskedLM(DistilBertConfig(**distilbert, dropout=0.0, attention_dropout=0.0)),
     ]
     for model in models[:]:
-        ours = get_variant_model_class(type(model).__name__)
-        models.append(ours(ours.config_class.from_upstream(model.config, num_key_value_heads=2)))
+        variant_class = get_variant_model_class(type(model).__name__)
+        models.append(variant_class(variant_class.config_class.from_upstream(model.config, num_key_value_heads=2)))
     for model in models:
         torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
     return models
@@ -266,12 +266,12 @@ def test_loss_on_masked_positions_equals_the_model_loss(model):
     objective = make_masked_lm_objective(model)
     count = objective.count(batch)
     assert count == (batch["labels"] != IGNORED_LABEL).sum() and objective.examples(batch) == 3
-    own = model(**batch).loss
-    gradients = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
-    ours = objective.loss_sum(model, batch) / count
-    torch.testing.assert_close(ours, own)
+    model_loss = model(**batch).loss
+    gradients = torch.autograd.grad(model_loss, list(model.parameters()), allow_unused=True)
+    objective_loss = objective.loss_sum(model, batch) / count
+    torch.testing.assert_close(objective_loss, model_loss)
     for actual, expected in zip(
-        torch.autograd.grad(ours, list(model.parameters()), allow_unused=True), gradients, strict=True
+        torch.autograd.grad(objective_loss, list(model.parameters()), allow_unused=True), gradients, strict=True
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     assert model(**batch).logits.shape == (3, 10, 50)
@@ -293,16 +293,16 @@ def test_loss_on_masked_positions_equals_the_model_loss(model):
 def test_loss_with_a_sentence_task_equals_the_model_loss(model, label_name):
     model.eval()
     batch = batch_of_random_tokens() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
-    own = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
+    model_loss = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
     masked = int((batch["labels"] != IGNORED_LABEL).sum())
     # The model's own has both means; ours counts a sentence as so many masked tokens.
     objective = make_masked_lm_objective(model, sentence_weight=masked / 3)
-    torch.testing.assert_close(objective.loss_sum(model, batch) / masked, own)
+    torch.testing.assert_close(objective.loss_sum(model, batch) / masked, model_loss)
     batch["sentence_labels"][:] = IGNORED_LABEL
     without = objective.loss_sum(model, batch)
     without.backward()
-    assert without.item() / masked < own.item()
+    assert without.item() / masked < model_loss.item()
 
 
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
@@ -458,7 +458,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     # 30 steps of 4 examples go over an epoch's end; dropout is BERT's.
     flags = [*scratch(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
     flags += ["--metric_for_best_model", "loss"]
-    expected, whole = run(*flags, out=tmp_path / "whole")
+    expected, uninterrupted = run(*flags, out=tmp_path / "whole")
     assert expected["epoch"] >= 1
     step = TrainingLoop._run_optimizer_step
     stops = [10, 23]
@@ -476,8 +476,8 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     with pytest.raises(KeyboardInterrupt):
         run(*flags, "--resume_from_checkpoint", "latest", out=cut)
     results, _ = run(*flags, "--resume_from_checkpoint", "latest", out=cut)
-    assert log_without_times(cut) == log_without_times(whole) and results["eval_loss"] == expected["eval_loss"]
-    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert log_without_times(cut) == log_without_times(uninterrupted) and results["eval_loss"] == expected["eval_loss"]
+    assert (cut / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is now 0\.2"):
         run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
 

@@ -67,9 +67,9 @@ def test_new_t5_variant_learns_and_continues_from_its_checkpoint(run):
 
 def test_resumed_span_corruption_run_is_bitwise_equal(run, tmp_path):
     flags = ["--max_train_steps", 7, "--checkpointing_steps", 4, "--dropout_rate", 0.1]
-    whole = run(*flags)
+    complete_run = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
-    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["train_loss"] == complete_run["train_loss"] and resumed["eval_loss"] == complete_run["eval_loss"]
     weights = [AutoModelForSeq2SeqLM.from_pretrained(f).state_dict() for f in (run.out, tmp_path / "resumed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

@@ -138,18 +138,18 @@ def test_finished_model_remembers_columns_and_prefix(run, source, tmp_path, capl
     named = ["--source_column", "en", "--target_column", "de", "--source_prefix", "to b: "]
     both = ["--train_file", table, "--validation_file", table]
     first = run("--max_train_steps", 1, *named, text=both)
-    kept = {name: first[name] for name in ("source_column", "target_column", "source_prefix")}
-    assert list(kept.values()) == ["en", "de", "to b: "]
+    remembered = {name: first[name] for name in ("source_column", "target_column", "source_prefix")}
+    assert list(remembered.values()) == ["en", "de", "to b: "]
     only = {"model": run.out, "text": both[2:]}
     with caplog.at_level("INFO", "hf_attn_variants"):
         again = run("--num_train_epochs", 0, **only, output_dir=tmp_path / "again")
     printed = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
     assert printed in caplog.text
-    assert {name: again[name] for name in kept} == kept
+    assert {name: again[name] for name in remembered} == remembered
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
     # Given values take precedence, also "no prefix". Parallel text only has the prefix.
-    given = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
-    other = run(*given, **only, output_dir=tmp_path / "other")
+    arguments = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
+    other = run(*arguments, **only, output_dir=tmp_path / "other")
     assert (other["source_column"], other["target_column"]) == ("source", "de") and "source_prefix" not in other
     lines = ["--validation_source_file", source, "--validation_target_file", source.with_name("target.txt")]
     parallel = run("--num_train_epochs", 0, model=run.out, text=lines, output_dir=tmp_path / "parallel")
@@ -180,7 +180,7 @@ def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, k
 def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kind):
     """Check a no-break space, which is text; tables and datasets give the same rows."""
     pairs = [("one", ""), ("\u00a0", "zwei"), ("", "drei"), ("four", "vier")]
-    rows = "".join(json.dumps({"source": one, "target": other}) + "\n" for one, other in pairs)
+    rows = "".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in pairs)
     for name in ("train", "validation", "test"):
         (tmp_path / f"{name}.jsonl").write_text(rows)
     files = [
@@ -346,9 +346,9 @@ def test_glue_task_trains_text_to_text(run, glue):
 
 def test_resumed_seq2seq_run_has_equal_losses(run, tmp_path):
     flags = ["--max_train_steps", 6, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--group_by_length"]
-    whole = run(*flags)
+    complete_run = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
-    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["train_loss"] == complete_run["train_loss"] and resumed["eval_loss"] == complete_run["eval_loss"]
     with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is now 0.5"):
         run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", "--label_smoothing_factor", 0.5,
             output_dir=tmp_path / "other")  # fmt: skip

@@ -41,8 +41,8 @@ def type_of(command):
 @pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.settings.__name__)
 def test_flags_and_defaults_follow_the_fields(command):
     settings = command.parse_args(["m", "--output_dir", "o", *NEEDED[command]])
-    given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
-    again = type(settings)(**{name: getattr(settings, name) for name in given})
+    required = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
+    again = type(settings)(**{name: getattr(settings, name) for name in required})
     assert again == settings
     flags = [item.name for _, fields in group_fields(type(settings)) for item in fields]
     assert sorted(flags) == sorted(item.name for item in dataclasses.fields(settings))

@@ -41,13 +41,13 @@ def test_windows_overlap_by_the_stride_and_cover_the_context(questions, tokenize
     for number, question in enumerate(questions):
         result = [w for w in windows if w.question == number]
         assert len(result) > 1 and all(len(w.input_ids) <= LENGTH for w in result)
-        whole = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
+        context_encoding = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
         joined = list(map(tuple, result[0].offsets.tolist()))
         for window in result[1:]:
             rows = list(map(tuple, window.offsets.tolist()))
             assert rows[:DEFAULT_STRIDE] == joined[-DEFAULT_STRIDE:]
             joined += rows[DEFAULT_STRIDE:]
-        assert joined == whole["offset_mapping"]
+        assert joined == context_encoding["offset_mapping"]
 
 
 def test_answer_is_labeled_in_windows_that_contain_it_completely(questions, windows):
@@ -140,16 +140,16 @@ def test_predicted_spans_are_ordered_short_and_within_the_context(questions, win
     for longest in (1, 3):
         predictions = extract_predictions(questions, windows, starts, ends, n_best=5, max_answer_length=longest)
         for question, prediction in zip(questions, predictions, strict=True):
-            own = [i for i, w in enumerate(windows) if w.question == questions.index(question)]
+            question_windows = [i for i, w in enumerate(windows) if w.question == questions.index(question)]
             best = -np.inf
-            for i in own:
+            for i in question_windows:
                 first = windows[i].context_begin
                 for a in range(first, first + len(windows[i].offsets)):
                     for b in range(a, min(a + longest, first + len(windows[i].offsets))):
                         best = max(best, starts[i, a] + ends[i, b])
             # Five starts and ends hold the best pair nearly always; never do they give a better one.
             assert prediction.spans[0].score <= best + 1e-9
-            assert prediction.null.score == pytest.approx(min(starts[i, 0] + ends[i, 0] for i in own))
+            assert prediction.null.score == pytest.approx(min(starts[i, 0] + ends[i, 0] for i in question_windows))
             assert all(span.text in question.context and span.text for span in prediction.spans)
             assert len(prediction.spans) <= 5
     everything = extract_predictions(questions, windows, starts, ends, n_best=LENGTH, max_answer_length=LENGTH)

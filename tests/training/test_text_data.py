@@ -75,10 +75,10 @@ def test_packing_continues_from_any_block(tokenizer, shards, monkeypatch, length
 
 
 def assert_goes_on_from_any_block(shards, *settings):
-    whole = list(pack_blocks(shards, *settings))
-    for i, (_, place) in enumerate(whole):
+    all_blocks = list(pack_blocks(shards, *settings))
+    for i, (_, place) in enumerate(all_blocks):
         again = list(pack_blocks(shards, *settings, place))
-        assert [(block.tolist(), at) for block, at in again] == [(block.tolist(), at) for block, at in whole[i:]]
+        assert [(block.tolist(), at) for block, at in again] == [(block.tolist(), at) for block, at in all_blocks[i:]]
 
 
 def test_file_without_empty_lines_is_split_at_line_ends(tokenizer, tmp_path, monkeypatch):
@@ -156,28 +156,28 @@ def any_shards(request, shards, tmp_path):
 def test_seek_continues_after_any_batch(tokenizer, any_shards, epoch):
     stream = make_stream(tokenizer, any_shards)
     stream.start_epoch(epoch)
-    whole = list(stream)
-    assert len(whole) > 4
-    for used in range(1, len(whole)):
+    all_batches = list(stream)
+    assert len(all_batches) > 4
+    for used in range(1, len(all_batches)):
         resumed = make_stream(tokenizer, any_shards)
         resumed.start_epoch(epoch)
-        resumed.seek(used, whole[used - 1]["position"].tolist())
-        for batch, expected in zip(resumed, whole[used:], strict=True):
+        resumed.seek(used, all_batches[used - 1]["position"].tolist())
+        for batch, expected in zip(resumed, all_batches[used:], strict=True):
             assert all(torch.equal(batch[key], expected[key]) for key in expected)
 
 
 def test_seek_opens_only_the_needed_shards(tokenizer, any_shards, monkeypatch):
     stream = make_stream(tokenizer, any_shards, batch_size=1, window=2)
-    whole = list(stream)
+    all_batches = list(stream)
     opened = []
     kind = type(any_shards[0])
     articles = kind.read_articles
     monkeypatch.setattr(
         kind, "read_articles", lambda self, offset=0: opened.append((self.name, offset)) or articles(self, offset)
     )
-    stream.seek(len(whole) - 1, whole[-2]["position"].tolist())
+    stream.seek(len(all_batches) - 1, all_batches[-2]["position"].tolist())
     assert len(list(stream)) == 1
-    assert len(opened) == 1 and whole[-2]["position"][2] == len(any_shards) - 1
+    assert len(opened) == 1 and all_batches[-2]["position"][2] == len(any_shards) - 1
 
 
 def test_two_processes_split_the_batch_of_one(tokenizer, shards):
@@ -243,11 +243,11 @@ def test_whitespace_is_kept_on_request(tmp_path):
 
 
 def test_broken_file_error_names_the_file(tmp_path):
-    whole = gzip.compress("\n\n".join(ARTICLES * 50).encode(), mtime=0)
+    compressed = gzip.compress("\n\n".join(ARTICLES * 50).encode(), mtime=0)
     files = {
-        "cut.txt.gz": whole[: len(whole) // 2],
+        "cut.txt.gz": compressed[: len(compressed) // 2],
         "plain.txt.gz": b"not compressed at all",
-        "flipped.txt.gz": whole[:-8] + bytes(8),
+        "flipped.txt.gz": compressed[:-8] + bytes(8),
         "latin.txt": "na\u00efve".encode("latin-1"),
     }
     for name, content in files.items():

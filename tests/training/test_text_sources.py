@@ -59,8 +59,8 @@ def test_evaluation_text_needs_a_split(open_folder, flag):
 
 
 def test_hub_revision_changes_the_text_hash():
-    one, other = (text_stream._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
-    assert one != other
+    first, second = (text_stream._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
+    assert first != second
 
 
 def test_unreadable_dataset_shard_is_named(open_folder):

@@ -39,8 +39,8 @@ def test_scripts_without_spaces_have_scores(script):
 
 
 def test_rouge_treats_sentences_as_lines():
-    one, other = "今天很好。我们走。", "我们走。今天很好。"
-    assert score_texts(["rouge"], [one], [(other,)])["rougeLsum"] == pytest.approx(100)
+    text, reordered = "今天很好。我们走。", "我们走。今天很好。"
+    assert score_texts(["rouge"], [text], [(reordered,)])["rougeLsum"] == pytest.approx(100)
 
 
 def test_english_and_german_scores_do_not_change():

@@ -112,20 +112,20 @@ def test_encoder_decoder_flops_count_sources_and_targets():
 
 def test_frozen_weights_have_no_backward_flops():
     model = AttnVariantBertForTokenClassification(AttnVariantBertConfig(**BERT))
-    whole = TrainingCostCounter(model).count(batch_of(7), num_items=2)[1]
+    unfrozen_flops = TrainingCostCounter(model).count(batch_of(7), num_items=2)[1]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert TrainingCostCounter(model).count(batch_of(7), num_items=2)[1] == round(whole * 2 / 3)
+    assert TrainingCostCounter(model).count(batch_of(7), num_items=2)[1] == round(unfrozen_flops * 2 / 3)
 
 
 def test_shared_layers_count_once_per_run():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
-    whole = TrainingCostCounter(model)
+    counter = TrainingCostCounter(model)
     for parameter in model.predictions.parameters():
         parameter.requires_grad_(False)
     # Three runs of 4 x 32^2 + 2 x 32 x 64, the embeddings' 16 x 32; the head's 32 x 16 and 16 x 50 stay.
     body, head = 3 * (4 * 32**2 + 2 * 32 * 64) + 16 * 32, 32 * 16 + 16 * 50
-    assert whole.passes == 3 and TrainingCostCounter(model).passes == pytest.approx(2 + body / (body + head))
+    assert counter.passes == 3 and TrainingCostCounter(model).passes == pytest.approx(2 + body / (body + head))
 
 
 def test_unknown_model_reports_tokens_without_flops():

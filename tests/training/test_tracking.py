@@ -21,10 +21,10 @@ from hf_attn_variants.training.engine.settings import TrainingSettings
         ("google-bert/bert-base-uncased", "google-bert/bert-base-uncased"),
     ],
 )
-def test_local_folder_is_not_recorded_as_a_hub_id(given, written, tmp_path, monkeypatch):
+def test_local_folder_is_not_recorded_as_a_hub_id(name, written, tmp_path, monkeypatch):
     (tmp_path / "runs/bert").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    settings = TrainingSettings(model_name_or_path=given, output_dir="o", push_to_hub=True, hub_token="hf_secret")
+    settings = TrainingSettings(model_name_or_path=name, output_dir="o", push_to_hub=True, hub_token="hf_secret")
     save_results("all_results.json", {"eval_loss": float("nan")}, settings)
     text = (tmp_path / "all_results.json").read_text()
     record = json.loads(text)
@@ -52,8 +52,8 @@ def test_progress_bar_fits_80_columns_with_scores_above_it(tmp_path, capsys):
     scores = {"eval_pearson": -0.4399, "eval_spearmanr": 0.5, "eval_combined_score": 0.1, "eval_loss": 2.25}
     log.write({"step": 1234, "epoch": 1.0, **scores})
     bar.refresh()
-    drawn = screen.getvalue().split("\r")[-1]
+    last_line = screen.getvalue().split("\r")[-1]
     bar.close()
-    assert "loss=0.1235]" in drawn and len(drawn.split("|")[1]) >= 10 and len(drawn) <= 80
+    assert "loss=0.1235]" in last_line and len(last_line.split("|")[1]) >= 10 and len(last_line) <= 80
     expected = "Step 1234, dev: pearson -0.4399, spearmanr 0.5, combined_score 0.1, loss 2.25\n"
     assert capsys.readouterr().err == expected

@@ -68,8 +68,8 @@ def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_pat
 @pytest.mark.thorough
 def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     more = ["--max_train_steps", 12, "--checkpointing_steps", 2, "--dropout_rate", 0.1]
-    whole, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"
-    statuses, output = run_processes(2, run_script, script, flags(script, whole, 2, *more))
+    uninterrupted, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"
+    statuses, output = run_processes(2, run_script, script, flags(script, uninterrupted, 2, *more))
     assert statuses == [0, 0], output
     resumed = flags(script, cut, 2, *more, "--resume_from_checkpoint", "latest")
     killed = draw_step(range(2, 6))
@@ -88,8 +88,8 @@ def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     assert not (cut / "model.safetensors").exists()
     statuses, output = run_processes(2, run_script, script, resumed)
     assert statuses == [0, 0], output
-    assert records(cut) == records(whole) and len(records(whole)) == 12
-    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert records(cut) == records(uninterrupted) and len(records(uninterrupted)) == 12
+    assert (cut / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 
 def test_ctrl_c_stops_all_processes_and_prints_one_message(flags, tmp_path):

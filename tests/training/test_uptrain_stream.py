@@ -90,12 +90,12 @@ def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeyp
     steps = ["--max_train_steps", 4, "--seed", 7, "--gradient_accumulation_steps", 2]
     steps += ["--per_device_train_batch_size", 5]
     results = run(*steps, "--noise_density", 0.2)
-    ours, seen = seen, []
+    uptraining_batches, seen = seen, []
     argv = ["--model_name_or_path", t5 / "mqa", "--output_dir", tmp_path / "pretrained", *files_of(text), *LENGTH]
     argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
     pretrain_t5.main(pretrain_t5.parse_args([str(item) for item in [*argv, "--noise_density", 0.2]]))
-    assert len(ours) == len(seen) == 4 and all(len(group) == 2 for group in ours)
-    for group, expected in zip(ours, seen, strict=True):
+    assert len(uptraining_batches) == len(seen) == 4 and all(len(group) == 2 for group in uptraining_batches)
+    for group, expected in zip(uptraining_batches, seen, strict=True):
         for batch, other in zip(group, expected, strict=True):
             assert batch.keys() == other.keys() >= {"input_ids", "decoder_input_ids", "labels", "position"}
             assert all(torch.equal(batch[name], other[name]) for name in batch)
@@ -133,11 +133,11 @@ def test_teacher_adds_distillation_terms(run, t5):
 
 def test_resumed_stream_uptraining_is_bitwise_equal(run, tmp_path):
     flags = [*BATCH, "--max_train_steps", 9, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--eval_steps", 3]
-    whole = run(*flags)
+    complete_run = run(*flags)
     shutil.copytree(run.out, tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoint-8")
     resumed = run(*flags, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "again")
-    assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
+    assert resumed["train_loss"] == complete_run["train_loss"] and resumed["eval_loss"] == complete_run["eval_loss"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "again")]
     assert weights[0] == weights[1]
     for more, message in (
@@ -232,8 +232,8 @@ def test_given_settings_change_the_schedule():
     assert settings_of(max_train_steps=9, num_warmup_steps=3).lr_scheduler_type == "constant_with_warmup"
     linear = settings_of(max_train_steps=9, pretraining_steps=500, lr_scheduler_type="linear")
     assert (linear.lr_scheduler_type, linear.lr_scheduler_kwargs) == ("linear", {})
-    own = settings_of(max_train_steps=9, pretraining_steps=500, adafactor_relative_step=True)
-    assert own.lr_scheduler_kwargs == {}
+    changed_settings = settings_of(max_train_steps=9, pretraining_steps=500, adafactor_relative_step=True)
+    assert changed_settings.lr_scheduler_kwargs == {}
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,15 @@ def holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
 
 def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
     """Yield each call of an instance of some classes."""
-    held = holders(tree, names)
-    everywhere = set().union(*held.values()) if held else set()
+    held_names = holders(tree, names)
+    everywhere = set().union(*held_names.values()) if held_names else set()
     for name, node in classes(tree).items():
-        mine = held.get(name, set()).union(*(held.get(ast.unparse(base), set()) for base in node.bases))
-        looped = _loop_names(node, mine)
+        class_names = held_names.get(name, set()).union(
+            *(held_names.get(ast.unparse(base), set()) for base in node.bases)
+        )
+        looped = _loop_names(node, class_names)
         for item in ast.walk(node):
-            if isinstance(item, ast.Call) and _is_held(item.func, mine, everywhere, looped):
+            if isinstance(item, ast.Call) and _is_held(item.func, class_names, everywhere, looped):
                 yield item
 
 
@@ -98,18 +100,18 @@ def calls_in(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
     return tuple(calls(tree, set(names)))
 
 
-def _loop_names(node: ast.AST, mine: set[str]) -> set[str]:
+def _loop_names(node: ast.AST, class_names: set[str]) -> set[str]:
     result = set()
     for item in ast.walk(node):
         if isinstance(item, ast.For) and any(
-            isinstance(part, ast.Attribute) and part.attr in mine for part in ast.walk(item.iter)
+            isinstance(part, ast.Attribute) and part.attr in class_names for part in ast.walk(item.iter)
         ):
             names = [part.id for part in ast.walk(item.target) if isinstance(part, ast.Name)]
             result.add(names[-1])
     return result
 
 
-def _is_held(func: ast.expr, mine: set[str], everywhere: set[str], looped: set[str]) -> bool:
+def _is_held(func: ast.expr, class_names: set[str], everywhere: set[str], looped: set[str]) -> bool:
     if isinstance(func, ast.Subscript):
         func = func.value
     if isinstance(func, ast.Name):
@@ -117,6 +119,6 @@ def _is_held(func: ast.expr, mine: set[str], everywhere: set[str], looped: set[s
     if not isinstance(func, ast.Attribute):
         return False
     if isinstance(func.value, ast.Name):
-        return func.value.id == "self" and func.attr in mine
+        return func.value.id == "self" and func.attr in class_names
     # self.model.decoder(...): a chain, by its last name.
     return isinstance(func.value, ast.Attribute) and func.attr in everywhere and func.attr in ("encoder", "decoder")

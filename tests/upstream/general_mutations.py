@@ -120,7 +120,7 @@ def _of_interfaces() -> Iterator[dict[str, Any]]:
         yield _mutation("interface", f"attention functions without {old}", op, [old], **without)
     for uses in (None, "query"):
         op = {"op": "require_argument", **common, "new": "new_thing", "uses": uses, "needle": "attention_mask"}
-        what = "take" if uses else "take and ignore"
-        yield _mutation("interface", f"attention functions {what} new_thing", op, ["new_thing"], changes=bool(uses))
+        verb = "take" if uses else "take and ignore"
+        yield _mutation("interface", f"attention functions {verb} new_thing", op, ["new_thing"], changes=bool(uses))
     op = {"op": "swap_arguments", **common, "old": "value", "new": "attention_mask", "needle": "attention_mask"}
     yield _mutation("interface", "attention functions: value and attention_mask swapped", op, ["attention_mask"])

@@ -174,16 +174,16 @@ def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Ten
     others = torch.randint(5, VOCABULARY, (BATCH, LENGTH + 1))
     if use == "decoder":
         memory = {"encoder_hidden_states": torch.randn(BATCH, LENGTH, WIDTH), "encoder_attention_mask": mask}
-        made = {"padded": model(input_ids=ids, attention_mask=mask, **memory).logits[0]}
-        made |= _of_decoder(model, others, "input_ids", memory)
-        given = {"input_ids": others[:, :2], "attention_mask": torch.ones_like(others[:, :2]), **memory}
+        results = {"padded": model(input_ids=ids, attention_mask=mask, **memory).logits[0]}
+        results |= _of_decoder(model, others, "input_ids", memory)
+        inputs = {"input_ids": others[:, :2], "attention_mask": torch.ones_like(others[:, :2]), **memory}
     elif use == "speech":
         source = {"input_features": torch.randn(BATCH, 4, 16)}
-        made, given = _of_both(model, source, {}, others), source
+        results, inputs = _of_both(model, source, {}, others), source
     else:
-        given = {"input_ids": ids, "attention_mask": mask}
-        made = _of_both(model, {"input_ids": ids}, {"attention_mask": mask}, others)
-    return made | (_generated(model, given, use == "decoder") if generates else {})
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        results = _of_both(model, {"input_ids": ids}, {"attention_mask": mask}, others)
+    return results | (_generated(model, inputs, use == "decoder") if generates else {})
 
 
 def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -202,11 +202,11 @@ def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, 
 def _of_both(
     model: Any, source: dict[str, Any], mask: dict[str, Any], targets: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    made = {"trained": model.train()(**source, **mask, decoder_input_ids=targets).logits}
-    made |= {"logits": model.eval()(**source, **mask, decoder_input_ids=targets).logits}
+    results = {"trained": model.train()(**source, **mask, decoder_input_ids=targets).logits}
+    results |= {"logits": model.eval()(**source, **mask, decoder_input_ids=targets).logits}
     encoded = model(**source, **mask, decoder_input_ids=targets[:, :1])
     states = (encoded.encoder_last_hidden_state,)
-    return made | _of_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
+    return results | _of_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
 
 
 def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -224,29 +224,29 @@ def _cache_name(model: Any) -> str:
     return next(item for item in CACHE_NAMES if item in parameters)
 
 
-def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
+def _generated(model: Any, inputs: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    made = {}
+    results = {}
     for beams in (1, 2):
         if brings_cache:
             # For a decoder, `generate` makes a cache without cross-attention, and Transformers fails.
             caches = vars(importlib.import_module("transformers.cache_utils"))
             pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
             options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())
-        made[f"{beams} beams"] = model.generate(**given, **options, num_beams=beams)
-    return made
+        results[f"{beams} beams"] = model.generate(**inputs, **options, num_beams=beams)
+    return results
 
 
 def first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
     """Return the name of the first measurement that differs by more than rounding, if any does."""
-    for name, want in expected.items():
-        got = result.get(name)
-        if got is None:
+    for name, expected_value in expected.items():
+        actual = result.get(name)
+        if actual is None:
             continue
-        if got.shape != want.shape:
-            return f"{name}: {tuple(got.shape)} in place of {tuple(want.shape)}"
-        if not torch.allclose(got.float(), want.float(), rtol=1e-3, atol=1e-3):
-            return f"{name}: off by {(got.float() - want.float()).abs().max():.2g}"
+        if actual.shape != expected_value.shape:
+            return f"{name}: {tuple(actual.shape)} in place of {tuple(expected_value.shape)}"
+        if not torch.allclose(actual.float(), expected_value.float(), rtol=1e-3, atol=1e-3):
+            return f"{name}: off by {(actual.float() - expected_value.float()).abs().max():.2g}"
     if "steps" in result and not torch.allclose(result["steps"], result["whole"], rtol=1e-3, atol=1e-3):
         return "steps: not the whole"
     return None

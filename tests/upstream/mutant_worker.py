@@ -110,18 +110,18 @@ def purge(modules: list[str]) -> None:
 
 def baseline(architecture: str) -> dict[str, Any]:
     """Return weights and results of each model of an architecture with the unmodified Transformers."""
-    made = {}
+    results_by_head = {}
     for model in mutant_models.MODELS[architecture]:
         upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), model.config)
-        kept = {"upstream": _results(upstream, model)}
+        results = {"upstream": _results(upstream, model)}
         for name, fields in model.own.items():
-            ours = mutant_models.our_class(architecture, model)
+            variant_class = mutant_models.our_class(architecture, model)
             try:
-                kept[name] = _results(mutant_models.build(ours, model.config | fields), model)
+                results[name] = _results(mutant_models.build(variant_class, model.config | fields), model)
             except Exception as error:
-                kept[name] = f"{type(error).__name__}: {error}"
-        made[model.head] = kept
-    return made
+                results[name] = f"{type(error).__name__}: {error}"
+        results_by_head[model.head] = results
+    return results_by_head
 
 
 def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -130,56 +130,62 @@ def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
 
 def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
     """Return the outcome of one architecture in a mutant, and the evidence."""
-    worst = ("equal", "")
+    worst_verdict = ("equal", "")
     for model in mutant_models.MODELS[architecture]:
-        kept = before[model.head]
+        unmutated_results = before[model.head]
         try:
-            weights, expected = kept["upstream"]
+            weights, expected = unmutated_results["upstream"]
             config = model.config
             upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), config)
             mutant_models.take(upstream, weights)
-            wanted = mutant_models.measure(upstream, model.use)
-            difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
+            upstream_results = mutant_models.measure(upstream, model.use)
+            difference = mutant_models.first_difference(upstream_results, {} if mutation.get("changes") else expected)
         except Exception:
             return "invalid", _last_lines()
         if difference:
             return "invalid", f"upstream's own model differs: {difference}"
         if mutation.get("is_newer"):  # no name has changed, so only the release number shows the change
             importlib.import_module("transformers").__version__ = "5.99.0"
-        for name, run in _ours(architecture, model, upstream, wanted, kept, mutation):
+        for name, run in _ours(architecture, model, upstream, upstream_results, unmutated_results, mutation):
             outcome, note = _outcome(run, mutation["names"])
-            if ORDER.index(outcome) > ORDER.index(worst[0]):
-                worst = outcome, f"{model.head} {name}: {note}"
+            if ORDER.index(outcome) > ORDER.index(worst_verdict[0]):
+                worst_verdict = outcome, f"{model.head} {name}: {note}"
             if outcome in ("raw", "silent"):
-                return worst
-    return worst
+                return worst_verdict
+    return worst_verdict
 
 
 ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
 
 
-def _ours(architecture: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
+def _ours(
+    architecture: str, model: Any, upstream: Any, upstream_results: Any, unmutated_results: Any, mutation: Any
+) -> Any:
     """Yield each variant's name and a function that runs it and returns its difference."""
 
     def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | fields)
-        ours.load_state_dict(upstream.state_dict())
-        return mutant_models.first_difference(mutant_models.measure(ours, model.use, generates), wanted)
+        variant_model = mutant_models.build(mutant_models.our_class(architecture, model), model.config | fields)
+        variant_model.load_state_dict(upstream.state_dict())
+        return mutant_models.first_difference(
+            mutant_models.measure(variant_model, model.use, generates), upstream_results
+        )
 
     def talking() -> str | None:
         def read(folder: str) -> Any:
             return mutant_models.our_class(architecture, model).from_pretrained(folder, talking_heads="both")
 
-        ours = mutant_models.in_folder(upstream, read)
-        return mutant_models.first_difference(mutant_models.measure(ours, model.use), wanted)
+        variant_model = mutant_models.in_folder(upstream, read)
+        return mutant_models.first_difference(mutant_models.measure(variant_model, model.use), upstream_results)
 
     def own(name: str) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | model.own[name])
-        if isinstance(kept[name], str):  # it failed before the mutation
-            return mutant_models.first_difference(mutant_models.measure(ours, model.use), {})
-        weights, expected = kept[name]
-        made = mutant_models.measure(mutant_models.take(ours, weights), model.use)
-        return mutant_models.first_difference(made, {} if mutation.get("changes") else expected)
+        variant_model = mutant_models.build(
+            mutant_models.our_class(architecture, model), model.config | model.own[name]
+        )
+        if isinstance(unmutated_results[name], str):  # it failed before the mutation
+            return mutant_models.first_difference(mutant_models.measure(variant_model, model.use), {})
+        weights, expected = unmutated_results[name]
+        variant_results = mutant_models.measure(mutant_models.take(variant_model, weights), model.use)
+        return mutant_models.first_difference(variant_results, {} if mutation.get("changes") else expected)
 
     yield "multi-head", lambda: loaded({})
     yield "exact latents", lambda: loaded(model.exact)
@@ -211,8 +217,8 @@ def _is_our_value_error(error: BaseException) -> bool:
 
 def _last_lines() -> str:
     error, frames = sys.exc_info()[1], traceback.extract_tb(sys.exc_info()[2])
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}"
-    return f"{type(error).__name__}: {error}"[:300] + f" ({where})"
+    location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}"
+    return f"{type(error).__name__}: {error}"[:300] + f" ({location})"
 
 
 def in_fork(work: Any) -> bytes:

@@ -62,9 +62,9 @@ def architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
             forwards = [item for name in names if (item := method(result[name], "forward"))]
             yield from _of_method(architecture, kind, names, forwards, tree)
     attentions = role(tree, "attention")
-    for how in ("more", "fewer", "between", "swapped"):
-        op = {"op": "change_tuple", "names": attentions, "method_name": "forward", "how": how}
-        yield _mutation(architecture, "tuple", f"{'+'.join(attentions)}.forward returns {how}", op, ["forward"])
+    for change in ("more", "fewer", "between", "swapped"):
+        op = {"op": "change_tuple", "names": attentions, "method_name": "forward", "how": change}
+        yield _mutation(architecture, "tuple", f"{'+'.join(attentions)}.forward returns {change}", op, ["forward"])
     for kind, attributes in ATTRIBUTES.items():
         yield from _of_attributes(architecture, tree, role(tree, kind), attributes)
     yield from _of_attributes(architecture, tree, list(result), dict.fromkeys(PATHS, True))
@@ -81,9 +81,9 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
     """Return groups of classes that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
-        mine = {id(call) for call in calls_in(tree, frozenset({name}))}
+        call_ids = {id(call) for call in calls_in(tree, frozenset({name}))}
         for group in groups:
-            if mine & {id(call) for call in calls_in(tree, frozenset(group))}:
+            if call_ids & {id(call) for call in calls_in(tree, frozenset(group))}:
                 group.append(name)
                 break
         else:
@@ -135,8 +135,8 @@ def _of_method(
             "uses": uses,
             "after": _adapter(architecture, names, "new_thing"),
         }
-        what = "takes" if uses else "takes and ignores"
-        yield _mutation(architecture, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)
+        verb = "takes" if uses else "takes and ignores"
+        yield _mutation(architecture, "require", f"{title} {verb} new_thing", op, ["new_thing"], changes=uses)
 
 
 # Whose encoder generation calls by itself.

@@ -79,15 +79,15 @@ def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
 
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
     """Update the new name in Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")`."""
-    kept = []
+    decorators = []
     for item in function.decorator_list:
         target = [key for key in getattr(item, "keywords", []) if key.arg == "new_name"]
         if target and getattr(target[0].value, "value", None) == old:
             if new is None:
                 continue
             target[0].value = ast.Constant(new)
-        kept.append(item)
-    function.decorator_list = kept
+        decorators.append(item)
+    function.decorator_list = decorators
 
 
 def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, new: str, **_: Any) -> None:
@@ -135,12 +135,12 @@ def reorder(
     for call in calls(tree, set(names)):
         if any(isinstance(item, ast.Starred) for item in call.args):
             continue
-        given = dict(zip(before, call.args, strict=False))
-        given |= {item.arg: item.value for item in call.keywords if item.arg in before}
+        arguments = dict(zip(before, call.args, strict=False))
+        arguments |= {item.arg: item.value for item in call.keywords if item.arg in before}
         rest = [item for item in call.keywords if item.arg not in before]
-        places = max((after.index(name) for name in given), default=-1) + 1 if by_place else 1
-        call.args = [given.pop(name, ast.Constant(None)) for name in after[:places]]
-        call.keywords = [ast.keyword(name, value) for name, value in given.items()] + rest
+        places = max((after.index(name) for name in arguments), default=-1) + 1 if by_place else 1
+        call.args = [arguments.pop(name, ast.Constant(None)) for name in after[:places]]
+        call.keywords = [ast.keyword(name, value) for name, value in arguments.items()] + rest
 
 
 def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
@@ -197,7 +197,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
                     "between": [parts[0], ast.Constant(None), *parts[1:]],
                     "swapped": parts[::-1],
                 }[how]
-                node.value = ast.Tuple(parts, ast.Workload())
+                node.value = ast.Tuple(parts, ast.Load())
 
     class Unpacking(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -213,12 +213,12 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
     """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
     result = classes(tree)
     for name, node in result.items():
-        mine = name in names or any(ast.unparse(base) in names for base in node.bases)
+        is_target = name in names or any(ast.unparse(base) in names for base in node.bases)
         for item in ast.walk(node):
             if not (isinstance(item, ast.Attribute) and item.attr == old):
                 continue
             owner = ast.unparse(item.value)
-            if (owner == "self" and mine) or (
+            if (owner == "self" and is_target) or (
                 anywhere and not re.search(r"config|torch|functional|cache|past_key", owner)
             ):
                 item.attr = new
@@ -226,7 +226,7 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
                 item.attr = new
         for item in ast.walk(node):
             is_asked = isinstance(item, ast.Call) and ast.unparse(item.func) in ("hasattr", "getattr")
-            if is_asked and getattr(item.args[1], "value", None) == old and (anywhere or mine):
+            if is_asked and getattr(item.args[1], "value", None) == old and (anywhere or is_target):
                 item.args[1] = ast.Constant(new)
         if anywhere:
             _rename_in_paths(node, old, new)

@@ -28,15 +28,15 @@ def base_class(architecture):
 @HEADED
 def test_head_loads_the_weights_of_a_base_model(architecture, head, tmp_path):
     """Check `test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model from a head."""
-    whole = make(architecture, head, "latent")
-    prefix = f"{whole.base_model_prefix}."
-    whole.save_pretrained(tmp_path)
+    model = make(architecture, head, "latent")
+    prefix = f"{model.base_model_prefix}."
+    model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")  # without tables that are computed
     weights = {name: value for name, value in saved.items() if name.startswith(prefix)}
     if not weights:
         pytest.skip("it is a base model")
     without = {name.removeprefix(prefix): value for name, value in weights.items()}
-    loaded, info = type(whole).from_pretrained(None, config=whole.config, state_dict=without, output_loading_info=True)
+    loaded, info = type(model).from_pretrained(None, config=model.config, state_dict=without, output_loading_info=True)
     assert not info["unexpected_keys"] and not any(name.startswith(prefix) for name in info["missing_keys"])
     assert_same(weights, {name: loaded.state_dict()[name] for name in weights}, atol=0, rtol=0)
     if head.endswith("ForCausalLM"):
@@ -114,10 +114,10 @@ def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
 def test_configuration_without_special_tokens_builds_a_model(architecture):
     """Check `test_model_forward_default_config_values`."""
     head = next(iter(architecture.heads))
-    given = architecture.config(head=head, **fields_of(architecture, "gqa")).to_diff_dict()
+    config_dict = architecture.config(head=head, **fields_of(architecture, "gqa")).to_diff_dict()
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "tie_word_embeddings", "auto_map"):
-        given.pop(name, None)
-    config = architecture.config_class(**given)
+        config_dict.pop(name, None)
+    config = architecture.config_class(**config_dict)
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         setattr(config, name, 0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).eval()

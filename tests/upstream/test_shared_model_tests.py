@@ -56,8 +56,8 @@ def test_training_gives_every_parameter_a_gradient(architecture, head):
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
     unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
     # A decoder without an encoder has no latent of encoder outputs.
-    ours = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
-    assert not ours, sorted(ours)
+    expected_names = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
+    assert not expected_names, sorted(expected_names)
     assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
     if len(actual) == 2:
         assert_same(*({name: grad for name, grad in item.items() if grad is not None} for item in actual))
@@ -121,15 +121,15 @@ def test_eager_equals_sdpa(architecture, variant):
     model, batch = make(architecture, head, variant), architecture.batch(head)
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
     for inputs in (batch, flipped):
-        kept = inputs.get("attention_mask")
+        attention_mask = inputs.get("attention_mask")
         actual = []
         for implementation in ("eager", "sdpa"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
                 output = next(iter(tensors(model(**inputs)).values()))
             # Outputs at padded positions are ignored.
-            is_of_text = kept is not None and "decoder_input_ids" not in inputs
-            actual.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
+            is_of_text = attention_mask is not None and "decoder_input_ids" not in inputs
+            actual.append(output * attention_mask[..., None] if is_of_text and output.dim() == 3 else output)
         torch.testing.assert_close(*actual, **TOLERANCE)
 
 
@@ -140,10 +140,10 @@ def test_batched_row_equals_the_single_row(architecture, variant):
     head = next(iter(architecture.heads))
     model, batch = make(architecture, head, variant), architecture.batch(head)
     with torch.no_grad():
-        whole = tensors(model(**batch))
+        batch_output = tensors(model(**batch))
         for row in range(len(next(iter(batch.values())))):
             alone = tensors(model(**{name: value[row : row + 1] for name, value in batch.items()}))
-            assert_same({name: value[row : row + 1] for name, value in whole.items()}, alone)
+            assert_same({name: value[row : row + 1] for name, value in batch_output.items()}, alone)
 
 
 @EVERY_ARCHITECTURE
@@ -156,14 +156,14 @@ def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, var
     upstream.set_attn_implementation("eager")
     flags = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        ours, theirs = model(**batch, **flags), upstream(**batch, **flags)
+        output, upstream_output = model(**batch, **flags), upstream(**batch, **flags)
         as_tuple = model(**batch, **flags, return_dict=False)
-    assert list(ours) == list(theirs)
-    for name, value in theirs.items():
+    assert list(output) == list(upstream_output)
+    for name, value in upstream_output.items():
         if isinstance(value, tuple):
             # Upstream of 5.15 and 5.17 leaves out the weights of a T5 decoder.
-            assert not value or [item.shape for item in ours[name]] == [item.shape for item in value], name
-    for value, unnamed in zip(ours.to_tuple(), as_tuple, strict=True):
+            assert not value or [item.shape for item in output[name]] == [item.shape for item in value], name
+    for value, unnamed in zip(output.to_tuple(), as_tuple, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, unnamed)
 
@@ -196,11 +196,11 @@ def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture,
     rows, config = len(ids) * beams, model.config
     assert [score.shape for score in actual.scores] == [(rows, VOCABULARY)] * steps
     layers = len(actual.decoder_attentions[0])
-    for step, (own, cross, states) in enumerate(
+    for step, (self_attentions, cross, states) in enumerate(
         zip(actual.decoder_attentions, actual.cross_attentions, actual.decoder_hidden_states, strict=True)
     ):
         heads = config.decoder_attention_heads if hasattr(config, "decoder_attention_heads") else config.num_heads
-        assert [item.shape for item in own] == [(rows, heads, 1, step + 1)] * layers
+        assert [item.shape for item in self_attentions] == [(rows, heads, 1, step + 1)] * layers
         assert [item.shape for item in cross] == [(rows, heads, 1, LENGTH)] * layers
         assert [item.shape for item in states] == [(rows, 1, config.d_model)] * (layers + 1)
 
@@ -211,9 +211,9 @@ def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture,
 def test_feed_forward_chunking_changes_no_output(architecture):
     """Check `test_feed_forward_chunking`."""
     head = next(iter(architecture.heads))
-    whole, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
+    unchunked, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
-        assert_same(tensors(whole(**architecture.batch(head))), tensors(chunked(**architecture.batch(head))))
+        assert_same(tensors(unchunked(**architecture.batch(head))), tensors(chunked(**architecture.batch(head))))
 
 
 @EVERY_HEAD
@@ -229,8 +229,8 @@ def test_resized_embeddings_stay_tied(architecture, head):
         model.resize_token_embeddings(size, mean_resizing=False)
         weight = model.get_input_embeddings().weight
         assert len(weight) == size == model.config.get_text_config().vocab_size
-        kept = min(size, VOCABULARY)
-        assert torch.equal(weight[:kept], before[:kept])
+        num_kept_rows = min(size, VOCABULARY)
+        assert torch.equal(weight[:num_kept_rows], before[:num_kept_rows])
         if output is not None:
             assert len(model.get_output_embeddings().weight) == size
             assert (model.get_output_embeddings().weight is weight) == tied

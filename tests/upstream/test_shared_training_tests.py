@@ -111,10 +111,12 @@ def test_hidden_states_of_selected_layers_are_returned(architecture):
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):
             pytest.skip("this transformers returns all or none")
-        result, whole = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
+        result, all_states = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
     names = [name for name in some[0] if name.endswith("hidden_states")]
     assert names and list(result) == list(some[0])
     for name in names:
         assert [value is None for value in result[name]] == [value is None for value in some[0][name]]
-        kept = [(value, other) for value, other in zip(result[name], whole[name], strict=True) if value is not None]
-        assert kept and all(torch.equal(value, other) for value, other in kept)
+        returned = [
+            (value, other) for value, other in zip(result[name], all_states[name], strict=True) if value is not None
+        ]
+        assert returned and all(torch.equal(value, other) for value, other in returned)

@@ -329,7 +329,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
         _write_outputs(task, results, files)
     if accelerator.is_main_process:
         steps = f"{results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}"
-        print(f"{task.summary(results)}{steps}")
+        print(f"{task.format_summary(results)}{steps}")
     return results
 
 

@@ -194,13 +194,13 @@ class TokenwiseKernel(FeatureKernel):
         """Return phi(x) [b, heads, n, F] for states x [b, heads, n, d] with the role "query" or "key"."""
 
     def compute_query_features(self, module: Any, query: Tensor, scaling: float) -> Tensor:
-        """Return phi(q). See `FeatureKernel.query_features` for the arguments."""
+        """Return phi(q). See `FeatureKernel.compute_query_features` for the arguments."""
         return self.compute_features(module, query, "query")
 
     def compute_key_features(
         self, module: Any, key: Tensor, key_mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return phi(k) without a divisor. See `FeatureKernel.key_features` for the arguments."""
+        """Return phi(k) without a divisor. See `FeatureKernel.compute_key_features` for the arguments."""
         features = self.compute_features(module, key, "key")
         return (features if key_mask is None else features * key_mask), None
 
