@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _scores(subject: Any, model: torch.nn.Module) -> dict[str, float]:
-    if hasattr(subject, "scores_of"):
+    if hasattr(subject, "compute_scores"):
         return {name: round(value, 4) for name, value in subject.compute_scores(model).items()}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -128,7 +128,7 @@ class SharedMemoryMixin(_Attention):
 
     Class attributes:
         original_class: The original class of the module, which is a Transformers class or a subclass.
-        kind: The layout of the original class.
+        layout: The layout of the original class.
         arguments: The arguments of the original `forward`, by role.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
     """

@@ -71,8 +71,10 @@ def install_sharing(model: PreTrainedModel, modules: dict[str, nn.Module], cross
         cross_cache: The content of the cross-attention cache (see `share_memory`).
     """
     # A module may already have a class that shares memory, with another cache.
-    plain: dict[str, Any] = {path: getattr(type(module), "plain", type(module)) for path, module in modules.items()}
-    classes = {path: make_cache_sharing_class(cls, cross_cache) for path, cls in plain.items()}
+    transformers_classes: dict[str, Any] = {
+        path: getattr(type(module), "original_class", type(module)) for path, module in modules.items()
+    }
+    classes = {path: make_cache_sharing_class(cls, cross_cache) for path, cls in transformers_classes.items()}
     original_classes = {path: type(module) for path, module in modules.items()}
     try:
         _assign_classes(modules, classes)

@@ -159,7 +159,7 @@ class ModelReader:
                 "PEFT model), pass the model inside it."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        if hasattr(model.config, "variant_fields") and has_kernel(model.config):
+        if hasattr(model.config, "get_variant_fields") and has_kernel(model.config):
             buffer_suffixes = tuple(f".{name}" for name in get_random_buffer_names())
             self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(buffer_suffixes)}
         self.entries = {}
