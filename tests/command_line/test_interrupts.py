@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("argv", "own"),
+    ("argv", "is_own_command"),
     [
         (["{tmp}/attn-variants", "inspect", "x"], True),
         pytest.param(["-m", "attn_variants", "inspect", "x"], True, marks=pytest.mark.slow),

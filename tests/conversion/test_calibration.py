@@ -270,7 +270,7 @@ def test_missing_tokenizer_raises_an_error(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
+@pytest.mark.parametrize(("count", "num_held_out"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
 def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
     texts = [word * 99 for word in text(count)]
     calibration_data = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
