@@ -13,7 +13,7 @@ from hf_attn_variants.training.engine.settings import TrainingSettings
 
 
 @pytest.mark.parametrize(
-    ("given", "written"),
+    ("name", "written"),
     [
         ("runs/bert", "./runs/bert"),
         ("./runs/bert", "./runs/bert"),
