@@ -44,7 +44,7 @@ SIZES = ["1x32", "8x128", "32x128", "8x512"]
 # BERT-base is the default of Transformers.
 SHAPES: dict[str, dict[str, int]] = {"bert-base": {}}
 CALIBRATION_SENTENCES = 334  # a tenth is held out
-# Variables that limit the instructions of oneDNN (PyTorch and OpenVINO), FBGEMM, PyTorch and MKL. ONNX Runtime has none.
+# Variables that limit the instructions of oneDNN, FBGEMM, PyTorch and MKL. ONNX Runtime has none.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 # A call that takes ids and a mask, and returns the last hidden states [batch, tokens, width].
 Encoder = Callable[[torch.Tensor, torch.Tensor], Any]
