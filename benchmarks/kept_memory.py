@@ -111,7 +111,7 @@ def run(
     if args.memory == get_allocator_setting():
         main(args)
     elif args.memory != "both":
-        env = _environment(args.memory)
+        env = _make_environment(args.memory)
         if env is None:
             sys.exit(f"error: --memory {args.memory}: {NO_KEEPER}")
         os.execve(sys.executable, sys.orig_argv, env)
@@ -134,7 +134,7 @@ def run(
 NO_KEEPER = "this is not glibc, and neither jemalloc nor tcmalloc was found to be preloaded"
 
 
-def _environment(setting: str) -> dict[str, str] | None:
+def _make_environment(setting: str) -> dict[str, str] | None:
     """Return the variables of a process that is to hold memory so; None if there is no way to have it kept."""
     env = {name: value for name, value in os.environ.items() if name not in ALLOCATORS}
     if setting == "glibc":
@@ -149,7 +149,7 @@ def _make_report(
     setting: str, folder: Path, args: argparse.Namespace, output: str, more: Sequence[str]
 ) -> tuple[str, dict[str, Any] | None]:
     """Run this script in one way; return its JSON's name and its report, None if there is no such way here."""
-    env = _environment(setting)
+    env = _make_environment(setting)
     if env is None:
         return "", None
     folder.mkdir()
@@ -226,7 +226,7 @@ def split_by_setting(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def print_claims(name: str, report: dict[str, Any]) -> None:
     """Print the cost of each figure with both settings, and the claim for each ratio."""
-    from benchmarks.speed_claims import claims  # which asks `claimed`
+    from benchmarks.speed_claims import iterate_claims  # which calls `make_claim`
 
     fixed_usages = dict(iterate_usages(report.get("kept", {})))
     for path, usage in iterate_usages(report):
@@ -240,5 +240,5 @@ def print_claims(name: str, report: dict[str, Any]) -> None:
             or f"{description['with_many_faults']} of {description['figures']} figures with many page faults"
         )
         print(f"{setting}: {state}")
-    for line in claims(Path(name).stem, report):
+    for line in iterate_claims(Path(name).stem, report):
         print(line.text())

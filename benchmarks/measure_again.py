@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.kept_memory import is_recorded
-from benchmarks.speed_claims import claims, is_of_speed, ratios
-from benchmarks.speed_tables import TABLES, markdown, report_path, report_paths
+from benchmarks.speed_claims import is_of_speed, iterate_claims, iterate_ratios
+from benchmarks.speed_tables import TABLES, format_markdown_table, report_path, report_paths
 from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +117,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def jobs(args: argparse.Namespace) -> list[Job]:
+def list_jobs(args: argparse.Namespace) -> list[Job]:
     """Return what is to be measured, most important first.
 
     Raises:
@@ -131,7 +131,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         )
     order = {name: place for place, name in enumerate(FIRST)}
     job_names = sorted(args.only or names, key=lambda name: (order.get(name, len(order)), name))
-    return [job_of(name, read(args.results_dir, name)) for name in job_names]
+    return [make_job(name, read(args.results_dir, name)) for name in job_names]
 
 
 def read(folder: Path | None, name: str) -> dict[str, Any] | None:
@@ -140,7 +140,7 @@ def read(folder: Path | None, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def job_of(name: str, report: dict[str, Any] | None) -> Job:
+def make_job(name: str, report: dict[str, Any] | None) -> Job:
     """Return how a report is made again, and how long that takes."""
     seconds = estimate(name, report) if report else 2.0 * STARTING
     if name in GIVEN:
@@ -151,10 +151,10 @@ def job_of(name: str, report: dict[str, Any] | None) -> Job:
         # Those from before there were latents ran none.
         arguments = {"cross_kv_lora_rank": "[]"} | arguments | {"run_name": name}
         arguments["repeats"] = str(max(LEAST_REPEATS, int(arguments["repeats"])))
-    return Job(name, script, flags_of(arguments), seconds)
+    return Job(name, script, format_flags(arguments), seconds)
 
 
-def flags_of(arguments: dict[str, Any]) -> list[str]:
+def format_flags(arguments: dict[str, Any]) -> list[str]:
     """Return a command line's flags from what a report says of its arguments, as texts."""
     flags: list[str] = []
     for name, text in arguments.items():
@@ -178,7 +178,10 @@ def estimate(name: str, report: dict[str, Any]) -> float:
         timed += 300 if arguments["compile"] == "True" else 0
     else:
         rounds = int(arguments.get("rounds") or report.get("rounds") or 15)
-        timed = sum(_timed({key: part for key, part in report.items() if key not in ("peak_memory", "kept")})) / 1e3
+        timed = (
+            sum(_iterate_times({key: part for key, part in report.items() if key not in ("peak_memory", "kept")}))
+            / 1e3
+        )
         timed *= rounds + WARM_UPS
         if name == "loop_overhead":
             steps = 2 * (report["turns"] + 1) * report["steps_per_turn"]
@@ -187,19 +190,19 @@ def estimate(name: str, report: dict[str, Any]) -> float:
     return 2 * (STARTING + timed) + (PEAKS if report.get("peak_memory") else 0)
 
 
-def _timed(part: Any, is_time: bool = False) -> Iterator[float]:
+def _iterate_times(part: Any, is_time: bool = False) -> Iterator[float]:
     if isinstance(part, dict):
         for name, value in part.items():
             if name != "usage":
-                yield from _timed(value, is_time or name in TIMED)
+                yield from _iterate_times(value, is_time or name in TIMED)
     elif isinstance(part, list):
         for value in part:
-            yield from _timed(value, is_time)
+            yield from _iterate_times(value, is_time)
     elif is_time and isinstance(part, float):
         yield part
 
 
-def filled(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
+def fill_in_paths(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return flags with the folders and files of this machine in them.
 
     Raises:
@@ -233,7 +236,14 @@ def measure(job: Job, args: argparse.Namespace) -> None:
         named = ("train.loop_overhead", "speed.int8_encoder", "speed.int8_decoder")
         path = path / f"{job.name}.json" if job.script in named else path
         output_flag = "--output_dir" if path == Path(temporary) else "--output"
-        command = [sys.executable, "-m", f"benchmarks.{job.script}", *filled(job.flags, args), output_flag, str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{job.script}",
+            *fill_in_paths(job.flags, args),
+            output_flag,
+            str(path),
+        ]
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env |= {"OMP_NUM_THREADS": "1"} if job.name in ONE_THREAD else {}
@@ -250,13 +260,13 @@ def measure(job: Job, args: argparse.Namespace) -> None:
         atomic_write(report, new_report.read_text(encoding="utf-8"))
 
 
-def claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
+def format_claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
     """Return every claim of these reports before and now, as Markdown."""
     lines = ["| report | ratio | before | default setting | fixed setting | claimed |", "| --- " * 6 + "|"]
     for name in names:
         report, before = read(args.results_dir, name), read(args.work_dir / "before", name)
-        old = {ratio.label: f"{ratio.value:.2f}×" for ratio in ratios(name, before)} if before else {}
-        for line in claims(name, report):
+        old = {ratio.label: f"{ratio.value:.2f}×" for ratio in iterate_ratios(name, before)} if before else {}
+        for line in iterate_claims(name, report):
             fixed_text = "no claim" if line.fixed is None else f"{line.fixed:.2f}×"
             said = "none" if line.claim.ratio is None else line.claim.text
             cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", fixed_text, said]
@@ -269,13 +279,13 @@ def format_tables(names: Sequence[str], folder: Path | None) -> str:
     parts = []
     for title, table in TABLES.items():
         if set(names) & set(table.names) and table.is_there(folder):
-            parts.append(f"{title.replace('_', ' ')}:\n\n{markdown(table.columns, table.made(folder))}\n")
+            parts.append(f"{title.replace('_', ' ')}:\n\n{format_markdown_table(table.columns, table.made(folder))}\n")
     return "\n".join(parts)
 
 
 def main(args: argparse.Namespace) -> str:
     """Measure what is not done, or list it; print and write the tables; returns that of the claims."""
-    every = jobs(args)
+    every = list_jobs(args)
     done = {job.name for job in every if is_recorded(read(args.results_dir, job.name) or {})}
     left = [job for job in every if args.again or job.name not in done]
     minutes = sum(job.seconds for job in left) / 60
@@ -298,7 +308,7 @@ def main(args: argparse.Namespace) -> str:
         done.add(job.name)
         write_tables([job.name for job in every if job.name in done], args)
     finished = [job.name for job in every if job.name in done]
-    text = claims_table(finished, args) if finished else ""
+    text = format_claims_table(finished, args) if finished else ""
     print(text)
     if failed:
         sys.exit("error: not measured:\n" + "\n".join(failed))
@@ -308,7 +318,7 @@ def main(args: argparse.Namespace) -> str:
 def write_tables(names: Sequence[str], args: argparse.Namespace) -> None:
     """Write the claims and the tables of the finished reports."""
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write(args.work_dir / "claims.md", claims_table(names, args))
+    atomic_write(args.work_dir / "claims.md", format_claims_table(names, args))
     atomic_write(args.work_dir / "tables.md", format_tables(names, args.results_dir))
 
 

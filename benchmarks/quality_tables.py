@@ -17,7 +17,7 @@ TABLES: dict[str, Table] = {}
 MIB = 2**20
 
 
-def table(*columns: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
+def register_table(*columns: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
     """Register a function that yields the rows of a table with these columns."""
 
     def register(rows: Callable[[], Rows]) -> Callable[[], Rows]:
@@ -37,7 +37,7 @@ def load_gpu(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"gpu/results/{name}.json").read_text(encoding="utf-8"))["cells"]
 
 
-def row_with(rows: Iterable[dict[str, Any]], **values: Any) -> dict[str, Any]:
+def find_row(rows: Iterable[dict[str, Any]], **values: Any) -> dict[str, Any]:
     """Return the only row with these values; rows with the earlier order of batches are in no table."""
     matching = [r for r in rows if "batch_order" not in r and all(r.get(k) == v for k, v in values.items())]
     (row,) = matching
@@ -50,7 +50,7 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{mean(values):{form}}" + (f" ({'–'.join(ends)})" if len(values) > 1 else "")
 
 
-def in_millions(parameters: int) -> str:
+def format_millions(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M"
 
 
@@ -66,7 +66,7 @@ METHODS = {
 MINILM, T5 = "all-MiniLM-L6-v2", "t5-mini-multi30k-en-de"
 
 
-def _converted(report: str, model: str, metric: str, form: str, heads: Sequence[int]) -> Rows:
+def _iterate_converted_rows(report: str, model: str, metric: str, form: str, heads: Sequence[int]) -> Rows:
     rows = [row for row in load(report)["rows"] if row["model"] == model and "batch_order" not in row]
     has_steps = any(row["steps"] for row in rows)
     for method, label in METHODS.items():
@@ -82,93 +82,96 @@ def _converted(report: str, model: str, metric: str, form: str, heads: Sequence[
             yield [label, *([steps] if has_steps else []), *cells, *([f"{mean(times):.0f} s"] if times else [])]
 
 
-@table("method", "6 heads", "4 heads", "2 heads", "1 head", "time")
+@register_table("method", "6 heads", "4 heads", "2 heads", "1 head", "time")
 def minilm_spearman() -> Rows:
-    return _converted("conversion_quality", MINILM, "spearman", ".4f", (6, 4, 2, 1))
+    return _iterate_converted_rows("conversion_quality", MINILM, "spearman", ".4f", (6, 4, 2, 1))
 
 
-@table("method", "6 heads", "4 heads", "2 heads", "1 head", "time")
+@register_table("method", "6 heads", "4 heads", "2 heads", "1 head", "time")
 def minilm_cosine() -> Rows:
-    return _converted("conversion_quality", MINILM, "cosine", ".3f", (6, 4, 2, 1))
+    return _iterate_converted_rows("conversion_quality", MINILM, "cosine", ".3f", (6, 4, 2, 1))
 
 
-@table("method", "4 heads", "1 head", "time")
+@register_table("method", "4 heads", "1 head", "time")
 def minilm_spearman_again() -> Rows:
-    return _converted("conversion_quality_minilm_again", MINILM, "spearman", ".4f", (4, 1))
+    return _iterate_converted_rows("conversion_quality_minilm_again", MINILM, "spearman", ".4f", (4, 1))
 
 
-@table("method", "4 heads", "1 head", "time")
+@register_table("method", "4 heads", "1 head", "time")
 def minilm_cosine_again() -> Rows:
-    return _converted("conversion_quality_minilm_again", MINILM, "cosine", ".3f", (4, 1))
+    return _iterate_converted_rows("conversion_quality_minilm_again", MINILM, "cosine", ".3f", (4, 1))
 
 
-@table("method", "Spearman", "cosine", "time")
+@register_table("method", "Spearman", "cosine", "time")
 def minilm_on_sentences() -> Rows:
     names = {row["model"] for row in load("conversion_quality")["rows"]} - {MINILM, T5}
     (name,) = names
-    both = [list(_converted("conversion_quality", name, *of, (1,))) for of in (("spearman", ".4f"), ("cosine", ".3f"))]
+    both = [
+        list(_iterate_converted_rows("conversion_quality", name, *of, (1,)))
+        for of in (("spearman", ".4f"), ("cosine", ".3f"))
+    ]
     for (label, spearman, time), (_, cosine, _) in zip(*both, strict=True):
         yield [label, spearman, cosine, time]
 
 
-@table("method", "uptraining steps", "4 heads", "2 heads", "1 head", "time")
+@register_table("method", "uptraining steps", "4 heads", "2 heads", "1 head", "time")
 def t5_bleu() -> Rows:
-    return _converted("conversion_quality", T5, "bleu", ".2f", (4, 2, 1))
+    return _iterate_converted_rows("conversion_quality", T5, "bleu", ".2f", (4, 2, 1))
 
 
-@table("method", "uptraining steps", "4 heads", "2 heads", "1 head", "time")
+@register_table("method", "uptraining steps", "4 heads", "2 heads", "1 head", "time")
 def t5_loss() -> Rows:
-    return _converted("conversion_quality", T5, "loss", ".3f", (4, 2, 1))
+    return _iterate_converted_rows("conversion_quality", T5, "loss", ".3f", (4, 2, 1))
 
 
-@table("method", "4 heads", "2 heads", "1 head")
+@register_table("method", "4 heads", "2 heads", "1 head")
 def t5_bleu_again() -> Rows:
-    return _converted("conversion_quality_t5_again", T5, "bleu", ".2f", (4, 2, 1))
+    return _iterate_converted_rows("conversion_quality_t5_again", T5, "bleu", ".2f", (4, 2, 1))
 
 
-def _option(option: dict[str, int]) -> str:
+def _format_option(option: dict[str, int]) -> str:
     if heads := option.get("num_key_value_heads"):
         return f"{heads} head" + "s" * (heads > 1)
     names = {"cross_kv_lora_rank": "cross-attention", "kv_lora_rank": "self-attention"}
     return ", ".join(f"{names[name]} rank {rank}" for name, rank in option.items()) or "multi-head"
 
 
-def _latents(model: str, split: str) -> list[list[dict[str, Any]]]:
+def _group_latent_rows(model: str, split: str) -> list[list[dict[str, Any]]]:
     rows = [row for row in load("latents")["rows"] if (row["model"], row["split"]) == (model, split)]
     options = {json.dumps(row["option"]): row["option"] for row in rows}.values()
     return [[row for row in rows if row["option"] == option] for option in options]
 
 
-def _latents_t5(split: str) -> Rows:
-    for group in _latents("t5", split):
+def _iterate_latent_t5_rows(split: str) -> Rows:
+    for group in _group_latent_rows("t5", split):
         by_fit = {row["fitted"]: row for row in group}
         first = group[0]
         numbers = " + ".join(f"{value:,}" for value in first["numbers_per_token"].values())
         cells = [f"{by_fit[fit]['bleu']:.2f}" if fit in by_fit else "" for fit in (False, True)]
         cells += [f"{by_fit[fit]['loss']:.3f}" if fit in by_fit else "" for fit in (False, True)]
-        yield [_option(first["option"]), numbers, f"{first['parameters']:,}", *cells]
+        yield [_format_option(first["option"]), numbers, f"{first['parameters']:,}", *cells]
 
 
 OF_LATENTS = ("numbers per token", "parameters", "BLEU, closed form", "BLEU, fitted")
 OF_LATENTS += ("loss, closed form", "loss, fitted")
 
 
-@table("variant", *OF_LATENTS)
+@register_table("variant", *OF_LATENTS)
 def latents_t5() -> Rows:
-    return _latents_t5("val")
+    return _iterate_latent_t5_rows("val")
 
 
-@table("variant", *OF_LATENTS)
+@register_table("variant", *OF_LATENTS)
 def latents_t5_test() -> Rows:
-    return _latents_t5("test")
+    return _iterate_latent_t5_rows("test")
 
 
-@table("variant", "numbers per layer", "parameters", "Spearman, STS-B", "cosine, Wikipedia", "cosine, STS-B")
+@register_table("variant", "numbers per layer", "parameters", "Spearman, STS-B", "cosine, Wikipedia", "cosine, STS-B")
 def latents_minilm() -> Rows:
-    rows = [row for (row,) in _latents("minilm", "val")]
+    rows = [row for (row,) in _group_latent_rows("minilm", "val")]
     rows.sort(key=lambda row: (-row["numbers_per_token"]["self"], "kv_lora_rank" in row["option"]))
     for row in rows:
-        label = _option(row["option"]).replace("self-attention", "latents of")
+        label = _format_option(row["option"]).replace("self-attention", "latents of")
         scores = f"{row['spearman']:.4f}", f"{row['cosine']:.3f}", f"{row['cosine_other_text']:.3f}"
         yield [
             label.replace("of rank", "of"),
@@ -178,7 +181,7 @@ def latents_minilm() -> Rows:
         ]
 
 
-@table("variant", "numbers per token", "parameters", "BLEU", "loss", "BLEU, distilled", "loss, distilled")
+@register_table("variant", "numbers per token", "parameters", "BLEU", "loss", "BLEU, distilled", "loss, distilled")
 def marian() -> Rows:
     for row in load("marian_multi30k")["rows"]:
         numbers = " + ".join(f"{value:,}" for value in row["numbers_per_token"].values())
@@ -190,10 +193,10 @@ def marian() -> Rows:
         ]
         label = "cached encoder outputs" if row["option"] == "exact" else row["option"]
         label = re.sub(r"(cross|self) (\d+)", r"\1-attention rank \2", label).replace(" + ", ", ")
-        yield [label.replace(", mean", ", mean pooling"), numbers, in_millions(row["parameters"]), *cells]
+        yield [label.replace(", mean", ", mean pooling"), numbers, format_millions(row["parameters"]), *cells]
 
 
-@table("model", "key/value heads", "masked tokens predicted", "increase of the loss, nats", "verdict")
+@register_table("model", "key/value heads", "masked tokens predicted", "increase of the loss, nats", "verdict")
 def reactions() -> Rows:
     rows = load("reactions")["rows"]
     for model, name, full in (("albert", "ALBERT", 8), ("bert", "BERT", 4)):
@@ -209,7 +212,7 @@ def reactions() -> Rows:
             yield [name, row["num_key_value_heads"] or f"{full} (original)", f"{row['masked_accuracy']:.3f}", *verdict]
 
 
-@table("model (metric)", "heads", "reported", "95 % interval", "verdict", "on labeled examples", "metric")
+@register_table("model (metric)", "heads", "reported", "95 % interval", "verdict", "on labeled examples", "metric")
 def closing_numbers() -> Rows:
     names = {
         "rxnfp": "BERT classifier of reactions (accuracy)",
@@ -236,7 +239,7 @@ def closing_numbers() -> Rows:
         ]
 
 
-@table("unconverted layers", "MiniLM: cosine", "BERT: masked tokens predicted", "T5 encoder: loss")
+@register_table("unconverted layers", "MiniLM: cosine", "BERT: masked tokens predicted", "T5 encoder: loss")
 def unconverted_layers() -> Rows:
     runs = load("kept_layers")["runs"]
     metrics = {"minilm": ("cosine", ".3f"), "bert": ("masked_accuracy", ".3f"), "t5-mini": ("loss", ".4f")}
@@ -251,7 +254,7 @@ def unconverted_layers() -> Rows:
         yield [label, *cells]
 
 
-@table("heads", "text", "lines only", "lines and passages", "the same, two layers unconverted")
+@register_table("heads", "text", "lines only", "lines and passages", "the same, two layers unconverted")
 def retention() -> Rows:
     rows = load("retention")["runs"]
     settings = [{"passages": "no"}, {"passages": "yes"}, {"passages": "yes", "keep_matching_layers": 2}]
@@ -259,18 +262,18 @@ def retention() -> Rows:
     cases = [("4", {"heads": 4}, settings), ("1", {"heads": 1}, settings[1:])]
     cases += [("latents of 64", {"heads": 12, "kv_lora_rank": 64}, settings[2:])]
     for label, of, of_columns in cases:
-        columns = [row_with(rows, **anything | of | fields)["kinds"] for fields in of_columns]
+        columns = [find_row(rows, **anything | of | fields)["kinds"] for fields in of_columns]
         for kind in columns[0]:
             rows_of_kind = [column[kind] for column in columns]
-            cells = [f"{fields['error']:.2f}" + _embeddings(fields) for fields in rows_of_kind]
+            cells = [f"{fields['error']:.2f}" + _format_embedding_scores(fields) for fields in rows_of_kind]
             yield [label, kind, *[""] * (len(settings) - len(cells)), *cells]
 
 
-def _embeddings(row: dict[str, float]) -> str:
+def _format_embedding_scores(row: dict[str, float]) -> str:
     return f", {row['cosine']:.3f} / {row['neighbours']:.2f}" if "cosine" in row else ""
 
 
-@table("calibration text", "Spearman", "cosine", "cosine on its own held-out text")
+@register_table("calibration text", "Spearman", "cosine", "cosine on its own held-out text")
 def starved_conversion() -> Rows:
     for row in load("starved_conversion")["rows"]:
         quality = "" if row["own_quality"] is None else f"{row['own_quality']:.3f}"
@@ -278,7 +281,7 @@ def starved_conversion() -> Rows:
         yield [label, f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", quality]
 
 
-@table("checkpoint", "read", "peak anonymous memory", "peak file-mapped memory", "time after imports")
+@register_table("checkpoint", "read", "peak anonymous memory", "peak file-mapped memory", "time after imports")
 def conversion_memory() -> Rows:
     names = {"large, one file": "one file", "large, 8 shards": "8 shards"}
     for row in load("conversion_memory")["rows"]:
@@ -289,7 +292,7 @@ def conversion_memory() -> Rows:
         yield [names.get(row["checkpoint"], row["checkpoint"]), read, *peaks, time]
 
 
-@table("model", "parameters", "projections per token", "converted", "converted and distilled")
+@register_table("model", "parameters", "projections per token", "converted", "converted and distilled")
 def quickstart() -> Rows:
     for row in load("quickstart")["rows"]:
         scores = [
@@ -297,18 +300,18 @@ def quickstart() -> Rows:
             for stage in ("converted", "distilled")
             if stage in row
         ]
-        size = [in_millions(row["parameters"]), f"{row['projection_flops'] / 1e6:.2f} MFLOP"]
+        size = [format_millions(row["parameters"]), f"{row['projection_flops'] / 1e6:.2f} MFLOP"]
         yield [row["model"], *size, *scores, *[""] * (2 - len(scores))]
 
 
 # Training after a conversion.
-@table("share of the steps", "mean, 2 heads", "calibrated, 2 heads", "mean, 1 head", "calibrated, 1 head")
+@register_table("share of the steps", "mean, 2 heads", "calibrated, 2 heads", "mean, 1 head", "calibrated, 1 head")
 def uptraining() -> Rows:
     rows = load("conversion_quality")["rows"]
     for share, steps in (("0", 0), ("5 % (377 steps)", 377), ("10 % (754 steps)", 754)):
         of = {"model": T5, "steps": steps, "seed": 0}
         groups = [(m, k) for k in (2, 1) for m in ("mean", "calibrated+fit")]
-        cells = [row_with(rows, method=method, num_key_value_heads=k, **of) for method, k in groups]
+        cells = [find_row(rows, method=method, num_key_value_heads=k, **of) for method, k in groups]
         yield [share, *(f"{row['bleu']:.1f} ({row['loss']:.3f})" for row in cells)]
 
 
@@ -322,25 +325,27 @@ METRICS = {"sst2": "accuracy", "cola": "matthews_correlation", "stsb": "spearman
 METRICS |= {"qnli": "accuracy", "mnli": "accuracy"}
 
 
-def _variant(name: str) -> str:
+def _format_variant_name(name: str) -> str:
     for old, new in UNCONVERTED.items():
         name = name.replace(old, new)
     return name.replace("(mean)", "(mean pooling)")
 
 
-@table("model", "SST-2 accuracy", "CoLA Matthews", "STS-B Spearman", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
+@register_table(
+    "model", "SST-2 accuracy", "CoLA Matthews", "STS-B Spearman", "QNLI accuracy", "MNLI accuracy", "SQuAD F1"
+)
 def glue() -> Rows:
     runs = load("finetuned_variants")["runs"]
     for variant in ("MHA", f"GQA-4 ({ON_TASK}, distilled on it)", f"MQA ({ON_TASK})", "GQA-4 (mean)"):
-        cells = [f"{row_with(runs, variant=variant, task=task)[name]:.3f}" for task, name in METRICS.items()]
+        cells = [f"{find_row(runs, variant=variant, task=task)[name]:.3f}" for task, name in METRICS.items()]
         squad = [run for run in runs if (run["variant"], run["task"]) == (variant, "squad")]
-        yield [_variant(variant), *cells, f"{squad[0]['f1']:.1f}" if squad else "not run"]
+        yield [_format_variant_name(variant), *cells, f"{squad[0]['f1']:.1f}" if squad else "not run"]
 
 
 GENERAL = {"qnli": ("accuracy", ".3f"), "mnli": ("accuracy", ".3f"), "squad": ("f1", ".1f")}
 
 
-@table("model", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
+@register_table("model", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
 def from_general_text() -> Rows:
     runs = load("finetuned_from_general_text")["runs"]
     for variant in ("MHA", f"GQA-4 {DEFAULTS}"):
@@ -351,7 +356,7 @@ def from_general_text() -> Rows:
         yield [variant, *cells]
 
 
-@table("model", "STS-B Spearman", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
+@register_table("model", "STS-B Spearman", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
 def matching_layers() -> Rows:
     """Some of its runs are in other tables too."""
     names = ("finetuned_from_general_text", "finetuned_kernels", "finetuned_matching_layers")
@@ -367,19 +372,19 @@ def matching_layers() -> Rows:
         for task, (metric, form) in metrics.items():
             of = {row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (variant, task)}
             cells.append(", ".join(f"{of[seed]:{form}}" for seed in (42, 43) if seed in of))
-        yield [_variant(label), *cells]
+        yield [_format_variant_name(label), *cells]
 
 
-@table("seed", "42", "43", "44", "45", "46")
+@register_table("seed", "42", "43", "44", "45", "46")
 def five_seeds() -> Rows:
     rows = load("finetuned_matching_layers")["runs"]
     for variant in ("MHA", "GQA-4", "GQA-4 but in matching layers"):
         full = variant if variant == "MHA" else f"{variant} {DEFAULTS}"
         of = {row["seed"]: row["spearmanr"] for row in rows if (row["variant"], row["task"]) == (full, "stsb")}
-        yield [_variant(variant), *(f"{of[seed]:.3f}" for seed in range(42, 47))]
+        yield [_format_variant_name(variant), *(f"{of[seed]:.3f}" for seed in range(42, 47))]
 
 
-@table("model", "STS-B Spearman", "QNLI accuracy", "SST-2 accuracy", "MNLI accuracy")
+@register_table("model", "STS-B Spearman", "QNLI accuracy", "SST-2 accuracy", "MNLI accuracy")
 def then_kernel() -> Rows:
     runs = load("finetuned_then_kernel")["runs"]
     start, distilled = f"the fine-tuned MHA, {ON_TASK}", "distilled on it for 577 steps"
@@ -401,7 +406,7 @@ def then_kernel() -> Rows:
         yield [label, *cells]
 
 
-@table("model", "order", "exact match", "F1", "`--variants`")
+@register_table("model", "order", "exact match", "F1", "`--variants`")
 def squad() -> Rows:
     runs = load("finetuned_variants")["runs"]
     before, after = "converted, then fine-tuned", "fine-tuned, then converted"
@@ -416,11 +421,11 @@ def squad() -> Rows:
         f"{start}, distilled on it)": ("GQA-4, calibrated and distilled on pairs", after),
     }
     for variant, (label, order) in labels.items():
-        run = row_with(runs, variant=variant, task="squad")
+        run = find_row(runs, variant=variant, task="squad")
         yield [label, order, f"{run['exact_match']:.1f}", f"{run['f1']:.1f}", f"`{variant}`"]
 
 
-@table(
+@register_table(
     "step",
     "MHA",
     "pairs: calibrated, distilled",
@@ -444,7 +449,7 @@ def squad_losses() -> Rows:
 
 
 # Training from scratch.
-@table("model", "dev loss, nats per token", "test BLEU, greedy", "test BLEU, 4 beams")
+@register_table("model", "dev loss, nats per token", "test BLEU, greedy", "test BLEU, 4 beams")
 def from_scratch() -> Rows:
     runs = load("t5_multi30k_scratch")["runs"]
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -454,15 +459,15 @@ def from_scratch() -> Rows:
         yield [variant + width, spread([run["dev_loss"] for run in group], ".3f"), *bleu]
 
 
-@table("key/value heads", "calibrated", "mean pooling", "first head", "random head")
+@register_table("key/value heads", "calibrated", "mean pooling", "first head", "random head")
 def albert() -> Rows:
     rows = load("albert_mlm")["rows"]
     for k in (4, 2, 1):
-        losses = [row_with(rows, method=m, num_key_value_heads=k) for m in ("calibrated", "mean", "first", "random")]
+        losses = [find_row(rows, method=m, num_key_value_heads=k) for m in ("calibrated", "mean", "first", "random")]
         yield [k, *(f"{row['eval_loss']:.3f}" for row in losses)]
 
 
-@table(
+@register_table(
     "optimizer",
     "attention",
     "dev loss",
@@ -478,7 +483,7 @@ def span_corruption() -> Rows:
         yield [row["optimizer"], row["attention"], *scores, *costs, "yes" if row["gate_passed"] else "no"]
 
 
-@table("model", "SST-2 accuracy", "STS-B Spearman by seed", "T5: dev loss", "T5: test BLEU")
+@register_table("model", "SST-2 accuracy", "STS-B Spearman by seed", "T5: dev loss", "T5: test BLEU")
 def talking_heads_finetuned() -> Rows:
     runs, of_t5 = load("talking_heads_finetuning")["runs"], load("t5_multi30k_finetune")["runs"]
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -495,7 +500,7 @@ def talking_heads_finetuned() -> Rows:
 
 
 # The sweeps.
-@table("talking heads", "loss, mean", "seed 0", "seed 1")
+@register_table("talking heads", "loss, mean", "seed 0", "seed 1")
 def talking_heads_places() -> Rows:
     rows = load("talking_heads_places")["rows"]
     for variant in dict.fromkeys(row["variant"] for row in rows):
@@ -506,7 +511,7 @@ def talking_heads_places() -> Rows:
 HEAD_COUNTS = (2, 4, 8, 16)
 
 
-def _by_heads(report: str) -> Rows:
+def _iterate_rows_by_heads(report: str) -> Rows:
     rows = load(report)["rows"]
     for number, projected in enumerate(("multi-head", "logits", "weights", "both")):
         group = rows[4 * number : 4 * number + 4]
@@ -514,17 +519,17 @@ def _by_heads(report: str) -> Rows:
         yield [projected, *(f"{row['eval_loss']:.3f}" for row in group)]
 
 
-@table("projected", *(f"{count} heads" for count in HEAD_COUNTS))
+@register_table("projected", *(f"{count} heads" for count in HEAD_COUNTS))
 def talking_heads_t5() -> Rows:
-    return _by_heads("talking_heads_t5")
+    return _iterate_rows_by_heads("talking_heads_t5")
 
 
-@table("projected", *(f"{count} heads" for count in HEAD_COUNTS))
+@register_table("projected", *(f"{count} heads" for count in HEAD_COUNTS))
 def talking_heads_albert() -> Rows:
-    return _by_heads("talking_heads_albert")
+    return _iterate_rows_by_heads("talking_heads_albert")
 
 
-@table("projections", "loss", "parameters")
+@register_table("projections", "loss", "parameters")
 def talking_heads_dynamic() -> Rows:
     names = {"multi-head": "none (multi-head)", "static": "static (talking heads)"}
     names |= {
@@ -540,25 +545,25 @@ def talking_heads_dynamic() -> Rows:
         yield [label, f"{row['eval_loss']:.3f}", f"{row['num_parameters']:,}"]
 
 
-def _heads(variant: str) -> str:
+def _format_heads(variant: str) -> str:
     kind, number, size, *local = re.fullmatch(r"(multi-\w+)-(\d+)-of-(\d+)(-local)?", variant).groups()
     return f"{kind}, {number} of {size}" + (", local" if local[0] else "")
 
 
-@table("heads", "loss")
+@register_table("heads", "loss")
 def fewer_heads() -> Rows:
     for row in sorted(load("fewer_heads")["rows"], key=lambda row: row["eval_loss"]):
-        yield [_heads(row["variant"]), f"{row['eval_loss']:.3f}"]
+        yield [_format_heads(row["variant"]), f"{row['eval_loss']:.3f}"]
 
 
-@table("heads", "dev loss", "BLEU, greedy", "BLEU, 4 beams")
+@register_table("heads", "dev loss", "BLEU, greedy", "BLEU, 4 beams")
 def fewer_heads_translation() -> Rows:
     for row in load("fewer_heads_translation")["rows"]:
         bleu = (f"{row[name]:.1f}" for name in ("test_bleu", "test_bleu_beam4"))
-        yield [_heads(row["variant"]), f"{row['eval_loss']:.3f}", *bleu]
+        yield [_format_heads(row["variant"]), f"{row['eval_loss']:.3f}", *bleu]
 
 
-@table("one key/value head", "loss before", "loss after", "BLEU before", "BLEU after")
+@register_table("one key/value head", "loss before", "loss after", "BLEU before", "BLEU after")
 def conversion_methods() -> Rows:
     names = {"mean": "mean of the heads", "first": "the first head", "random": "a random head"}
     for row in load("conversion_methods")["rows"]:
@@ -567,7 +572,7 @@ def conversion_methods() -> Rows:
         yield [names.get(row["variant"], "calibrated (closed form)"), *losses, *bleu]
 
 
-@table("key/value heads", "mean pooling: loss", "mean pooling: BLEU", "calibrated: loss", "calibrated: BLEU")
+@register_table("key/value heads", "mean pooling: loss", "mean pooling: BLEU", "calibrated: loss", "calibrated: BLEU")
 def gqa_groups() -> Rows:
     by_variant = {row["variant"]: row for row in load("gqa_groups")["rows"]}
 
@@ -580,7 +585,7 @@ def gqa_groups() -> Rows:
     yield ["8 (not converted, trained for the same steps)", *cells("multi-head"), "", ""]
 
 
-@table("key/value heads", "0", "1 %", "2 %", "5 %", "10 %")
+@register_table("key/value heads", "0", "1 %", "2 %", "5 %", "10 %")
 def alpha() -> Rows:
     rows = load("alpha")["rows"]
     for variant in dict.fromkeys(row["variant"] for row in rows):
@@ -590,7 +595,7 @@ def alpha() -> Rows:
 
 
 # Long texts.
-@table("read", "first half: accuracy, MRR", "passage: accuracy, MRR", "Spearman", "seconds")
+@register_table("read", "first half: accuracy, MRR", "passage: accuracy, MRR", "Spearman", "seconds")
 def long_inputs() -> Rows:
     for row in load("long_inputs")["runs"]:
         both = (row[by] for by in ("by_halves", "by_passages"))
@@ -598,21 +603,21 @@ def long_inputs() -> Rows:
         yield [row["reading"], *cells, f"{row['spearman']:.4f}", f"{row['encoding_seconds']:.0f}"]
 
 
-@table("read", "passes", "exact match", "F1", "seconds")
+@register_table("read", "passes", "exact match", "F1", "seconds")
 def long_questions() -> Rows:
     for row in load("long_questions")["runs"]:
         scores = f"{row['eval_exact_match']:.1f}", f"{row['eval_f1']:.1f}"
         yield [row["reading"], row["eval_windows"], *scores, f"{row['seconds']:.0f}"]
 
 
-@table("encoder", "distillation steps", "BLEU", "loss")
+@register_table("encoder", "distillation steps", "BLEU", "loss")
 def long_t5() -> Rows:
     names = {"everything": "full attention", "transient global": "transient-global attention"}
     for row in load("long_t5")["runs"]:
         yield [names.get(row["encoder"], row["encoder"]), row["steps"], f"{row['bleu']:.2f}", f"{row['loss']:.4f}"]
 
 
-@table("kernel", "features", "calibration text", "fitting steps", "Spearman", "cosine", "seconds")
+@register_table("kernel", "features", "calibration text", "fitting steps", "Spearman", "cosine", "seconds")
 def kernel_conversion() -> Rows:
     branches = {"both": "", "the window": ", only the window", "outside of it": ", only outside the window"}
     for row in sorted(load("kernel_conversion")["runs"], key=lambda row: row["texts"]):
@@ -625,7 +630,7 @@ def kernel_conversion() -> Rows:
         yield [kernel, row["features"] or "default", text, fit, *scores]
 
 
-@table("model", "SST-2 accuracy", "QNLI accuracy")
+@register_table("model", "SST-2 accuracy", "QNLI accuracy")
 def finetuned_kernels() -> Rows:
     rows = [row for row in load("finetuned_kernels")["runs"] if "num_train_epochs" not in row]
     for variant, label in (("MHA", "MHA"), (f"hedgehog {DEFAULTS}", "hedgehog")):
@@ -636,7 +641,7 @@ def finetuned_kernels() -> Rows:
         yield [label, *(spread(accuracies, ".3f") for accuracies in tasks)]
 
 
-@table("engine", "texts")
+@register_table("engine", "texts")
 def texts_that_fit() -> Rows:
     names = (
         "Transformers",
@@ -654,7 +659,7 @@ GPU_NAMES = {"upstream": "Transformers", "upstream MHA": "Transformers", "exact"
 GPU_NAMES |= {"cross r=192": "cross-attention latents of 192"}
 
 
-@table("model", "BERT-base, ms", "BERT-base, tokens/s", "T5-base, ms", "T5-base, tokens/s")
+@register_table("model", "BERT-base, ms", "BERT-base, tokens/s", "T5-base, ms", "T5-base, tokens/s")
 def gpu_training() -> Rows:
     bert, t5 = (load_gpu("training_steps")[f"{kind}, bfloat16"]["rows"] for kind in ("bert", "t5"))
     for name in bert:
@@ -666,7 +671,7 @@ def gpu_training() -> Rows:
         yield [GPU_NAMES.get(name, name), *cells]
 
 
-@table("tokens per text", "pass", "fused multi-head", "talking heads", "compiled formula", "formula")
+@register_table("tokens per text", "pass", "fused multi-head", "talking heads", "compiled formula", "formula")
 def gpu_talking_heads() -> Rows:
     for length in (512, 2048, 8192):
         for mode in ("forward", "training"):
@@ -678,7 +683,7 @@ def gpu_talking_heads() -> Rows:
             yield [f"{length:,}", mode, *cells]
 
 
-@table("model", "tokens/s", "step, ms", "cross-attention per step, ms", "cache, MiB")
+@register_table("model", "tokens/s", "step, ms", "cross-attention per step, ms", "cache, MiB")
 def gpu_decoding() -> Rows:
     for row in load_gpu("decoding")["t5-base, batch 64"]["rows"]:
         times = (f"{row[name]:.1f}" for name in ("step_milliseconds", "cross_attention_milliseconds"))
@@ -686,7 +691,7 @@ def gpu_decoding() -> Rows:
         yield [GPU_NAMES.get(row["model"], row["model"]), f"{row['tokens_per_second']:,.0f}", *times, cache]
 
 
-@table("model", "tokens/s", "speed", "step, ms", "cache, MiB")
+@register_table("model", "tokens/s", "speed", "step, ms", "cache, MiB")
 def gpu_static_cache() -> Rows:
     printed = r"source 2048 (.+?) +([\d.]+) tokens/s +([\d.]+)x .* step +([\d.]+) ms .* cache +([\d.]+) MiB"
     for line in (FOLDER / "gpu/results/decoding_static_cache.txt").read_text(encoding="utf-8").splitlines():
@@ -706,7 +711,9 @@ OF_LATENT = {
 }
 
 
-@table("model", "latents", "reading them once", "multi-head, fused", "latent, fused", "two products", "these kernels")
+@register_table(
+    "model", "latents", "reading them once", "multi-head, fused", "latent, fused", "two products", "these kernels"
+)
 def gpu_latent_kernel() -> Rows:
     for name, (label, sizes) in OF_LATENT.items():
         cell = load_gpu("latent_kernel")[f"times, {name}"]
@@ -716,7 +723,7 @@ def gpu_latent_kernel() -> Rows:
         yield [label, sizes, *(f"{value:.0f}" for value in (cell["reading_microseconds"], *others, launch))]
 
 
-@table("tokens", "pass", "full, fused", "window, FlexAttention", "window, blocked")
+@register_table("tokens", "pass", "full, fused", "window, FlexAttention", "window, blocked")
 def gpu_long_texts() -> Rows:
     for length in (16384, 65536):
         for mode in ("forward", "training"):
@@ -728,7 +735,7 @@ def gpu_long_texts() -> Rows:
             ]
 
 
-@table("attention", "forward", "training")
+@register_table("attention", "forward", "training")
 def gpu_layers() -> Rows:
     cell = load_gpu("long_texts")["layers, 16384"]
     for name in cell["forward"]:

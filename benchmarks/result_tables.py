@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import quality_tables, speed_tables
 from hf_attn_variants.files import atomic_write
 
-__all__ = ["TABLES", "differences", "documents", "filled", "names_in"]
+__all__ = ["TABLES", "fill_tables", "find_table_names", "iterate_differences", "list_documents"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = speed_tables.TABLES | quality_tables.TABLES
@@ -28,17 +28,17 @@ TABLES = speed_tables.TABLES | quality_tables.TABLES
 BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:(?:\|.*)?\n)*<!-- end -->")
 
 
-def documents() -> list[Path]:
+def list_documents() -> list[Path]:
     """Return the Markdown files that may have tables."""
     return sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/*.md")])
 
 
-def names_in(text: str) -> list[str]:
+def find_table_names(text: str) -> list[str]:
     """Return the names of the tables of a text."""
     return [block[1] for block in BLOCK.finditer(text)]
 
 
-def filled(text: str) -> str:
+def fill_tables(text: str) -> str:
     """Return a text with its tables made from the reports.
 
     Raises:
@@ -47,7 +47,7 @@ def filled(text: str) -> str:
 
     def block(match: re.Match) -> str:
         table = TABLES[match[1]]
-        rows = speed_tables.markdown(table.columns, table.made())
+        rows = speed_tables.format_markdown_table(table.columns, table.made())
         # Older reports use another name for these latents.
         rows = re.sub(r"cross latent \d+ \(exact\)", "cached encoder outputs", rows)
         return f"<!-- generated: {match[1]} -->\n\n{rows}\n\n<!-- end -->"
@@ -55,13 +55,13 @@ def filled(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
-def differences() -> Iterator[str]:
+def iterate_differences() -> Iterator[str]:
     """Yield a line for each file whose tables differ from the reports, and for each table that is in no file."""
     shown: set[str] = set()
-    for path in documents():
+    for path in list_documents():
         text = path.read_text(encoding="utf-8")
-        shown |= {*names_in(text)}
-        if filled(text) != text:
+        shown |= {*find_table_names(text)}
+        if fill_tables(text) != text:
             yield f"{path.relative_to(ROOT)} differs from the reports; run `python -m benchmarks.result_tables`"
     yield from (f"No file has the table {name!r}." for name in TABLES if name not in shown)
 
@@ -74,12 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     if not args.check:
-        for path in documents():
+        for path in list_documents():
             text = path.read_text(encoding="utf-8")
-            if filled(text) != text:
-                atomic_write(path, filled(text))
+            if fill_tables(text) != text:
+                atomic_write(path, fill_tables(text))
                 print(f"wrote {path.relative_to(ROOT)}")
-    messages = [*differences()]
+    messages = [*iterate_differences()]
     print("\n".join(messages), end="\n" * bool(messages))
     return int(bool(messages))
 

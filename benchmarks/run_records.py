@@ -68,7 +68,7 @@ def check_arguments(
     different = {
         name: f"{used[name]!r}, now {value!r}"
         for name, value in checked.items()
-        if name in used and _without_folders(used[name]) != _without_folders(value)
+        if name in used and _remove_folders(used[name]) != _remove_folders(value)
     }
     if different:
         raise SystemExit(f"{folder} holds a run with other arguments {different}: use another --work_dir")
@@ -84,6 +84,6 @@ def check_source(checkpoint: Path, model: Path | str) -> None:
             raise SystemExit(f"{checkpoint} was converted from {source}, not from {model}: use another --work_dir")
 
 
-def _without_folders(value: Any) -> str:
+def _remove_folders(value: Any) -> str:
     # The same data may be reached by another path, and numbers come as text from a command line.
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.kept_memory import Claim, make_claim, split_by_setting
 
-__all__ = ["KINDS", "Line", "Ratio", "claims", "is_of_speed", "ratios"]
+__all__ = ["KINDS", "Line", "Ratio", "is_of_speed", "iterate_claims", "iterate_ratios"]
 
 MODES = ("forward", "training")
 FULL, WINDOWED = "BERT layer", "BERT layer, window"
@@ -50,7 +50,7 @@ class Line(NamedTuple):
         return f"{self.label}: default {self.glibc:.2f}×, {fixed_text}; {said}"
 
 
-def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
+def iterate_claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
     """Yield each ratio of a report, both ways.
 
     Args:
@@ -58,14 +58,14 @@ def claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
         report: as `kept_memory.run` writes it.
     """
     glibc, fixed_report = split_by_setting(report)
-    others = {ratio.label: ratio for ratio in ratios(name, fixed_report)} if fixed_report else {}
-    for ratio in ratios(name, glibc):
+    others = {ratio.label: ratio for ratio in iterate_ratios(name, fixed_report)} if fixed_report else {}
+    for ratio in iterate_ratios(name, glibc):
         other = others.get(ratio.label)
         fixed_ratio = other.value if other is not None and other.few_faults else None
         yield Line(ratio.label, ratio.value, fixed_ratio, make_claim(ratio.value, fixed_ratio, ratio.is_cost))
 
 
-def ratios(name: str, report: dict[str, Any]) -> Iterator[Ratio]:
+def iterate_ratios(name: str, report: dict[str, Any]) -> Iterator[Ratio]:
     """Yield the ratios of the process whose report it is."""
     (list_ratios,) = (kind for prefix, kind in KINDS.items() if name.startswith(prefix))
     return list_ratios(report)
@@ -76,79 +76,85 @@ def is_of_speed(name: str) -> bool:
     return name.startswith(tuple(KINDS))
 
 
-def _pair(
+def _iterate_pair_ratios(
     row: dict[str, Any], part: str, base: str, compared: str, label: str, is_cost: bool = False
 ) -> Iterator[Ratio]:
     """Yield the ratio of two times in `row[part]`, if both are there: the base's by ours (of a cost, its inverse)."""
     times = row.get(part) or {}
     if times.get(base) and times.get(compared):
         value = times[compared] / times[base] if is_cost else times[base] / times[compared]
-        yield Ratio(label, value, is_cost, _few(row.get("usage", {}).get(part, {}), base, compared))
+        yield Ratio(label, value, is_cost, _has_few_faults(row.get("usage", {}).get(part, {}), base, compared))
 
 
-def _few(usage: dict[str, dict[str, Any]], *names: str) -> bool | None:
+def _has_few_faults(usage: dict[str, dict[str, Any]], *names: str) -> bool | None:
     """Return whether the faults of all these figures were few."""
     few_faults = [usage.get(name, {}).get("few_faults") for name in names]
     return None if None in few_faults else all(few_faults)
 
 
-def _decoding(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_decoding_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["rows"]:
         same = [r for r in report["rows"] if all(r[n] == row[n] for n in ("batch_size", "source_length"))]
         first = same[0]
         if row is first:
             continue
         usage = {"base": first.get("usage", {}), "ours": row.get("usage", {})}
-        few = _few(usage, "base", "ours")
+        few = _has_few_faults(usage, "base", "ours")
         label = f"{row['model']}, batch {row['batch_size']}, source {row['source_length']}"
         yield Ratio(f"{label}: tokens/s", row["speedup"], few_faults=few)
         yield Ratio(f"{label}: a later token", row["step_speedup"], few_faults=few)
         yield Ratio(f"{label}: first token", first["first_token_seconds"] / row["first_token_seconds"], few_faults=few)
 
 
-def _encoding(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_encoding_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     first, *others = report["rows"]
     for row in others:
-        few = _few({"base": first.get("usage") or {}, "ours": row.get("usage") or {}}, "base", "ours")
+        few = _has_few_faults({"base": first.get("usage") or {}, "ours": row.get("usage") or {}}, "base", "ours")
         yield Ratio(f"{row['name']}: a pass", row["speedup"], few_faults=few)
 
 
-def _windows(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_window_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for mode in MODES:
         for row in report["attention"]:
-            yield from _pair(row, mode, "sdpa", "window", f"windows / full attention, {row['length']} tokens, {mode}")
+            yield from _iterate_pair_ratios(
+                row, mode, "sdpa", "window", f"windows / full attention, {row['length']} tokens, {mode}"
+            )
         for row in report["layers"]:
             label = f"{row['length']} tokens, {mode}"
-            yield from _pair(row, mode, FULL, WINDOWED, f"BERT layer with windows / full, {label}")
-            yield from _pair(row, mode, LONGFORMER, OURS, f"self-attention / Longformer's, {label}")
+            yield from _iterate_pair_ratios(row, mode, FULL, WINDOWED, f"BERT layer with windows / full, {label}")
+            yield from _iterate_pair_ratios(row, mode, LONGFORMER, OURS, f"self-attention / Longformer's, {label}")
 
 
-def _kernels(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_kernel_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for part in ("attention", "causal"):
         for row in report[part]:
             for mode in MODES:
                 for peer in row[mode]:
                     if peer != "sdpa":
                         label = f"{peer} / fused softmax, {part}, {row['length']} tokens, {mode}"
-                        yield from _pair(row, mode, "sdpa", peer, label)
+                        yield from _iterate_pair_ratios(row, mode, "sdpa", peer, label)
     for part, base, in_part in (("steps", "sdpa", "step"), ("models", "upstream", "pass")):
         for row in report.get(part, ()):
             for peer in row[in_part]:
                 if peer != base:
-                    yield from _pair(row, in_part, base, peer, f"{peer} / {base}, {part}, {row['length']} tokens")
+                    yield from _iterate_pair_ratios(
+                        row, in_part, base, peer, f"{peer} / {base}, {part}, {row['length']} tokens"
+                    )
 
 
-def _states(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_state_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["steps"]:
         for name in row["step_ms"]:
             if name != "upstream":
-                yield from _pair(row, "step_ms", "upstream", name, f"{name} / upstream, after {row['length']} tokens")
+                yield from _iterate_pair_ratios(
+                    row, "step_ms", "upstream", name, f"{name} / upstream, after {row['length']} tokens"
+                )
 
 
-def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_pass_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["runs"]:
         for encoder, upstream_encoder in PASSES.items():
-            yield from _pair(
+            yield from _iterate_pair_ratios(
                 row,
                 "milliseconds",
                 upstream_encoder,
@@ -157,54 +163,60 @@ def _passes(report: dict[str, Any]) -> Iterator[Ratio]:
             )
 
 
-def _sharing(report: dict[str, Any], base: str = "upstream") -> Iterator[Ratio]:
+def _iterate_sharing_ratios(report: dict[str, Any], base: str = "upstream") -> Iterator[Ratio]:
     for row in report["runs"]:
         label = f"batch {row['batch_size']}, source {row['source_length']}, beams {row['num_beams']}"
         for name in row["milliseconds"]:
             if name != base:
-                yield from _pair(row, "milliseconds", base, name, f"{name} / {base}, {label}")
+                yield from _iterate_pair_ratios(row, "milliseconds", base, name, f"{name} / {base}, {label}")
 
 
-def _serving(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_serving_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["runs"]:
-        yield from _sharing({"runs": [row]}, next(iter(row["milliseconds"])))
+        yield from _iterate_sharing_ratios({"runs": [row]}, next(iter(row["milliseconds"])))
 
 
-def _talking_heads(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_talking_heads_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for mode in MODES:
         for row in report["times"]:
             prefix = f"{', '.join(map(str, row['shape']))}, {row['option']}, {mode}"
-            yield from _pair(row, mode, "sdpa", "blocked", f"blocked in times SDPA's time, {prefix}", is_cost=True)
-            yield from _pair(row, mode, "naive", "blocked", f"blocked / plain formula, {prefix}")
+            yield from _iterate_pair_ratios(
+                row, mode, "sdpa", "blocked", f"blocked in times SDPA's time, {prefix}", is_cost=True
+            )
+            yield from _iterate_pair_ratios(row, mode, "naive", "blocked", f"blocked / plain formula, {prefix}")
         for row in report["layers"]:
             prefix = f"{', '.join(map(str, row['shape']))}, {mode}"
-            yield from _pair(row, mode, "sdpa", "blocked", f"layer in times SDPA's time, {prefix}", is_cost=True)
-            yield from _pair(row, mode, PEER, "blocked", f"layer / x-transformers', {prefix}")
+            yield from _iterate_pair_ratios(
+                row, mode, "sdpa", "blocked", f"layer in times SDPA's time, {prefix}", is_cost=True
+            )
+            yield from _iterate_pair_ratios(row, mode, PEER, "blocked", f"layer / x-transformers', {prefix}")
     label = "training step in times multi-head's time"
-    yield from _pair(report["training_steps"], "milliseconds", "MHA", "talking heads", label, is_cost=True)
+    yield from _iterate_pair_ratios(
+        report["training_steps"], "milliseconds", "MHA", "talking heads", label, is_cost=True
+    )
 
 
-def _onnx(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_onnx_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     first: dict[tuple, dict[str, Any]] = {}
     for row in report["rows"]:
         key = (row["part"], *row["size"], row["opset"])
         base = first.setdefault(key, row)
         if row is not base:
             label = f"{row['part']} of {row['num_key_value_heads']} heads / {base['num_key_value_heads']}"
-            few = _few({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
+            few = _has_few_faults({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
             prefix = f"{', '.join(map(str, row['size']))}, opset {row['opset']}"
             yield Ratio(f"{label}, {prefix}", base["milliseconds"] / row["milliseconds"], few_faults=few)
 
 
-def _loops(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_loop_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["rows"]:
         value = row["loop_cpu_seconds_per_step"] / row["bare_cpu_seconds_per_step"]
-        few = _few(row.get("usage", {}), "bare", "loop")
+        few = _has_few_faults(row.get("usage", {}), "bare", "loop")
         yield Ratio(f"loop in times a bare loop's CPU time, {row['task']}", value, True, few)
 
 
 # How a report's name begins -> its ratios.
-def _engines(report: dict[str, Any]) -> Iterator[Ratio]:
+def _iterate_engine_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["sizes"]:
         # Other engines have their own allocators, so that only the faults of the baseline matter.
         few = row["usage"]["milliseconds"]["float32"]["few_faults"]
@@ -214,20 +226,20 @@ def _engines(report: dict[str, Any]) -> Iterator[Ratio]:
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
-    "decode_": _decoding,
-    "encode_": _encoding,
-    "sliding_window_": _windows,
-    "linear_attention_": _kernels,
-    "hybrid_attention_": _kernels,
-    "decoder_state_": _states,
-    "long_t5_passes": _passes,
-    "share_memory_": _sharing,
-    "exact_step_": partial(_sharing, base="products"),
-    "serving_": _serving,
-    "transcription_": _serving,
-    "talking_heads_c": _talking_heads,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
-    "onnx_latency": _onnx,
-    "loop_overhead": _loops,
-    "int8_encoder": _engines,
-    "int8_decoder": _engines,
+    "decode_": _iterate_decoding_ratios,
+    "encode_": _iterate_encoding_ratios,
+    "sliding_window_": _iterate_window_ratios,
+    "linear_attention_": _iterate_kernel_ratios,
+    "hybrid_attention_": _iterate_kernel_ratios,
+    "decoder_state_": _iterate_state_ratios,
+    "long_t5_passes": _iterate_pass_ratios,
+    "share_memory_": _iterate_sharing_ratios,
+    "exact_step_": partial(_iterate_sharing_ratios, base="products"),
+    "serving_": _iterate_serving_ratios,
+    "transcription_": _iterate_serving_ratios,
+    "talking_heads_c": _iterate_talking_heads_ratios,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
+    "onnx_latency": _iterate_onnx_ratios,
+    "loop_overhead": _iterate_loop_ratios,
+    "int8_encoder": _iterate_engine_ratios,
+    "int8_decoder": _iterate_engine_ratios,
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.kept_memory import is_recorded, make_claim, split_by_setting
 from benchmarks.speed_claims import FULL, LONGFORMER, MODES, OURS, PEER, WINDOWED
 
-__all__ = ["TABLES", "Table", "markdown", "report_path", "report_paths"]
+__all__ = ["TABLES", "Table", "format_markdown_table", "report_path", "report_paths"]
 
 FOLDER = Path(__file__).resolve().parent
 Rows = Iterable[Sequence[Any]]
@@ -55,13 +55,13 @@ class Table(NamedTuple):
 TABLES: dict[str, Table] = {}
 
 
-def markdown(columns: Sequence[str], rows: Rows) -> str:
+def format_markdown_table(columns: Sequence[str], rows: Rows) -> str:
     """Return a table as Markdown, without a newline at its end."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def table(*names: str, columns: Sequence[str]) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
+def register_table(*names: str, columns: Sequence[str]) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
     """Register a function from reports to a table's rows."""
 
     def register(rows: Callable[..., Rows]) -> Callable[..., Rows]:
@@ -71,15 +71,15 @@ def table(*names: str, columns: Sequence[str]) -> Callable[[Callable[..., Rows]]
     return register
 
 
-def three_digits(value: float) -> str:
+def format_three_digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+def pair_rows(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """Yield the rows of a part, each with the row of the fixed allocator setting.
 
     The second row is {} if a report with both settings lacks it, and None if the report has one setting.
@@ -89,13 +89,13 @@ def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], d
         yield row, fixed_rows[number] if fixed_rows else {} if is_recorded(report) else None
 
 
-def ratio(
+def format_ratio(
     row: dict, fixed_row: dict | None, compute_ratio: Callable[[dict], tuple[float, bool | None]], is_cost=False
 ) -> str:
     """Return a ratio's text.
 
     Args:
-        row, fixed_row: as `pairs` yields them.
+        row, fixed_row: as `pair_rows` yields them.
         compute_ratio: the ratio in such a row, and whether the faults of both its figures were few.
     """
     value = compute_ratio(row)[0]
@@ -105,7 +105,7 @@ def ratio(
     return make_claim(value, other if few else None, is_cost).text
 
 
-def in_times(
+def make_time_ratio(
     part: str, base: str, compared: str, is_cost: bool = False
 ) -> Callable[[dict], tuple[float, bool | None]]:
     """Return what finds the ratio of two times of a row's part: the base's by ours, of a cost ours by the base's."""
@@ -142,7 +142,7 @@ NAMES = {UPSTREAM: "Transformers", "exact": "cached encoder outputs"}
 NAMES |= {f"cross r={rank}": f"cross-attention latents of {rank}" for rank in (128, 64)}
 
 
-def columns_of(models: Iterable[str], unit: str = "") -> list[str]:
+def make_model_columns(models: Iterable[str], unit: str = "") -> list[str]:
     """Return the header cells of models."""
     return [NAMES.get(model, model) + unit for model in models]
 
@@ -151,7 +151,7 @@ class Decoded:
     """The rows of one decoding report at its last size, by model."""
 
     def __init__(self, report: dict[str, Any]) -> None:
-        both = list(pairs(report, "rows"))
+        both = list(pair_rows(report, "rows"))
         last = [both[-1][0][name] for name in ("batch_size", "source_length")]
         self.by_model = {
             row["model"]: (row, fixed_row)
@@ -164,12 +164,12 @@ class Decoded:
         if model not in self.by_model:
             return ""
         row, fixed_row = self.by_model[model]
-        tokens = three_digits((fixed_row or row)["tokens_per_second"])
+        tokens = format_three_digits((fixed_row or row)["tokens_per_second"])
         if model == UPSTREAM:
             return tokens
         text = self.times(model, "speedup")
         if digits is not None and fixed_row is None and row["speedup"] >= 10:
-            text = f"{three_digits(row['speedup'])}×"
+            text = f"{format_three_digits(row['speedup'])}×"
         return f"{tokens} ({text})"
 
     def times(self, model: str, field: str) -> str:
@@ -182,7 +182,7 @@ class Decoded:
             base = first[0] if row is self.by_model[model][0] else first[1]
             return row[field], all((each_row.get("usage") or {}).get("few_faults") for each_row in (row, base))
 
-        return ratio(*self.by_model[model], compute_ratio)
+        return format_ratio(*self.by_model[model], compute_ratio)
 
     def mib(self, model: str) -> str:
         size = self.by_model[model][0]["cache_bytes"] / 2**20
@@ -192,7 +192,7 @@ class Decoded:
 HEADS = (UPSTREAM, "MHA", "GQA-4", "GQA-2", "MQA")
 
 
-@table(*DECODED, columns=["setting", *columns_of(HEADS), "step: GQA-2", "step: MQA"])
+@register_table(*DECODED, columns=["setting", *make_model_columns(HEADS), "step: GQA-2", "step: MQA"])
 def decoding(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(DECODED.values(), reports, strict=True):
         of = Decoded(report)
@@ -202,7 +202,7 @@ def decoding(*reports: dict[str, Any]) -> Rows:
 WITH_LATENTS = (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
 
 
-@table(*LATENTS, columns=["setting", *columns_of(WITH_LATENTS)])
+@register_table(*LATENTS, columns=["setting", *make_model_columns(WITH_LATENTS)])
 def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
         of = Decoded(report)
@@ -210,7 +210,7 @@ def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
         yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in WITH_LATENTS)]
 
 
-@table(*LATENTS, columns=["setting", *columns_of(WITH_LATENTS)])
+@register_table(*LATENTS, columns=["setting", *make_model_columns(WITH_LATENTS)])
 def caches_of_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
         yield [label, *map(Decoded(report).mib, WITH_LATENTS)]
@@ -219,13 +219,13 @@ def caches_of_latents(*reports: dict[str, Any]) -> Rows:
 OF_MARIANS = (UPSTREAM, "MHA", "GQA-2", "MQA", "exact", "cross r=128", "cross r=64")
 
 
-@table(*MARIANS, columns=["setting", *columns_of(OF_MARIANS)])
+@register_table(*MARIANS, columns=["setting", *make_model_columns(OF_MARIANS)])
 def decoding_a_marian(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(MARIANS.values(), reports, strict=True):
         yield [label, *map(Decoded(report).speed, OF_MARIANS)]
 
 
-@table(*MARIANS, columns=["setting", *columns_of(OF_MARIANS)])
+@register_table(*MARIANS, columns=["setting", *make_model_columns(OF_MARIANS)])
 def caches_of_a_marian(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(MARIANS.values(), reports, strict=True):
         yield [label, *map(Decoded(report).mib, OF_MARIANS)]
@@ -234,7 +234,7 @@ def caches_of_a_marian(*reports: dict[str, Any]) -> Rows:
 SMALL = (UPSTREAM, "MHA", "GQA-2", "MQA")
 
 
-@table("decode_t5-multi30k_cpu", columns=["setting", *columns_of(SMALL)])
+@register_table("decode_t5-multi30k_cpu", columns=["setting", *make_model_columns(SMALL)])
 def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
     of = Decoded(report)
     by_model = {model: fixed_row or row for model, (row, fixed_row) in of.by_model.items()}
@@ -247,11 +247,11 @@ def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
 ENCODED = ("Transformers", "MHA", "GQA-4", "GQA-2", "MQA")
 
 
-@table("encode_bert-base_cpu", "encode_minilm_cpu", columns=["model", *ENCODED, "latents", "talking heads"])
+@register_table("encode_bert-base_cpu", "encode_minilm_cpu", columns=["model", *ENCODED, "latents", "talking heads"])
 def encoding(*reports: dict[str, Any]) -> Rows:
     labels = ("BERT-base shape, batch 8 of 128 tokens", "MiniLM, batch 32 of 128 tokens")
     for label, report in zip(labels, reports, strict=True):
-        (upstream, fixed_upstream), *row_pairs = pairs(report, "rows")
+        (upstream, fixed_upstream), *row_pairs = pair_rows(report, "rows")
         cells = [f"{(fixed_upstream or upstream)['milliseconds']:.0f}"]
         for row, fixed_row in row_pairs:
 
@@ -262,45 +262,45 @@ def encoding(*reports: dict[str, Any]) -> Rows:
                 few = all((first_row.get("usage") or {}).get("few_faults") for first_row in (base, variant_row))
                 return base["milliseconds"] / variant_row["milliseconds"], few
 
-            cells.append(f"{(fixed_row or row)['milliseconds']:.0f} ({ratio(row, fixed_row, compute_ratio)})")
+            cells.append(f"{(fixed_row or row)['milliseconds']:.0f} ({format_ratio(row, fixed_row, compute_ratio)})")
         yield [label, *cells]
 
 
 OF_WINDOWS = ["tokens", "full, ms", "window, ms", "attention", "BERT layer", "Longformer", "memory"]
 
 
-def _windows(report: dict[str, Any], mode: str) -> Rows:
+def _iterate_window_rows(report: dict[str, Any], mode: str) -> Rows:
     memory = {row["shape"][2]: row for row in report["peak_memory"]}
-    for (row, fixed_row), layer in zip(pairs(report, "attention"), pairs(report, "layers"), strict=True):
+    for (row, fixed_row), layer in zip(pair_rows(report, "attention"), pair_rows(report, "layers"), strict=True):
         length = row["length"]
         full, window = ((fixed_row or row)[mode][name] for name in ("sdpa", "window"))
         used = memory[length][mode]["window"] / memory[length][mode]["sdpa"]
-        times = ratio(row, fixed_row, in_times(mode, "sdpa", "window"))
-        two = [ratio(*layer, in_times(mode, *names)) for names in ((FULL, WINDOWED), (LONGFORMER, OURS))]
-        yield [f"{length:,}", milliseconds(full), milliseconds(window), times, *two, f"{used:.2f}×"]
+        times = format_ratio(row, fixed_row, make_time_ratio(mode, "sdpa", "window"))
+        two = [format_ratio(*layer, make_time_ratio(mode, *names)) for names in ((FULL, WINDOWED), (LONGFORMER, OURS))]
+        yield [f"{length:,}", format_milliseconds(full), format_milliseconds(window), times, *two, f"{used:.2f}×"]
 
 
-@table("sliding_window_cpu", columns=OF_WINDOWS)
+@register_table("sliding_window_cpu", columns=OF_WINDOWS)
 def windows(report: dict[str, Any]) -> Rows:
-    yield from _windows(report, "forward")
+    yield from _iterate_window_rows(report, "forward")
 
 
-@table("sliding_window_cpu", columns=OF_WINDOWS)
+@register_table("sliding_window_cpu", columns=OF_WINDOWS)
 def windows_in_training(report: dict[str, Any]) -> Rows:
-    yield from _windows(report, "training")
+    yield from _iterate_window_rows(report, "training")
 
 
 PASSED = {"everything": "T5", "windows": "LongT5, local", "transient global": "LongT5, transient global"}
 
 
-@table("long_t5_passes", columns=["tokens", "encoder", "this package, ms", "Transformers, ms", "speed"])
+@register_table("long_t5_passes", columns=["tokens", "encoder", "this package, ms", "Transformers, ms", "speed"])
 def encoder_passes(report: dict[str, Any]) -> Rows:
     labels = {"everything": "full attention", "windows": "windows of 254", "transient global": "transient-global"}
-    for row, fixed_row in pairs(report, "runs"):
+    for row, fixed_row in pair_rows(report, "runs"):
         by = (fixed_row or row)["milliseconds"]
         for encoder, upstream_encoder in PASSED.items():
             if encoder in by:
-                times = ratio(row, fixed_row, in_times("milliseconds", upstream_encoder, encoder))
+                times = format_ratio(row, fixed_row, make_time_ratio("milliseconds", upstream_encoder, encoder))
                 yield [
                     f"{row['tokens']:,}",
                     labels[encoder],
@@ -313,9 +313,9 @@ def encoder_passes(report: dict[str, Any]) -> Rows:
 LENGTHS = ("512", "1,024", "2,048", "4,096", "8,192")
 
 
-@table("decoder_state_cpu", columns=["self-attention", *LENGTHS])
+@register_table("decoder_state_cpu", columns=["self-attention", *LENGTHS])
 def decoder_state(report: dict[str, Any]) -> Rows:
-    rows = list(pairs(report, "steps"))
+    rows = list(pair_rows(report, "steps"))
     for name in rows[0][0]["step_ms"]:
         cells = (
             f"{(fixed_row or row)['step_ms'][name]:.1f}, {row['bytes'][name] / 1e6:.1f}" for row, fixed_row in rows
@@ -326,52 +326,56 @@ def decoder_state(report: dict[str, Any]) -> Rows:
 KERNELS = ["tokens", "softmax, ms", "elu", "hedgehog", "favor", "rfa"]
 
 
-def _kernels(report: dict[str, Any], mode: str) -> Rows:
-    for row, fixed_row in pairs(report, "attention"):
+def _iterate_kernel_rows(report: dict[str, Any], mode: str) -> Rows:
+    for row, fixed_row in pair_rows(report, "attention"):
         full, *kernels = row[mode]
-        times = (ratio(row, fixed_row, in_times(mode, full, kernel)) for kernel in kernels)
-        yield [f"{row['length']:,}", milliseconds((fixed_row or row)[mode][full]), *times]
+        times = (format_ratio(row, fixed_row, make_time_ratio(mode, full, kernel)) for kernel in kernels)
+        yield [f"{row['length']:,}", format_milliseconds((fixed_row or row)[mode][full]), *times]
 
 
-@table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
+@register_table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
 def linear_attention(*reports: dict[str, Any]) -> Rows:
     for report in reports:
-        yield from _kernels(report, "forward")
+        yield from _iterate_kernel_rows(report, "forward")
 
 
-@table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
+@register_table("linear_attention_cpu", "linear_attention_16384_cpu", columns=KERNELS)
 def linear_attention_in_training(*reports: dict[str, Any]) -> Rows:
     for report in reports:
-        yield from _kernels(report, "training")
+        yield from _iterate_kernel_rows(report, "training")
 
 
-@table(
+@register_table(
     "linear_attention_models_cpu", columns=["tokens", "Transformers, ms", "hedgehog", "hedgehog in 10 of 12 layers"]
 )
 def whole_berts_with_hedgehog(report: dict[str, Any]) -> Rows:
-    for row, fixed_row in pairs(report, "models"):
+    for row, fixed_row in pair_rows(report, "models"):
         base, *others = row["pass"]
-        times = (ratio(row, fixed_row, in_times("pass", base, name)) for name in others)
+        times = (format_ratio(row, fixed_row, make_time_ratio("pass", base, name)) for name in others)
         yield [f"{row['length']:,}", f"{(fixed_row or row)['pass'][base]:,.0f}", *times]
 
 
-@table(
+@register_table(
     "hybrid_attention_cpu", columns=["pass", "tokens", "softmax, ms", "hedgehog, ms", "hybrid, ms", "linformer, ms"]
 )
 def hybrids(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "hedgehog", "hybrid", "linformer")
     for mode in MODES:
-        for row, fixed_row in pairs(report, "attention"):
-            yield [mode, f"{row['length']:,}", *(milliseconds((fixed_row or row)[mode][name]) for name in names)]
+        for row, fixed_row in pair_rows(report, "attention"):
+            yield [
+                mode,
+                f"{row['length']:,}",
+                *(format_milliseconds((fixed_row or row)[mode][name]) for name in names),
+            ]
 
 
-def _onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, counts: Sequence[int]) -> list:
+def _find_onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, counts: Sequence[int]) -> list:
     of = {"part": part, "size": size, "opset": opset}
-    every = [pair for pair in pairs(report, "rows") if all(pair[0][name] == value for name, value in of.items())]
+    every = [pair for pair in pair_rows(report, "rows") if all(pair[0][name] == value for name, value in of.items())]
     return [next(pair for pair in every if pair[0]["num_key_value_heads"] == count) for count in counts]
 
 
-def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
+def _format_onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
     (base, fixed_base), (last_row, fixed_row) = rows[0], rows[-1]
 
     def compute_ratio(row: dict) -> tuple[float, bool | None]:
@@ -380,7 +384,7 @@ def _onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
         return first["milliseconds"] / row["milliseconds"], few
 
     times = [form((other or row)["milliseconds"]) for row, other in rows]
-    return [*times, ratio(last_row, fixed_row, compute_ratio)]
+    return [*times, format_ratio(last_row, fixed_row, compute_ratio)]
 
 
 ENGINES = {
@@ -393,8 +397,8 @@ ENGINES = {
 }
 
 
-def _engines(report: dict[str, Any], engines: Iterable[str]) -> Iterator[list[str]]:
-    for row, fixed_row in pairs(report, "sizes"):
+def _iterate_engine_rows(report: dict[str, Any], engines: Iterable[str]) -> Iterator[list[str]]:
+    for row, fixed_row in pair_rows(report, "sizes"):
         cells = [row["size"]]
         for engine in engines:
 
@@ -402,24 +406,24 @@ def _engines(report: dict[str, Any], engines: Iterable[str]) -> Iterator[list[st
                 times = engine_row["milliseconds"]
                 return times["float32"] / times[engine], engine_row["usage"]["milliseconds"]["float32"]["few_faults"]
 
-            cells.append(ratio(row, fixed_row, compute_ratio) if engine in row["milliseconds"] else "")
+            cells.append(format_ratio(row, fixed_row, compute_ratio) if engine in row["milliseconds"] else "")
         yield cells
 
 
-def _encoder_engines(report: dict[str, Any]) -> Rows:
-    yield from _engines(report, ENGINES)
+def _iterate_encoder_engine_rows(report: dict[str, Any]) -> Rows:
+    yield from _iterate_engine_rows(report, ENGINES)
     if report["spearman"]:
         yield ["Spearman", *(f"{report['spearman'][engine]:.4f}" for engine in ENGINES)]
 
 
-@table("int8_encoder", columns=["batch × tokens", *ENGINES.values()])
+@register_table("int8_encoder", columns=["batch × tokens", *ENGINES.values()])
 def minilm_in_engines(report: dict[str, Any]) -> Rows:
-    yield from _encoder_engines(report)
+    yield from _iterate_encoder_engine_rows(report)
 
 
-@table("int8_encoder_avx2", columns=["batch × tokens", *ENGINES.values()])
+@register_table("int8_encoder_avx2", columns=["batch × tokens", *ENGINES.values()])
 def minilm_with_avx2(report: dict[str, Any]) -> Rows:
-    yield from _encoder_engines(report)
+    yield from _iterate_encoder_engine_rows(report)
 
 
 DECODER_ENGINES = {
@@ -431,30 +435,34 @@ DECODER_ENGINES = {
 }
 
 
-@table("int8_decoder", columns=["model, batch, beams", *DECODER_ENGINES.values()])
+@register_table("int8_decoder", columns=["model, batch, beams", *DECODER_ENGINES.values()])
 def generation_in_engines(report: dict[str, Any]) -> Rows:
-    yield from _engines(report, DECODER_ENGINES)
+    yield from _iterate_engine_rows(report, DECODER_ENGINES)
 
 
-@table("onnx_latency", columns=["batch, length", "opset", "MHA (12), ms", "GQA-4, ms", "MQA, ms", "speed of MQA"])
+@register_table(
+    "onnx_latency", columns=["batch, length", "opset", "MHA (12), ms", "GQA-4, ms", "MQA, ms", "speed of MQA"]
+)
 def encoders_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 32], [1, 128], [8, 128], [1, 512]):
         for opset, words in ((18, "18 (expanded)"), (23, "23 (one `Attention` per layer)")):
-            rows = _onnx_rows(report, "encoder", size, opset, (12, 4, 1))
-            yield [", ".join(map(str, size)), words, *_onnx_cells(rows, three_digits)]
+            rows = _find_onnx_rows(report, "encoder", size, opset, (12, 4, 1))
+            yield [", ".join(map(str, size)), words, *_format_onnx_cells(rows, format_three_digits)]
 
 
-@table("onnx_latency", columns=["batch, source length", "MHA (8), ms", "GQA-2, ms", "MQA, ms", "speed of MQA"])
+@register_table(
+    "onnx_latency", columns=["batch, source length", "MHA (8), ms", "GQA-2, ms", "MQA, ms", "speed of MQA"]
+)
 def decoding_steps_in_onnx_runtime(report: dict[str, Any]) -> Rows:
     for size in ([1, 128, 32], [8, 512, 32], [32, 1024, 32]):
-        rows = _onnx_rows(report, "decoding step", size, 18, (8, 2, 1))
-        yield [f"{size[0]}, {size[1]}", *_onnx_cells(rows, "{:.1f}".format)]
+        rows = _find_onnx_rows(report, "decoding step", size, 18, (8, 2, 1))
+        yield [f"{size[0]}, {size[1]}", *_format_onnx_cells(rows, "{:.1f}".format)]
 
 
 STEPS = ("products", "exact", "share_memory", "upstream")
 
 
-@table(
+@register_table(
     "exact_step_t5-small_cpu",
     columns=[
         "batch, source, beams",
@@ -465,18 +473,19 @@ STEPS = ("products", "exact", "share_memory", "upstream")
     ],
 )
 def later_steps(report: dict[str, Any]) -> Rows:
-    for row, fixed_row in pairs(report, "runs"):
+    for row, fixed_row in pair_rows(report, "runs"):
         size = f"{row['batch_size']}, {row['source_length']:,}, {row['num_beams']}"
         products, exact, shared, upstream = (f"{row['milliseconds'][name]:.1f}" for name in STEPS)
         times = [
-            ratio(row, fixed_row, in_times("milliseconds", "upstream", name)) for name in ("exact", "share_memory")
+            format_ratio(row, fixed_row, make_time_ratio("milliseconds", "upstream", name))
+            for name in ("exact", "share_memory")
         ]
         yield [size, products, f"{exact} ({times[0]})", f"{shared} ({times[1]})", upstream]
 
 
-@table("loop_overhead", columns=["task", "bare loop", "`TrainingLoop`", "overhead", "waiting for data"])
+@register_table("loop_overhead", columns=["task", "bare loop", "`TrainingLoop`", "overhead", "waiting for data"])
 def loop_overhead(report: dict[str, Any]) -> Rows:
-    for row, fixed_row in pairs(report, "rows"):
+    for row, fixed_row in pair_rows(report, "rows"):
         # The larger overhead is reported.
         row = max(filter(None, (row, fixed_row)), key=lambda setting_row: setting_row["overhead_percent"])
         bare, loop = (1000 * row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop"))
@@ -489,36 +498,36 @@ OF_TALKING = ["b, h, n, d"]
 OF_TALKING += [f"{name}, {mode}" for mode in MODES for name in ("SDPA", "plain formula", "blocked")]
 
 
-def _talking(report: dict[str, Any], option: str) -> Rows:
-    for row, fixed_row in pairs(report, "times"):
+def _iterate_talking_heads_rows(report: dict[str, Any], option: str) -> Rows:
+    for row, fixed_row in pair_rows(report, "times"):
         if row["option"] != option:
             continue
         cells = [", ".join(map(str, row["shape"]))]
         for mode in MODES:
             shown = (fixed_row or row)[mode]
-            cells.append(milliseconds(shown["sdpa"]))
+            cells.append(format_milliseconds(shown["sdpa"]))
             for peer in ("naive", "blocked"):
-                times = ratio(row, fixed_row, in_times(mode, "sdpa", peer, is_cost=True), is_cost=True)
-                cells.append(f"{milliseconds(shown[peer])} ({times})")
+                times = format_ratio(row, fixed_row, make_time_ratio(mode, "sdpa", peer, is_cost=True), is_cost=True)
+                cells.append(f"{format_milliseconds(shown[peer])} ({times})")
         yield cells
 
 
-@table("talking_heads_cpu_plain", columns=OF_TALKING)
+@register_table("talking_heads_cpu_plain", columns=OF_TALKING)
 def talking_heads_alone(report: dict[str, Any]) -> Rows:
-    yield from _talking(report, "plain")
+    yield from _iterate_talking_heads_rows(report, "plain")
 
 
-@table("talking_heads_cpu", columns=OF_TALKING)
+@register_table("talking_heads_cpu", columns=OF_TALKING)
 def talking_heads_with_dropout(report: dict[str, Any]) -> Rows:
-    yield from _talking(report, "dropout")
+    yield from _iterate_talking_heads_rows(report, "dropout")
 
 
-@table("talking_heads_cpu", columns=OF_TALKING)
+@register_table("talking_heads_cpu", columns=OF_TALKING)
 def talking_heads_with_bias(report: dict[str, Any]) -> Rows:
-    yield from _talking(report, "bias")
+    yield from _iterate_talking_heads_rows(report, "bias")
 
 
-@table(
+@register_table(
     "talking_heads_cpu_layers",
     columns=[
         "b, h, n, d",
@@ -533,18 +542,18 @@ def talking_heads_with_bias(report: dict[str, Any]) -> Rows:
 )
 def whole_layers(report: dict[str, Any]) -> Rows:
     names = ("sdpa", "naive", "blocked", PEER, "x-transformers flash")
-    for row, fixed_row in pairs(report, "layers"):
+    for row, fixed_row in pair_rows(report, "layers"):
         for mode in MODES:
             times = [(fixed_row or row)[mode][name] for name in names]
             text = (
                 f"{times[3] / times[2]:.1f}×"
                 if fixed_row is None
-                else ratio(row, fixed_row, in_times(mode, PEER, "blocked"))
+                else format_ratio(row, fixed_row, make_time_ratio(mode, PEER, "blocked"))
             )
-            yield [", ".join(map(str, row["shape"])), mode, *map(milliseconds, times), text]
+            yield [", ".join(map(str, row["shape"])), mode, *map(format_milliseconds, times), text]
 
 
-@table("talking_heads_cpu_layers", columns=["setting", "multi-head", "talking heads", "plain formula"])
+@register_table("talking_heads_cpu_layers", columns=["setting", "multi-head", "talking heads", "plain formula"])
 def talking_heads_training_step(report: dict[str, Any]) -> Rows:
     for setting, part in zip(("default", "fixed"), split_by_setting(report), strict=True):
         base, *others = (
@@ -553,7 +562,7 @@ def talking_heads_training_step(report: dict[str, Any]) -> Rows:
         yield [setting, f"{base:,.0f}", *(f"{step_time:,.0f} ({step_time / base:.2f}×)" for step_time in others)]
 
 
-@table(
+@register_table(
     "talking_heads_cpu",
     columns=["n", *(f"{name}, {mode}" for name in ("plain formula", "blocked", "SDPA multi-head") for mode in MODES)],
 )
@@ -567,61 +576,63 @@ PEAK = "peak memory, last column"
 OF_T5 = ["engine", "batch 1, source 64, greedy", "batch 1, source 64, 4 beams", "batch 4, source 512, 4 beams", PEAK]
 
 
-def _serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    sizes = [pair for report in reports for pair in pairs(report, "runs")]
+def _iterate_serving_rows(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    sizes = [pair for report in reports for pair in pair_rows(report, "runs")]
     (last, _) = sizes[-1]
     base, *others = last["milliseconds"]
     for name in (base, *others):
         peak = f"{last['peak_bytes'][name] / 2**20:,.0f} MiB"
-        compute_ratio = in_times("milliseconds", base, name)
+        compute_ratio = make_time_ratio("milliseconds", base, name)
         yield [
             name,
-            *("1" if name == base else ratio(row, fixed_row, compute_ratio) for row, fixed_row in sizes),
+            *("1" if name == base else format_ratio(row, fixed_row, compute_ratio) for row, fixed_row in sizes),
             peak,
         ]
 
 
-@table("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4", columns=OF_T5)
+@register_table("serving_t5-small_cpu_batch1", "serving_t5-small_cpu_batch4", columns=OF_T5)
 def serving(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from _serving(*reports)
+    yield from _iterate_serving_rows(*reports)
 
 
-@table("serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4", columns=OF_T5)
+@register_table("serving_t5-small_amx_batch1", "serving_t5-small_amx_batch4", columns=OF_T5)
 def serving_with_amx(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from _serving(*reports)
+    yield from _iterate_serving_rows(*reports)
 
 
-@table("serving_t5-base_amx_batch4", columns=["engine", "batch 4, source 512, 4 beams", "peak memory"])
+@register_table("serving_t5-base_amx_batch4", columns=["engine", "batch 4, source 512, 4 beams", "peak memory"])
 def serving_t5_base(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from _serving(report)
+    yield from _iterate_serving_rows(report)
 
 
-@table(
+@register_table(
     "serving_t5-small_amx_batch4",
     "serving_t5-base_amx_batch4",
     columns=["engine", "T5-small", "T5-base"],
 )
 def serving_in_short(small: dict[str, Any], base: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    of_base = {row[0]: row[1] for row in _serving(base)}
+    of_base = {row[0]: row[1] for row in _iterate_serving_rows(base)}
     names = {"transformers": "Transformers", "share_memory": "`share_memory`", "int8": "`quantize`"}
     names |= {"share_memory, int8": "`share_memory` and `quantize`", "CTranslate2, int8": "CTranslate2 with int8"}
-    yield from ([names[name], times, of_base[name]] for name, times, _ in _serving(small) if name in names)
+    yield from (
+        [names[name], times, of_base[name]] for name, times, _ in _iterate_serving_rows(small) if name in names
+    )
 
 
-@table(
+@register_table(
     "serving_opus-mt_cpu",
     columns=["engine", "batch 1, greedy", "batch 1, 4 beams", "batch 8, greedy", "batch 8, 4 beams", PEAK],
 )
 def serving_a_marian(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from _serving(report)
+    yield from _iterate_serving_rows(report)
 
 
-@table("serving_whisper-base_variants", columns=["decoder", "greedy", "5 beams", "peak memory with 5 beams"])
+@register_table("serving_whisper-base_variants", columns=["decoder", "greedy", "5 beams", "peak memory with 5 beams"])
 def converted_whispers(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    yield from (row for row in _serving(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
+    yield from (row for row in _iterate_serving_rows(report) if "int8" not in row[0] and "CTranslate2" not in row[0])
 
 
-@table(
+@register_table(
     "serving_whisper-base_cpu_batch1",
     "serving_whisper-base_cpu_batch4",
     columns=["engine", "batch 1, greedy", "batch 1, 5 beams", "batch 4, 5 beams", "peak memory, batch 1, 5 beams"],
@@ -631,12 +642,12 @@ def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Seq
     peaks = one["runs"][-1]["peak_bytes"]
     for row in four["runs"]:
         row["peak_bytes"] = peaks
-    yield from _serving(one, four)
+    yield from _iterate_serving_rows(one, four)
 
 
-@table("serving_whisper-base_cpu_batch4", columns=["engine", "default", "fixed"])
+@register_table("serving_whisper-base_cpu_batch4", columns=["engine", "default", "fixed"])
 def serving_four_recordings(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    ((row, fixed_row),) = pairs(report, "runs")
+    ((row, fixed_row),) = pair_rows(report, "runs")
     for name in row["milliseconds"]:
         yield [name, *(f"{setting_row['milliseconds'][name] / 1000:.1f}" for setting_row in (row, fixed_row))]
 
@@ -645,13 +656,13 @@ RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
 BATCHES = [f"batch {size}, {how}" for size in (8, 16) for how in ("greedy", "5 beams")]
 
 
-@table(
+@register_table(
     *(f"serving_whisper-base_amx_{size}" for size in RECORDINGS),
     columns=["engine", *(f"{batch}, {setting}" for batch in BATCHES for setting in ("default", "fixed"))],
 )
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Yield seconds under both settings, because no ratio is claimed for engines with an allocator of their own."""
-    sizes = [setting_row for report in reports for pair in pairs(report, "runs") for setting_row in pair]
+    sizes = [setting_row for report in reports for pair in pair_rows(report, "runs") for setting_row in pair]
     for name in reports[0]["runs"][0]["milliseconds"]:
         seconds = [(setting_row or {}).get("milliseconds", {}).get(name) for setting_row in sizes]
         yield [name, *("" if milliseconds is None else f"{milliseconds / 1000:.1f}" for milliseconds in seconds)]
@@ -661,13 +672,13 @@ HEARD = ("greedy", "5beams", "5beams_batch16")
 OF_SPEECH = [f"batch {size}, {how}" for size in (1, 8, 16) for how in ("greedy", "5 beams")]
 
 
-@table(
+@register_table(
     *(f"transcription_whisper-base_amx_{part}" for part in HEARD),
     columns=["engine", *OF_SPEECH, "equal texts, greedy, 5 beams"],
 )
 def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
     """Yield seconds under the default and the fixed setting, and how many texts of the largest batch are equal."""
-    runs = [pair for report in reports for pair in pairs(report, "runs")]
+    runs = [pair for report in reports for pair in pair_rows(report, "runs")]
     runs.sort(key=lambda pair: (pair[0]["batch_size"], pair[0]["num_beams"]))
     for name in reports[0]["runs"][0]["milliseconds"]:
         cells = []

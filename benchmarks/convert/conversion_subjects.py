@@ -219,7 +219,7 @@ def translate(
 ) -> list[str]:
     """Translate by greedy decoding, sentences of similar length together; in the order of `sources`."""
     translations = [""] * len(sources)
-    for indices in _batches(sources, batch_size):
+    for indices in _split_into_batches(sources, batch_size):
         batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with torch.inference_mode():
@@ -234,7 +234,7 @@ def compute_translation_loss(
 ) -> float:
     """Return the mean negative log-likelihood of a target token, the end of the sentence included, in nats."""
     total = tokens = 0.0
-    for indices in _batches(sources, batch_size):
+    for indices in _split_into_batches(sources, batch_size):
         batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
         goal = tokenizer([targets[i] for i in indices], padding=True, return_tensors="pt")
         labels = goal["input_ids"].masked_fill(goal["attention_mask"] == 0, -100)
@@ -245,7 +245,7 @@ def compute_translation_loss(
     return total / tokens
 
 
-def _batches(texts: Sequence[str], size: int) -> Iterator[list[int]]:
+def _split_into_batches(texts: Sequence[str], size: int) -> Iterator[list[int]]:
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     yield from (order[start : start + size] for start in range(0, len(order), size))
 

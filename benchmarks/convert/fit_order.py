@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                     model = auto.from_pretrained(subject.source).eval()
                     converted_model = order(model, heads, replace(calibration_data, fit_steps=steps), seed).eval()
                     row = {"subject": subject.name, "order": name, FIELD: heads, "fit_steps": steps, "seed": seed}
-                    row |= {"texts": len(calibration_data.texts), **_scores(subject, converted_model)}
+                    row |= {"texts": len(calibration_data.texts), **_compute_scores(subject, converted_model)}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
                     if args.output:
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _scores(subject: Any, model: torch.nn.Module) -> dict[str, float]:
+def _compute_scores(subject: Any, model: torch.nn.Module) -> dict[str, float]:
     if hasattr(subject, "compute_scores"):
         return {name: round(value, 4) for name, value in subject.compute_scores(model).items()}
     with tempfile.TemporaryDirectory() as folder:

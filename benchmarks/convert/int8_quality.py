@@ -215,7 +215,7 @@ class Speech:
         }
 
 
-def subjects(args: argparse.Namespace) -> Iterator[Any]:
+def make_subjects(args: argparse.Namespace) -> Iterator[Any]:
     """Yield what is measured."""
     yield Translation("T5", args.data_dir / T5, args)
     if args.marian:
@@ -231,7 +231,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
     done = {(row["model"], row["way"]) for row in report["rows"]}
-    for subject in subjects(args):
+    for subject in make_subjects(args):
         for name, float32 in subject.iterate_models():
             if args.only and not name.startswith(tuple(args.only)):
                 continue

@@ -46,7 +46,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 @cache
 def make_contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the settings of `decode.py`, and a dictionary of the models."""
-    width, heads = decode.SHAPES[shape]["d_model"], decode.heads_of(decode.SHAPES[shape])
+    width, heads = decode.SHAPES[shape]["d_model"], decode.get_decoder_heads(decode.SHAPES[shape])
     argv = ["--shape", shape, "--device", device, "--dtype", "bfloat16" if device == "cuda" else "float32"]
     argv += ["--num_key_value_heads", str(heads), "2", "1", "--cross_kv_lora_rank", str(width), str(width // 4)]
     argv += ["--max_new_tokens", "32" if device == "cuda" else "3", "--repeats", "3" if device == "cuda" else "1"]
@@ -99,7 +99,7 @@ def measure_peak_bytes(model: Any, settings: argparse.Namespace, batch: int, sou
     on_cuda = settings.device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
     try:
-        decoder_inputs = decode.source_of(model, few, batch, source)
+        decoder_inputs = decode.make_source(model, few, batch, source)
         if on_cuda:  # what making them took is not decoding's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

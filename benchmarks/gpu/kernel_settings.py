@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cells import Cells, main
-from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.talking_heads_peers import measure_interleaved
 from hf_attn_variants.modeling.ops import triton_attention
 from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
 
@@ -98,7 +98,7 @@ def compare_settings(n: int, args: argparse.Namespace, **choices: Any) -> dict[s
                 step()
 
         steps |= {name: step, f"{name}, changed": other}
-    return {"milliseconds": interleaved(steps, args.device, rounds=1 if args.tiny else 3)[0]}
+    return {"milliseconds": measure_interleaved(steps, args.device, rounds=1 if args.tiny else 3)[0]}
 
 
 def measure_parts(n: int, args: argparse.Namespace) -> dict[str, Any]:

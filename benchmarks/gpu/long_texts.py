@@ -12,7 +12,15 @@ import torch
 
 from benchmarks.gpu.cells import Cells, main
 from benchmarks.gpu.peers import measure_memory_row, time_side_by_side
-from benchmarks.long.sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_layer, layer_step, make_layers
+from benchmarks.long.sliding_window import (
+    HEAD_DIM,
+    HEADS,
+    PEERS,
+    WINDOW,
+    make_bert_layer,
+    make_layer_step,
+    make_layers,
+)
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
 
@@ -44,7 +52,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
     }
 
 
-def _heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
+def _get_num_heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
     return 1 if args.tiny else HEADS, "bfloat16" if args.device == "cuda" else "float32"
 
 
@@ -70,7 +78,7 @@ def compare_backends(args: argparse.Namespace, dtype: str, bias: bool) -> dict[s
 
 def measure_attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of full attention and of windows."""
-    heads, dtype = _heads_and_dtype(args)
+    heads, dtype = _get_num_heads_and_dtype(args)
     inputs = make_inputs((1, heads, n, HEAD_DIM), "plain", args.device, getattr(torch, dtype))
     peers = make_peers(args.device, WINDOWS)
     return time_side_by_side(lambda attend, training: make_step(attend, inputs, training), peers, args.device)
@@ -78,14 +86,16 @@ def measure_attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of whole layers: full, windows, Longformer's, and each kernel's."""
-    heads, dtype = _heads_and_dtype(args)
+    heads, dtype = _get_num_heads_and_dtype(args)
     size = heads * HEAD_DIM
     layers_by_name = make_layers(size, n)
-    layers_by_name |= {f"BERT layer, {name}": bert_layer(size, **_get_kernel_fields(name, n)) for name in KERNELS}
+    layers_by_name |= {f"BERT layer, {name}": make_bert_layer(size, **_get_kernel_fields(name, n)) for name in KERNELS}
     for layer in layers_by_name.values():
         layer.to(args.device, getattr(torch, dtype))
     states = torch.randn(1, n, size, device=args.device, dtype=getattr(torch, dtype), requires_grad=True)
-    return time_side_by_side(lambda layer, training: layer_step(layer, states, training), layers_by_name, args.device)
+    return time_side_by_side(
+        lambda layer, training: make_layer_step(layer, states, training), layers_by_name, args.device
+    )
 
 
 def _get_kernel_fields(kernel: str, n: int) -> dict[str, Any]:
@@ -96,7 +106,7 @@ def _get_kernel_fields(kernel: str, n: int) -> dict[str, Any]:
 
 def measure_memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the MiB that a call of attention adds."""
-    heads, dtype = _heads_and_dtype(args)
+    heads, dtype = _get_num_heads_and_dtype(args)
     return measure_memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
-from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.talking_heads_memory import measure_cpu_memory, measure_cuda_memory
+from benchmarks.speed.talking_heads_peers import measure_interleaved
 
 MODES = ("forward", "training")
 
@@ -35,7 +35,7 @@ def time_side_by_side(
                 if "CUDA error" in str(error):
                     raise
                 row["failures"].setdefault(mode, {})[name] = f"{type(error).__name__}: {error}"[:500]
-        row[mode], row["usage"][mode] = interleaved(steps, device, rounds=1 if device == "cpu" else 5)
+        row[mode], row["usage"][mode] = measure_interleaved(steps, device, rounds=1 if device == "cpu" else 5)
     return row
 
 
@@ -44,5 +44,5 @@ def measure_memory_row(
 ) -> dict[str, Any]:
     """Return the MiB that a call adds at its peak, forward and training, by peer; see `talking_heads_memory`."""
     if device == "cpu":
-        return cpu_memory(list(peers), heads, head_dim, [length], dtype, 1)[0]
-    return cuda_memory(peers, heads, head_dim, [length], dtype)[0]
+        return measure_cpu_memory(list(peers), heads, head_dim, [length], dtype, 1)[0]
+    return measure_cuda_memory(peers, heads, head_dim, [length], dtype)[0]

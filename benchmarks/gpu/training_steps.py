@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from benchmarks.gpu.cells import Cells, main
 from benchmarks.speed.decode import SHAPES
-from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.talking_heads_peers import measure_interleaved
 from hf_attn_variants.training.engine.loop import TrainingCostCounter
 
 BERT = {"vocab_size": 30522, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -92,7 +92,7 @@ def measure_speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, 
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
     steps = {name: make_training_step(model, batch, number_format) for name, model in models.items()}
-    times, _ = interleaved(steps, args.device, rounds=1 if args.tiny else 3)
+    times, _ = measure_interleaved(steps, args.device, rounds=1 if args.tiny else 3)
     peak = measure_matmul_flops_per_second(args.device, number_format)
     rows = {}
     for name, model in models.items():

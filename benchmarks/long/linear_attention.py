@@ -27,11 +27,17 @@ from tqdm import tqdm
 from transformers import BertConfig, BertModel
 
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
-from benchmarks.long.sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, growth
+from benchmarks.long.sliding_window import HEAD_DIM, HEADS, LENGTHS, MODES, compute_growth_exponent
 from benchmarks.machine import describe_machine
 from benchmarks.page_faults import describe_memory
-from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
-from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
+from benchmarks.speed.talking_heads_memory import measure_cpu_memory, measure_cuda_memory
+from benchmarks.speed.talking_heads_peers import (
+    make_inputs,
+    make_kernel_module,
+    make_peers,
+    make_step,
+    measure_interleaved,
+)
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel
@@ -76,7 +82,7 @@ def measure_attention(length: int, option: str, args: argparse.Namespace) -> dic
     peers, row = make_peers(args.device, names), {"length": length, "usage": {}}
     for mode in MODES:
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
-        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+        row[mode], row["usage"][mode] = measure_interleaved(steps, args.device, args.rounds)
     return row
 
 
@@ -97,11 +103,11 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
             stored_bytes[name] = keys.nbytes + values.nbytes
             steps[name] = lambda: fused_attention(token[0], keys, values, scaling=scaling)
             continue
-        module = kernel_module(name, args.heads, HEAD_DIM, is_causal=True).to(args.device, dtype)
+        module = make_kernel_module(name, args.heads, HEAD_DIM, is_causal=True).to(args.device, dtype)
         _, state = attend_with_kernel(module, keys, keys, values, None, scaling)
         stored_bytes[name] = sum(tensor.nbytes for tensor in state if tensor is not None)
         steps[name] = lambda module=module, state=state: attend_with_kernel(module, *token, None, scaling, state)
-    times, usage = interleaved(steps, args.device, args.rounds)
+    times, usage = measure_interleaved(steps, args.device, args.rounds)
     return {"length": length, "step": times, "bytes": stored_bytes, "usage": {"step": usage}}
 
 
@@ -124,7 +130,7 @@ def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(1000, (1, length), device=args.device)
     models = {name: model.eval().to(args.device, getattr(torch, args.dtype)) for name, model in models.items()}
     steps = {name: torch.no_grad()(lambda model=model: model(tokens)) for name, model in models.items()}
-    times, usage = interleaved(steps, args.device, args.rounds)
+    times, usage = measure_interleaved(steps, args.device, args.rounds)
     return {"length": length, "pass": times, "usage": {"pass": usage}}
 
 
@@ -139,7 +145,7 @@ def measure_estimates(head_dim: int = HEAD_DIM, count: int = 64) -> list[dict[st
     for vectors in VECTORS:
         row: dict[str, Any] = {"vectors": vectors}
         for name in ("favor", "rfa"):
-            module, errors = kernel_module(name, 1, head_dim, False, vectors), []
+            module, errors = make_kernel_module(name, 1, head_dim, False, vectors), []
             for seed in range(DRAWS):
                 module.kernel = replace(module.kernel, seed=seed)
                 errors.append(_estimate(module, query, key) / exact * (torch.e if name == "rfa" else 1.0) - 1)
@@ -160,7 +166,7 @@ def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -
     return queries @ keys.mT
 
 
-def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what was to be reached, with what was measured, for the lengths that were."""
     target_rows = []
     for row in report["attention"]:
@@ -190,7 +196,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         on_cpu = args.device == "cpu"
         peers = args.peers if on_cpu else make_peers(args.device, args.peers)
         others = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)
-        report["peak_memory"] = (cpu_memory if on_cpu else cuda_memory)(
+        report["peak_memory"] = (measure_cpu_memory if on_cpu else measure_cuda_memory)(
             peers, args.heads, HEAD_DIM, args.lengths, *others
         )
     if "estimates" in args.parts:
@@ -205,9 +211,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             report["models"].append(measure_models(length, args))
         atomic_write(path, json.dumps(report, indent=1) + "\n")
     report["growth"] = {
-        f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in args.peers for mode in MODES
+        f"{peer}, {mode}": compute_growth_exponent(report["attention"], mode, peer)
+        for peer in args.peers
+        for mode in MODES
     }
-    report["targets"] = targets(report)
+    report["targets"] = list_targets(report)
     atomic_write(path, json.dumps(report, indent=1) + "\n")
     for part in PARTS:
         for row in report[REPORTED.get(part, part)]:

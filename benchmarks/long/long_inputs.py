@@ -76,7 +76,7 @@ def read_articles(shard: Path) -> list[str]:
         return file.read().split("\n\n")
 
 
-def long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int) -> Iterator[Ids]:
+def iterate_long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int) -> Iterator[Ids]:
     """Draw articles of `SHORTEST` to `LONGEST` tokens, as many from each shard; yield their tokens.
 
     Raises:
@@ -100,7 +100,7 @@ def long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int)
             )
 
 
-def encoder(model: torch.nn.Module, tokenizer: Any, length: int, pieces: int | None = None) -> Encode:
+def make_encoder(model: torch.nn.Module, tokenizer: Any, length: int, pieces: int | None = None) -> Encode:
     """Return the function that embeds a text's tokens: [D], of length 1.
 
     Args:
@@ -126,13 +126,13 @@ def encode_all(encode: Encode, texts: Sequence[Ids], autocast: bool = True) -> t
         return torch.stack([encode(ids) for ids in texts])
 
 
-def passages(ids: Ids) -> list[Ids]:
+def split_into_passages(ids: Ids) -> list[Ids]:
     """Return `PASSAGES` passages of a text, evenly spread."""
     step = (len(ids) - PASSAGE) / (PASSAGES - 1)
     return [ids[round(i * step) : round(i * step) + PASSAGE] for i in range(PASSAGES)]
 
 
-def found_by(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+def compute_retrieval_scores(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
     """Return how often a query finds its own one of `others` first, and the mean of 1 / its rank.
 
     Args:
@@ -148,7 +148,7 @@ def found_by(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
     }
 
 
-def training_texts(shards: Sequence[Path], seed: int) -> list[str]:
+def draw_training_texts(shards: Sequence[Path], seed: int) -> list[str]:
     """Draw articles of `SHORTEST` tokens or nearly as many, and as many lines, of shards; each text on one line."""
     generator = random.Random(seed)
     articles = [article for shard in shards for article in read_articles(shard) if len(article) >= 4 * SHORTEST]
@@ -166,7 +166,7 @@ def make_model(reading: str, subject: SentenceEncoder, work_dir: Path, seed: int
     if reading.endswith(UPTRAINED):
         if not (folder / "all_results.json").is_file():
             start = make_model(reading.removesuffix(UPTRAINED), subject, work_dir, seed)
-            flags = write_texts(work_dir, {"train_file": training_texts(subject.shards[:-SET_ASIDE], seed)})
+            flags = write_texts(work_dir, {"train_file": draw_training_texts(subject.shards[:-SET_ASIDE], seed)})
             argv = ["--model_name_or_path", str(start), "--teacher", str(subject.source), *UPTRAINING, *flags]
             argv += ["--seed", str(seed), "--disable_tqdm", "--overwrite_output_dir", "--output_dir", str(folder)]
             uptrain_command.main(uptrain_command.parse_args(argv))
@@ -179,15 +179,15 @@ def make_model(reading: str, subject: SentenceEncoder, work_dir: Path, seed: int
 
 def measure(reading: str, subject: SentenceEncoder, halves: Sequence[tuple[Ids, Ids]], model: Any) -> dict[str, Any]:
     """Score a reading's model; seconds are those of the processor."""
-    encode = encoder(model, subject.tokenizer, *PIECES.get(reading, (POSITIONS,)))
+    encode = make_encoder(model, subject.tokenizer, *PIECES.get(reading, (POSITIONS,)))
     started = time.process_time()
     first, second = (encode_all(encode, half) for half in zip(*halves, strict=True))
     seconds = time.process_time() - started
     exact = encode_all(encode, [half for half, _ in halves[:COMPARED]], autocast=False)
-    short = encode_all(encode, [passage for half, _ in halves for passage in passages(half)])
+    short = encode_all(encode, [passage for half, _ in halves for passage in split_into_passages(half)])
     return {
-        "by_halves": found_by(first, second),
-        "by_passages": found_by(short, second),
+        "by_halves": compute_retrieval_scores(first, second),
+        "by_passages": compute_retrieval_scores(short, second),
         "spearman": similarity_spearman(model, subject.tokenizer, subject.pairs, subject.scores),
         "bfloat16_cosine": round((first[:COMPARED] * exact).sum(-1).min().item(), 6),
         "encoding_seconds": round(seconds, 1),
@@ -202,7 +202,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     subject = SentenceEncoder(args.data_dir)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     shards = subject.shards[-SET_ASIDE:]
-    tokens = list(long_articles(shards, subject.tokenizer, args.articles, args.seed))
+    tokens = list(iterate_long_articles(shards, subject.tokenizer, args.articles, args.seed))
     halves = [tuple(part[: POSITIONS - 2] for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :])) for ids in tokens]
     head = {"machine": describe_machine("cpu"), "set_aside": [shard.name for shard in shards]}
     head["tokens"] = {str(args.articles): sum(map(len, tokens))}

@@ -42,7 +42,7 @@ READINGS: dict[str, tuple[tuple[str, ...], int, int]] = {
 }
 
 
-def whole_articles(content: dict[str, Any], tokenizer: Any, tokens: int, questions: int, seed: int) -> dict[str, Any]:
+def join_articles(content: dict[str, Any], tokenizer: Any, tokens: int, questions: int, seed: int) -> dict[str, Any]:
     """Return SQuAD's JSON with each article as one paragraph.
 
     Args:
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     content = json.loads((args.data_dir / DEV).read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    articles = whole_articles(content, tokenizer, POSITIONS - ROOM, args.questions, args.seed)
+    articles = join_articles(content, tokenizer, POSITIONS - ROOM, args.questions, args.seed)
     file = args.work_dir / f"articles-{args.questions}-{args.seed}.json"
     file.write_text(json.dumps(articles), encoding="utf-8")
     rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []

@@ -31,7 +31,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.page_faults import describe_memory
 from benchmarks.run_records import check_data_dir, write_rows
 from benchmarks.speed.decode import SHAPES
-from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.talking_heads_peers import measure_interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.files import atomic_write
@@ -110,7 +110,7 @@ def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
             for name, model in encoders.items()
             if length <= MOST_FULL or name not in full
         }
-        times, usage = interleaved(steps, "cpu", args.rounds)
+        times, usage = measure_interleaved(steps, "cpu", args.rounds)
         rows.append({"tokens": length, "milliseconds": times, "usage": {"milliseconds": usage}})
         arguments = {"parts": "['passes']"} | {name: str(getattr(args, name)) for name in OF_PASSES}
         report = {

@@ -27,14 +27,14 @@ import hf_attn_variants
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import describe_machine
 from benchmarks.page_faults import describe_memory
-from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
+from benchmarks.speed.talking_heads_memory import measure_cpu_memory, measure_cuda_memory
 from benchmarks.speed.talking_heads_peers import (
     GLOBAL_TOKENS,
     WINDOW,
-    interleaved,
     make_inputs,
     make_peers,
     make_step,
+    measure_interleaved,
     step_of,
 )
 from hf_attn_variants.files import atomic_write
@@ -76,7 +76,7 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
     peers, row = make_peers(args.device, PEERS), {"length": length, "usage": {}}
     for mode in MODES:
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
-        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+        row[mode], row["usage"][mode] = measure_interleaved(steps, args.device, args.rounds)
     return row
 
 
@@ -90,7 +90,7 @@ def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
     return results
 
 
-def layer_sizes(hidden_size: int) -> dict[str, Any]:
+def get_layer_sizes(hidden_size: int) -> dict[str, Any]:
     """Return the fields of a BERT of one layer, BERT-base's where the states are 768 wide; without dropout."""
     return {
         "hidden_size": hidden_size,
@@ -103,18 +103,18 @@ def layer_sizes(hidden_size: int) -> dict[str, Any]:
     }
 
 
-def bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
+def make_bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
     """Return the layer of our BERT with these fields: a function of states [1, n, hidden size]."""
-    config = hf_attn_variants.AttnVariantBertConfig(**layer_sizes(hidden_size), **fields)
+    config = hf_attn_variants.AttnVariantBertConfig(**get_layer_sizes(hidden_size), **fields)
     return hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).encoder.layer[0]
 
 
 def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
     """Return a dictionary of layers, each a function of states [1, n, hidden size] without dropout."""
     window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
-    layers = {FULL: bert_layer(hidden_size), WINDOWED: bert_layer(hidden_size, **window)}
+    layers = {FULL: make_bert_layer(hidden_size), WINDOWED: make_bert_layer(hidden_size, **window)}
     layers[OURS] = layers[WINDOWED].attention.self
-    config = transformers.LongformerConfig(**layer_sizes(hidden_size), attention_window=[WINDOW])
+    config = transformers.LongformerConfig(**get_layer_sizes(hidden_size), attention_window=[WINDOW])
     layers[LONGFORMER] = Longformer(LongformerSelfAttention(config, 0), length)
     return layers
 
@@ -144,12 +144,12 @@ def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
     states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
     layers = {name: module.to(args.device, dtype) for name, module in make_layers(args.hidden_size, length).items()}
     for mode in MODES:
-        steps = {name: layer_step(layer, states, mode == "training") for name, layer in layers.items()}
-        row[mode], row["usage"][mode] = interleaved(steps, args.device, args.rounds)
+        steps = {name: make_layer_step(layer, states, mode == "training") for name, layer in layers.items()}
+        row[mode], row["usage"][mode] = measure_interleaved(steps, args.device, args.rounds)
     return row
 
 
-def layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
+def make_layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
     """Return one call of a layer, with its backward pass for training."""
 
     def call() -> torch.Tensor:
@@ -159,7 +159,7 @@ def layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callab
     return step_of(call, [states, *layer.parameters()], torch.randn_like(states), training)
 
 
-def growth(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
+def compute_growth_exponent(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
     """Return the exponent of the length by which time grows, from a line fitted to logarithms of both; 1 = linear."""
     rows = [row for row in rows if row["length"] >= SHORT_LENGTH and row[mode][peer] is not None]
     if len(rows) < 2:
@@ -169,7 +169,7 @@ def growth(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
     return ((centred[:, 0] * centred[:, 1]).sum() / centred[:, 0].square().sum()).item()
 
 
-def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
+def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what was to be reached, with what was measured, for the lengths that were."""
     target_rows = []
     for row in report["attention"]:
@@ -210,7 +210,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"sliding_window_{args.device}.json"
     if "memory" in args.parts and not args.rows and args.memory != "kept":  # of peaks, which kept memory hides
-        measured = cpu_memory if args.device == "cpu" else cuda_memory
+        measured = measure_cpu_memory if args.device == "cpu" else measure_cuda_memory
         peers = PEERS if args.device == "cpu" else make_peers(args.device, PEERS)
         others = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)
         report["peak_memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *others)
@@ -221,8 +221,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         if "layers" in args.parts:
             report["layers"].append(measure_layers(length, args))
         atomic_write(path, json.dumps(report, indent=1) + "\n")
-    report["growth"] = {f"{peer}, {mode}": growth(report["attention"], mode, peer) for peer in PEERS for mode in MODES}
-    report["targets"] = targets(report)
+    report["growth"] = {
+        f"{peer}, {mode}": compute_growth_exponent(report["attention"], mode, peer) for peer in PEERS for mode in MODES
+    }
+    report["targets"] = list_targets(report)
     atomic_write(path, json.dumps(report, indent=1) + "\n")
     for row in (*report["rows"], *report["attention"], *report["layers"], *report["peak_memory"]):
         print(json.dumps(row))

@@ -68,7 +68,10 @@ def main(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     versions = {"ctranslate2": ctranslate2.__version__, "transformers": transformers.__version__}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    models = *(translations(path, args) for path in args.model), *(transcriptions(path, args) for path in args.whisper)
+    models = (
+        *(measure_translations(path, args) for path in args.model),
+        *(measure_transcriptions(path, args) for path in args.whisper),
+    )
     for row in itertools.chain(*models):
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -76,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
         atomic_write(args.output_dir / "ctranslate2_tokens.json", json.dumps(result, indent=1) + "\n")
 
 
-def converted(source: Path, encoder: int | None, decoder: int | None, folder: Path) -> Path:
+def convert_heads(source: Path, encoder: int | None, decoder: int | None, folder: Path) -> Path:
     """Return the folder of a checkpoint with fewer heads; the source's where none are fewer."""
     fields = {"num_key_value_heads": decoder, "encoder_num_key_value_heads": encoder}
     fields = {name: heads for name, heads in fields.items() if heads is not None}
@@ -86,13 +89,13 @@ def converted(source: Path, encoder: int | None, decoder: int | None, folder: Pa
     return folder
 
 
-def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each conversion of a translation model, each precision and each search."""
     with gzip.open(args.data_dir / "multi30k/val.en.gz", "rt", encoding="utf-8") as file:
         lines = [line.strip() for line in itertools.islice(file, SENTENCES)]
     for encoder, decoder in HEADS:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = converted(source, encoder, decoder, Path(scratch) / "model")
+            folder = convert_heads(source, encoder, decoder, Path(scratch) / "model")
             model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
             end = model.generation_config.eos_token_id
             for quantization, searches in QUANTIZATIONS.items():
@@ -105,14 +108,14 @@ def translations(source: Path, args: argparse.Namespace) -> Iterator[dict[str, A
                 for search in searches:
                     generate_options, translator_options = SEARCHES[search]
                     tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **generate_options)
-                    expected = [until(row[1:], end) for row in tokens.tolist()]
+                    expected = [cut_at_end_token(row[1:], end) for row in tokens.tolist()]
                     outputs = translator.translate_batch(texts, max_decoding_length=NEW_TOKENS, **translator_options)
                     numbers = [tokenizer.convert_tokens_to_ids(output.hypotheses[0]) for output in outputs]
                     yield make_result_row(source, written, search, expected, numbers, target)
 
 
 @torch.no_grad()
-def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each precision of a Whisper: greedy transcripts."""
     files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)[: args.recordings]
     model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source).eval()
@@ -124,7 +127,7 @@ def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str,
     options = {"language": "en", "task": "transcribe", "num_beams": 1, "max_new_tokens": HEARD_TOKENS}
     tokens = model.generate(batch, attention_mask=torch.ones_like(batch[:, 0], dtype=torch.long), **options)
     end, start = model.generation_config.eos_token_id, model.generation_config.no_timestamps_token_id
-    expected = [until(row[row.index(start) + 1 if start in row else 0 :], end) for row in tokens.tolist()]
+    expected = [cut_at_end_token(row[row.index(start) + 1 if start in row else 0 :], end) for row in tokens.tolist()]
     names = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
     prompt = processor.tokenizer.convert_tokens_to_ids(names)
     for quantization in QUANTIZATIONS:
@@ -137,7 +140,7 @@ def transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str,
             yield make_result_row(source, written, "greedy", expected, [f.sequences_ids[0] for f in outputs], target)
 
 
-def until(row: list[int], end: int) -> list[int]:
+def cut_at_end_token(row: list[int], end: int) -> list[int]:
     """Return the tokens before the end token."""
     return row[: row.index(end)] if end in row else row
 

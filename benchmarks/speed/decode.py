@@ -100,7 +100,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--compile needs --cache static: a growing cache would be compiled anew at each step")
     if args.shape in MARIANS and (args.equal_parameters or args.num_layers):
         parser.error("--equal_parameters and --num_layers are for the shapes of T5")
-    heads = heads_of(SHAPES[args.shape])
+    heads = get_decoder_heads(SHAPES[args.shape])
     if args.num_key_value_heads is None:
         args.num_key_value_heads = sorted({heads, 4, 2, 1} - {k for k in (4, 2) if heads % k}, reverse=True)
     if args.cross_kv_lora_rank is None:
@@ -140,7 +140,7 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return a dictionary of the contestants, with equal random weights if their shapes agree."""
     fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
-    heads, kind = heads_of(fields), "marian" if args.shape in MARIANS else "t5"
+    heads, kind = get_decoder_heads(fields), "marian" if args.shape in MARIANS else "t5"
 
     def made(model_type: str, **others: Any) -> Any:
         with torch.device(args.device):  # a GPU draws a large model's weights in no time
@@ -148,7 +148,7 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
 
     models = {UPSTREAM: made(kind)}
     for k in args.num_key_value_heads:
-        wider = {"d_ff": equal_feed_forward(fields, k)} if args.equal_parameters else {}
+        wider = {"d_ff": compute_equal_feed_forward_size(fields, k)} if args.equal_parameters else {}
         models[get_variant_name(k, heads)] = made(f"attn_variant_{kind}", num_key_value_heads=k, **wider)
     for rank in args.cross_kv_lora_rank:
         name = "exact" if rank == fields["d_model"] else f"cross r={rank}"
@@ -165,12 +165,12 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     return models
 
 
-def heads_of(fields: dict[str, Any]) -> int:
+def get_decoder_heads(fields: dict[str, Any]) -> int:
     """Return the decoder's heads."""
     return fields["num_heads"] if "num_heads" in fields else fields["decoder_attention_heads"]
 
 
-def equal_feed_forward(fields: dict[str, Any], kv_heads: int) -> int:
+def compute_equal_feed_forward_size(fields: dict[str, Any], kv_heads: int) -> int:
     """Return the d_ff at which a model of fewer key/value heads has as many parameters (arXiv:1911.02150, 4.1)."""
     saved = fields["num_heads"] - kv_heads  # heads of K and V, in both attentions of each decoder layer
     saved *= fields["d_kv"] * fields["d_model"] * 2 * 2 * fields["num_layers"]
@@ -182,7 +182,7 @@ def get_variant_name(kv_heads: int, heads: int) -> str:
     return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"
 
 
-def source_of(
+def make_source(
     model: Any, args: argparse.Namespace, batch_size: int, source_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what decoders are given of a source: random states [b, m, d_model], and the mask [b, m]."""
@@ -197,18 +197,20 @@ def source_of(
 @torch.no_grad()
 def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, source_length: int) -> list[dict]:
     """Return one row for each contestant at one batch size and source length; ratios are to the first one's."""
-    states, mask = source_of(next(iter(models.values())), args, batch_size, source_length)
-    parts = {name: kv_cache_parts(decode(model, states, mask, args)[0], model, args) for name, model in models.items()}
+    states, mask = make_source(next(iter(models.values())), args, batch_size, source_length)
+    parts = {
+        name: measure_kv_cache(decode(model, states, mask, args)[0], model, args) for name, model in models.items()
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     usages: dict[str, list[Usage]] = {name: [] for name in models}
     for repeat in range(args.repeats):
         # In turn, and each round from another one on: what else the machine does hits all alike.
-        for name in rotated(list(models), repeat):
+        for name in rotate_names(list(models), repeat):
             with UsageRecorder() as watch:
                 times[name].append(decode(models[name], states, mask, args)[1:])
             usages[name].append(watch.usage)
     first_model = next(iter(models.values()))
-    encoder = None if args.skip_encoder else encoder_seconds(first_model, batch_size, source_length, args)
+    encoder = None if args.skip_encoder else measure_encoder_seconds(first_model, batch_size, source_length, args)
     bandwidth, arithmetic = (
         measure_read_bandwidth(args.device),
         measure_arithmetic_rate(args.device, getattr(torch, args.dtype)),
@@ -268,7 +270,7 @@ def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.
     return get_cache(result), first.time - start, time.perf_counter() - start
 
 
-def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the bytes of a cache, and the time that the cross-attentions of one step, in all layers, take with it.
 
     The layers run one after another, so each finds its keys and values in memory and not in a processor's cache, as a
@@ -297,7 +299,7 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     def step() -> None:
         for number, module in enumerate(modules):
             if has_latent:
-                maps, layer = key_value_maps(module), layers[0]
+                maps, layer = get_key_value_projections(module), layers[0]
                 attend_to_latent(module, query, layer.keys, None, maps, layer, scaling=1.0, dropout=0.0)
             else:
                 layer = layers[number]
@@ -305,7 +307,7 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
 
     step()
     times = [measure_seconds(step, args.device) for _ in range(9)]
-    sizes = [size_of(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
+    sizes = [compute_cache_size(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
     # One latent is read by every layer.
     read = sizes[1] * len(modules) if has_latent else sizes[1]
     return {
@@ -317,12 +319,12 @@ def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[st
     }
 
 
-def key_value_maps(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
+def get_key_value_projections(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return the projections of keys and values of a cross-attention."""
     return (module.k, module.v) if hasattr(module, "k") else (module.k_proj, module.v_proj)
 
 
-def size_of(cache: Any) -> int:
+def compute_cache_size(cache: Any) -> int:
     """Return the bytes of the keys and values in a cache, including those that are cached with a short latent."""
     expanded_tensors = [
         expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED_LATENTS, {}).values()
@@ -333,13 +335,13 @@ def size_of(cache: Any) -> int:
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
-def encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
+def measure_encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
     """Return the seconds of one pass of upstream's encoder; all are multi-head (with wider layers if so asked)."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
     return measure_seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
 
 
-def rotated(names: list[str], by: int) -> list[str]:
+def rotate_names(names: list[str], by: int) -> list[str]:
     return names[by % len(names) :] + names[: by % len(names)]
 
 
@@ -357,7 +359,7 @@ def format_row(row: dict[str, Any]) -> str:
     )
 
 
-def alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
+def is_same_setting(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two rows are of one model at one batch size and source length."""
     return all(row[name] == other[name] for name in ("model", "batch_size", "source_length"))
 
@@ -388,7 +390,7 @@ def save_plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> 
                 style = {"color": "k", "marker": "x"} if name == UPSTREAM else {"color": "C1" if latent else "C0"}
                 point = (row["cache_bytes"] / 2**20, row["tokens_per_second"])
                 axes.scatter(*point, **style)
-                matching_rows = [other for other in kept_rows if alike(row, other)]
+                matching_rows = [other for other in kept_rows if is_same_setting(row, other)]
                 axes.scatter(
                     [point[0]] * len(matching_rows),
                     [other["tokens_per_second"] for other in matching_rows],

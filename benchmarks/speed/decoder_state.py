@@ -25,7 +25,7 @@ from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import describe_machine
 from benchmarks.page_faults import describe_memory
 from benchmarks.speed.decode import SHAPES
-from benchmarks.speed.talking_heads_peers import interleaved
+from benchmarks.speed.talking_heads_peers import measure_interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
@@ -71,7 +71,7 @@ def make_models() -> dict[str, PreTrainedModel]:
 
 
 @torch.no_grad()
-def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callable[[], None], int]:
+def make_step_after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callable[[], None], int]:
     """Return a step that decodes one token more after `length` others, and the bytes that are kept of these."""
     tokens = torch.randint(2, model.config.vocab_size, (batch_size, length))
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
@@ -85,10 +85,10 @@ def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callabl
         with torch.no_grad():
             model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], **{get_cache_name(): cache}, use_cache=True)
 
-    return step, kept_bytes(cache.self_attention_cache)
+    return step, compute_cached_bytes(cache.self_attention_cache)
 
 
-def kept_bytes(cache: Any) -> int:
+def compute_cached_bytes(cache: Any) -> int:
     """Return the bytes of a cache's layers: keys and values, or sums."""
     num_bytes = 0
     for layer in cache.layers:
@@ -112,8 +112,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path, models = args.output_dir / "decoder_state_cpu.json", make_models()
     for length in tqdm(args.lengths, desc="lengths"):
-        steps = {name: after(model, length, args.batch_size) for name, model in models.items()}
-        times, usage = interleaved({name: step for name, (step, _) in steps.items()}, "cpu", args.rounds)
+        steps = {name: make_step_after(model, length, args.batch_size) for name, model in models.items()}
+        times, usage = measure_interleaved({name: step for name, (step, _) in steps.items()}, "cpu", args.rounds)
         state_bytes = {name: size for name, (_, size) in steps.items()}
         report["steps"].append({"length": length, "step_ms": times, "bytes": state_bytes, "usage": {"step_ms": usage}})
         atomic_write(path, json.dumps(report, indent=1) + "\n")

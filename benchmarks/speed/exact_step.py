@@ -19,9 +19,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from benchmarks.kept_memory import run
 from benchmarks.machine import measure_arithmetic_rate, measure_read_bandwidth
-from benchmarks.speed.decode import CROSS_ATTENTION_NAMES, SHAPES, key_value_maps
-from benchmarks.speed.talking_heads_peers import interleaved
-from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
+from benchmarks.speed.decode import CROSS_ATTENTION_NAMES, SHAPES, get_key_value_projections
+from benchmarks.speed.talking_heads_peers import measure_interleaved
+from benchmarks.speed.timed_sizes import make_random_model, measure_sizes, parse_sizes
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.transformers_internals import get_cache_name
 from hf_attn_variants.registration import get_variant_model_class
@@ -41,7 +41,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return the contestants, with the same weights."""
-    model = random_model(args.shape)
+    model = make_random_model(args.shape)
     cls: Any = get_variant_model_class(type(model).__name__)
     config = cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)
     exact = cls(config).eval()
@@ -49,7 +49,7 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
     return {EXACT: exact, SHARED: share_memory(copy.deepcopy(model), cross_cache=ENCODER_OUTPUTS), UPSTREAM: model}
 
 
-def cross_attentions(model: Any) -> list[torch.nn.Module]:
+def list_cross_attentions(model: Any) -> list[torch.nn.Module]:
     """Return the cross-attentions of a model, from the first layer to the last."""
     return [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTION_NAMES)]
 
@@ -68,7 +68,7 @@ def step_of(
     return step
 
 
-def products_of(modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+def make_products(modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     """Return what multiplies as the exact form does, for each attention.
 
     Args:
@@ -77,11 +77,16 @@ def products_of(modules: list[torch.nn.Module], states: torch.Tensor, source: to
         source: the encoder's outputs [b, m, D].
     """
     (rows, _, width), (memories, length, _) = states.shape, source.shape
-    inner = key_value_maps(modules[0])[0].out_features
+    inner = get_key_value_projections(modules[0])[0].out_features
     heads = modules[0].config.num_attention_heads
     size, num_queries = inner // heads, rows // memories * heads  # d; the queries that read one memory
-    maps = [[linear.weight.detach() for linear in (query_of(module), *key_value_maps(module), output_of(module))]
-            for module in modules]  # fmt: skip
+    maps = [
+        [
+            linear.weight.detach()
+            for linear in (query_of(module), *get_key_value_projections(module), get_output_projection(module))
+        ]
+        for module in modules
+    ]
     x, buffer = states[:, 0], torch.empty(rows, inner)
     by_head, absorbed = torch.randn(heads, rows, size), torch.empty(heads, rows, width)
     queries, logits = torch.randn(memories, num_queries, width), torch.empty(memories, num_queries, length)
@@ -105,14 +110,14 @@ def query_of(module: Any) -> torch.nn.Linear:
     return module.q if hasattr(module, "q") else module.q_proj
 
 
-def output_of(module: Any) -> torch.nn.Linear:
+def get_output_projection(module: Any) -> torch.nn.Linear:
     """Return the projection of outputs of a cross-attention."""
     return module.o if hasattr(module, "o") else module.out_proj
 
 
-def arithmetic(modules: list[torch.nn.Module], rows: int, memories: int, length: int) -> int:
+def count_operations(modules: list[torch.nn.Module], rows: int, memories: int, length: int) -> int:
     """Return the operations of the products: two for each number that is multiplied."""
-    key_map = key_value_maps(modules[0])[0]
+    key_map = get_key_value_projections(modules[0])[0]
     inner, width, heads = key_map.out_features, key_map.in_features, modules[0].config.num_attention_heads
     return len(modules) * 2 * rows * (4 * inner * width + 2 * heads * length * width)
 
@@ -126,17 +131,17 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     works: dict[str, Callable[[], Any]] = {}
     for name, model in models.items():
         read = source.repeat_interleave(beams, dim=0) if name == UPSTREAM else source
-        works[name] = step_of(cross_attentions(model), states, read)
+        works[name] = step_of(list_cross_attentions(model), states, read)
     expected = works[UPSTREAM]()
     differences = {
         name: max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(work(), expected, strict=True))
         for name, work in works.items()
     }
-    modules = cross_attentions(models[UPSTREAM])
-    works = {PRODUCTS: products_of(modules, states, source), **works}
-    times, usage = interleaved(works, "cpu", args.rounds)
+    modules = list_cross_attentions(models[UPSTREAM])
+    works = {PRODUCTS: make_products(modules, states, source), **works}
+    times, usage = measure_interleaved(works, "cpu", args.rounds)
     rate, bandwidth = measure_arithmetic_rate("cpu", torch.float32), measure_read_bandwidth("cpu")
-    operations = arithmetic(modules, batch_size * beams, batch_size, length)
+    operations = count_operations(modules, batch_size * beams, batch_size, length)
     return {
         "batch_size": batch_size,
         "source_length": length,

@@ -57,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def translation_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
+def make_translation_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
     """Return the T5, and a batch of sentences by batch size."""
     folder = args.data_dir / T5
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -69,7 +69,7 @@ def translation_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[s
     return AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), batches
 
 
-def speech_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
+def make_speech_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
     """Return the Whisper, and a batch of recordings by batch size. Recordings are repeated if there are too few."""
     extractor = AutoFeatureExtractor.from_pretrained(args.whisper)
     files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)
@@ -135,9 +135,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Time the models, and write and return the report."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    rows = measure("T5", args.data_dir / T5, *translation_batches(args), args)
+    rows = measure("T5", args.data_dir / T5, *make_translation_batches(args), args)
     if args.whisper:
-        rows += measure("Whisper", args.whisper, *speech_batches(args), args)
+        rows += measure("Whisper", args.whisper, *make_speech_batches(args), args)
     report = {
         "machine": describe_machine("cpu"),
         "threads": args.threads,

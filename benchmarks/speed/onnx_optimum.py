@@ -71,8 +71,8 @@ def main(args: argparse.Namespace) -> None:
         request["graphs"][name] = str(graphs)
         # The worker's transformers cannot read the tokenizer of a later one, so it is given token ids.
         request["inputs"][name] = dict(tokenizer(lines, padding=True))
-        expected[name] = outputs(model, request["inputs"][name])
-    response = by_optimum(request, args.work_dir)
+        expected[name] = compute_outputs(model, request["inputs"][name])
+    response = run_with_optimum(request, args.work_dir)
     rows = []
     for name, outs in expected.items():
         for kind, value in outs.items():
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
+def compute_outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
     """Return the tokens of each number of beams, or an encoder's states of the first text."""
     tensors = {key: torch.tensor(value) for key, value in inputs.items()}
     if not model.can_generate():
@@ -100,7 +100,7 @@ def outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
     return {f"beams {beams}": model.generate(**tensors, num_beams=beams, **options).tolist() for beams in BEAMS}
 
 
-def by_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
+def run_with_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
     """Run this file as a worker, under optimum and its transformers; install them the first time."""
     folder = work_dir / "packages"
     if not folder.is_dir():
@@ -120,7 +120,7 @@ def by_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def worker() -> None:
+def run_worker() -> None:
     """Read what is asked from the standard input, run the graphs by optimum, print their outputs as JSON."""
     from importlib.metadata import version
 
@@ -130,7 +130,7 @@ def worker() -> None:
     response = {}
     for name, folder in request["graphs"].items():
         ort_class = ORTModelForFeatureExtraction if name.startswith("MiniLM") else ORTModelForSeq2SeqLM
-        response[name] = outputs(ort_class.from_pretrained(folder), request["inputs"][name])
+        response[name] = compute_outputs(ort_class.from_pretrained(folder), request["inputs"][name])
     versions = {"optimum_onnx": version("optimum-onnx"), "transformers": version("transformers")}
     print(json.dumps(versions | {"outputs": response}))
 
@@ -138,6 +138,6 @@ def worker() -> None:
 if __name__ == "__main__":
     args = parse_args()
     if args.worker:
-        worker()
+        run_worker()
     else:
         main(args)

@@ -57,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def config_of(shape: str) -> dict[str, Any]:
+def make_config(shape: str) -> dict[str, Any]:
     """Return the config.json of a shape."""
     kind, fields = "marian" if shape in MARIANS else "t5", SHAPES.get(shape, {}) | {"decoder_start_token_id": 0}
     if shape in ENCODERS or shape in WHISPERS:
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
-    config = config_of(args.shape)
+    config = make_config(args.shape)
     return measure_sizes(args, f"serving_{args.shape}_cpu", lambda *size: measure(args, config, *size), format_row)
 
 

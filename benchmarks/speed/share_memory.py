@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.kept_memory import run
 from benchmarks.speed.decode import SHAPES
-from benchmarks.speed.talking_heads_peers import interleaved
-from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
+from benchmarks.speed.talking_heads_peers import measure_interleaved
+from benchmarks.speed.timed_sizes import make_random_model, measure_sizes, parse_sizes
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.transformers_internals import get_cache
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, holds_encoder_outputs
@@ -37,7 +37,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
     """Return the unchanged model, and copies that share their memory, by the contents of their caches."""
-    model = random_model(args.shape).to(getattr(torch, args.dtype))
+    model = make_random_model(args.shape).to(getattr(torch, args.dtype))
     kinds = (KEYS_AND_VALUES, ENCODER_OUTPUTS)
     return {UPSTREAM: model} | {kind: share_memory(copy.deepcopy(model), cross_cache=kind) for kind in kinds}
 
@@ -61,7 +61,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     same = {name: torch.equal(output.sequences, first[UPSTREAM].sequences) for name, output in first.items()}
     stored_bytes = {name: compute_cached_bytes(get_cache(output)) for name, output in first.items()}
     del first
-    times, usage = interleaved(works, "cpu", args.rounds)
+    times, usage = measure_interleaved(works, "cpu", args.rounds)
     size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}
     row = {"milliseconds": times, "same_tokens": same, "cross_cache_bytes": stored_bytes}
     return size | row | {"usage": {"milliseconds": usage}}

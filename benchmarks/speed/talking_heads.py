@@ -28,10 +28,10 @@ from tqdm import tqdm
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.machine import describe_machine
 from benchmarks.page_faults import describe_memory
-from benchmarks.speed.talking_heads_layers import measure_layers, measure_training_steps, peer_version
-from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
-from benchmarks.speed.talking_heads_peers import interleaved, make_inputs, make_peers, make_step
-from benchmarks.speed.talking_heads_report import format_tables, save_plot, targets
+from benchmarks.speed.talking_heads_layers import get_peer_version, measure_layers, measure_training_steps
+from benchmarks.speed.talking_heads_memory import measure_cpu_memory, measure_cuda_memory
+from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step, measure_interleaved
+from benchmarks.speed.talking_heads_report import format_tables, list_targets, save_plot
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.ops import triton_attention
 
@@ -71,7 +71,7 @@ def measure_times(peers: dict[str, Callable], shape, option: str, device: str, d
     for mode in ("forward", "training"):
         inputs = make_inputs(shape, option, device, dtype)
         steps = {name: make_step(attend, inputs, mode == "training") for name, attend in peers.items()}
-        times[mode], times["usage"][mode] = interleaved(steps, device, rounds)
+        times[mode], times["usage"][mode] = measure_interleaved(steps, device, rounds)
     return times
 
 
@@ -94,18 +94,20 @@ def measure_errors(peers: dict[str, Callable], device: str, dtype: torch.dtype) 
                     continue
                 output = attend(**inputs)
                 gradients = torch.autograd.grad(output, [inputs[name] for name in names], d_output)
-                row = {"output": _error(output, expected)}
-                row |= {name: _error(g, w) for name, g, w in zip(names, gradients, expected_gradients, strict=True)}
+                row = {"output": _compute_error(output, expected)}
+                row |= {
+                    name: _compute_error(g, w) for name, g, w in zip(names, gradients, expected_gradients, strict=True)
+                }
                 errors.setdefault(peer, {})[f"{shape} {option}"] = row
     return errors
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _compute_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "x-transformers": peer_version()}
+def _get_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "x-transformers": get_peer_version()}
     for name in ("torch", "triton", "transformers"):
         try:
             versions[name] = version(name)
@@ -167,9 +169,9 @@ def measure_parts(args: argparse.Namespace, report: dict) -> None:
     if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
         heads, lengths = MEMORY_HEADS[sizes], MEMORY_LENGTHS[sizes]
         if args.device == "cpu":
-            report["peak_memory"] = cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
+            report["peak_memory"] = measure_cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
         else:
-            report["peak_memory"] = cuda_memory(peers, *heads, lengths, args.dtype)
+            report["peak_memory"] = measure_cuda_memory(peers, *heads, lengths, args.dtype)
         _write(args, report)
 
 
@@ -193,7 +195,7 @@ def main(args: argparse.Namespace) -> dict:
         if on_cuda
         else f"{machine_info['cpu']}, threads: {args.num_threads}",
         "dtype": args.dtype,
-        "versions": _versions(),
+        "versions": _get_versions(),
         "load_before": None if on_cuda else os.getloadavg()[0],
         "workspace_bytes": triton_attention.WORKSPACE_BYTES if on_cuda else None,
         "rounds": args.rounds,
@@ -208,7 +210,7 @@ def main(args: argparse.Namespace) -> dict:
     }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     measure_parts(args, report)
-    report["targets"] = targets(report)
+    report["targets"] = list_targets(report)
     path = _write(args, report)
     for peer, peer_errors in report["errors"].items():
         largest_error = max(error for row in peer_errors.values() for error in row.values())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_attn_variants
-from benchmarks.speed.talking_heads_peers import interleaved, make_peers, step_of
+from benchmarks.speed.talking_heads_peers import make_peers, measure_interleaved, step_of
 
 try:  # a peer only: the package needs it for nothing
     from x_transformers.x_transformers import Attention as PeerAttention
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         return self.maps[3](self.attend(query, key, value, **options).flatten(2))
 
 
-def peer_version() -> str:
+def get_peer_version() -> str:
     """The version of x-transformers, or "absent"."""
     return "absent" if PeerAttention is None else version("x-transformers")
 
@@ -80,7 +80,7 @@ def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: s
             )
             for name, layer in layers.items()
         }
-        times[mode], times["usage"][mode] = interleaved(steps, device, rounds)
+        times[mode], times["usage"][mode] = measure_interleaved(steps, device, rounds)
     return times
 
 
@@ -112,11 +112,11 @@ def measure_training_steps(
         )
         model = hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).to(device, dtype).train()
         model.set_attn_implementation(implementation)
-        steps[name] = _training_step(model, ids)
-    return interleaved(steps, device, rounds)
+        steps[name] = _run_training_step(model, ids)
+    return measure_interleaved(steps, device, rounds)
 
 
-def _training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+def _run_training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():

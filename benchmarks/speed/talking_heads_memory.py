@@ -25,7 +25,7 @@ MODES = ("forward", "training")
 WARM_UP_LENGTHS = {"window": 1024}
 
 
-def cpu_memory(
+def measure_cpu_memory(
     peers: list[str], heads: int, head_dim: int, lengths: list[int], dtype: str, threads: int
 ) -> list[dict]:
     """Measure every peer and mode at every length, one sequence each.
@@ -53,19 +53,22 @@ def cpu_memory(
     return list(rows.values())
 
 
-def cuda_memory(peers: dict[str, Callable], heads: int, head_dim: int, lengths: list[int], dtype: str) -> list[dict]:
+def measure_cuda_memory(
+    peers: dict[str, Callable], heads: int, head_dim: int, lengths: list[int], dtype: str
+) -> list[dict]:
     """The same on CUDA; None where a peer ran out of memory."""
     rows = []
     for length in lengths:
         shape = (1, heads, length, head_dim)
         row = {
-            mode: {peer: _cuda_peak(attend, shape, mode, dtype) for peer, attend in peers.items()} for mode in MODES
+            mode: {peer: _measure_cuda_peak(attend, shape, mode, dtype) for peer, attend in peers.items()}
+            for mode in MODES
         }
         rows.append({"shape": list(shape), **row})
     return rows
 
 
-def _cuda_peak(attend: Callable, shape: tuple[int, int, int, int], mode: str, dtype: str) -> float | None:
+def _measure_cuda_peak(attend: Callable, shape: tuple[int, int, int, int], mode: str, dtype: str) -> float | None:
     try:
         step = make_step(attend, make_inputs(shape, "plain", "cuda", getattr(torch, dtype)), mode == "training")
         step()

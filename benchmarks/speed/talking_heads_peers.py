@@ -76,7 +76,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         def attend(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
             heads, head_dim = query.shape[1], query.shape[3]
             if not modules:
-                modules["one"] = kernel_module(kernel, heads, head_dim, is_causal).to(query.device, query.dtype)
+                modules["one"] = make_kernel_module(kernel, heads, head_dim, is_causal).to(query.device, query.dtype)
             return sdpa_attention_forward(modules["one"], query, key, value, scaling=scaling, position_bias=bias)[0]
 
         return attend
@@ -90,7 +90,9 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
     return {name: peer_functions[name] for name in peers if name in peer_functions}
 
 
-def kernel_module(name: str, heads: int, head_dim: int, is_causal: bool, features: int | None = None) -> nn.Module:
+def make_kernel_module(
+    name: str, heads: int, head_dim: int, is_causal: bool, features: int | None = None
+) -> nn.Module:
     """An attention without projections that has a kernel, as models call the attention function with one."""
     module = nn.Module()
     module.register_parameter("like", nn.Parameter(torch.zeros(())))
@@ -142,7 +144,7 @@ def step_of(call: Callable, leaves: list[torch.Tensor], d_output: torch.Tensor, 
     return step
 
 
-def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
+def measure_milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
     """Time one step: on CUDA the mean of `repeats` of them."""
     if device == "cpu":
         start = time.perf_counter()
@@ -159,7 +161,7 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
     return events[0].elapsed_time(events[1]) / repeats
 
 
-def interleaved(
+def measure_interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
     """Time steps, which take turns within each round (`get_round_order`).
@@ -175,7 +177,7 @@ def interleaved(
         for name in get_round_order(list(steps), number):
             try:
                 with UsageRecorder() as watch:
-                    sample = milliseconds(steps[name], device)
+                    sample = measure_milliseconds(steps[name], device)
             except torch.OutOfMemoryError:
                 del steps[name]
                 samples[name] = usages[name] = []

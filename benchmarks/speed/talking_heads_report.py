@@ -16,12 +16,12 @@ MEMORY_SHARE = 0.05  # of the naive peak at n = 4096
 STEP_LIMIT = 1.15  # a talking-heads BERT's training step, as a multiple of MHA's
 
 
-def targets(report: dict) -> list[dict]:
+def list_targets(report: dict) -> list[dict]:
     """Return each CPU target with what was measured: {"target", "limit", "measured", "met"}; GPU reports have none."""
-    return list(_targets(report)) if report["device"] == "cpu" else []
+    return list(_iterate_targets(report)) if report["device"] == "cpu" else []
 
 
-def _targets(report: dict) -> Iterator[dict]:
+def _iterate_targets(report: dict) -> Iterator[dict]:
     for row in report["times"]:
         shape, forward, training = tuple(row["shape"]), row["forward"], row["training"]
         if row["option"] != "plain" or shape not in CPU_LIMITS or not {"sdpa", "blocked"} <= forward.keys():
@@ -61,13 +61,13 @@ def format_tables(report: dict) -> str:
     parts = []
     for option in dict.fromkeys(row["option"] for row in report["times"]):
         rows = [row for row in report["times"] if row["option"] == option]
-        parts.append(_table(f"attention, {option} (ms; in brackets times SDPA's)", rows, "sdpa"))
+        parts.append(_format_table(f"attention, {option} (ms; in brackets times SDPA's)", rows, "sdpa"))
     if report["layers"]:
         parts.append(
-            _table("whole attention layer (ms; in brackets times the SDPA layer's)", report["layers"], "sdpa")
+            _format_table("whole attention layer (ms; in brackets times the SDPA layer's)", report["layers"], "sdpa")
         )
     if report["peak_memory"]:
-        parts.append(_table("peak memory added (MiB)", report["peak_memory"], None))
+        parts.append(_format_table("peak memory added (MiB)", report["peak_memory"], None))
     if report["training_steps"]:
         steps = report["training_steps"]
         cells = [f"{name} {ms:.0f} ms" for name, ms in steps["milliseconds"].items()]
@@ -82,17 +82,17 @@ def format_tables(report: dict) -> str:
     return "\n".join(parts)
 
 
-def _table(title: str, rows: list[dict], base: str | None) -> str:
+def _format_table(title: str, rows: list[dict], base: str | None) -> str:
     peers = list(dict.fromkeys(peer for row in rows for peer in row["forward"]))
     lines = [title, "", "| b, h, n, d | pass | " + " | ".join(peers) + " |", "| --- | --- |" + " --- |" * len(peers)]
     for row in rows:
         for mode in ("forward", "training"):
-            cells = [_cell(row[mode], peer, base) for peer in peers]
+            cells = [_format_cell(row[mode], peer, base) for peer in peers]
             lines.append(f"| {', '.join(map(str, row['shape']))} | {mode} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(values: dict, peer: str, base: str | None) -> str:
+def _format_cell(values: dict, peer: str, base: str | None) -> str:
     value = values.get(peer)
     if value is None:
         return ""
@@ -111,7 +111,7 @@ def save_plot(report: dict, path: Path) -> None:
     axes = figure.subplots(2, 3).flatten()
     every, layers = _with_kept(report, "times"), _with_kept(report, "layers")
     plain = [row for row in every if row["option"] == "plain"] or every
-    colours = _colours(report)
+    colours = _choose_colours(report)
     for axis, mode in zip(axes, ("forward", "training"), strict=False):
         _draw_ratios(axis, plain, mode, f"attention, {mode}: time / SDPA multi-head attention", colours)
     others = [row for row in every if row["option"] not in ("plain", "causal")]
@@ -134,7 +134,7 @@ def _with_kept(report: dict, part: str) -> list[dict]:
     return [row | {"kept": other} for row, other in zip(report[part], fixed_rows, strict=True)]
 
 
-def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
+def _get_plotted_ratio(row: dict, mode: str, peer: str) -> float:
     """Return a peer's time relative to SDPA: of both settings, the longer for ours and the shorter for others.
 
     A report with one setting has one ratio.
@@ -146,7 +146,7 @@ def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
     return ratios[0] if claim.ratio is None else claim.ratio
 
 
-def _colours(report: dict) -> dict[str, str]:
+def _choose_colours(report: dict) -> dict[str, str]:
     names = dict.fromkeys([*report["peers"], *(name for row in report["layers"] for name in row["forward"])])
     palette = ("#888888", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
     return {name: palette[number % len(palette)] for number, name in enumerate(names)}
@@ -160,12 +160,12 @@ def _draw_ratios(axis, rows: list[dict], mode: str, title: str, colours: dict[st
         return
     width = 0.8 / len(peers)
     for number, peer in enumerate(peers):
-        ratios = [_drawn_ratio(row, mode, peer) for row in rows]
+        ratios = [_get_plotted_ratio(row, mode, peer) for row in rows]
         places = [place + width * (number + 0.5) for place in range(len(rows))]
         bars = axis.bar(places, ratios, 0.92 * width, label=peer, color=colours.get(peer))
         axis.bar_label(bars, fmt="%.1f", fontsize=8)
     axis.axhline(1, color="black", linewidth=1)
-    labels = [", ".join(map(str, row["shape"])) + _option(row) for row in rows]
+    labels = [", ".join(map(str, row["shape"])) + _get_option(row) for row in rows]
     axis.set_xticks([place + 0.4 for place in range(len(rows))], labels, fontsize=7.5 if len(rows) > 5 else 9)
     if len(rows) > 5:
         axis.tick_params(axis="x", rotation=25)
@@ -175,7 +175,7 @@ def _draw_ratios(axis, rows: list[dict], mode: str, title: str, colours: dict[st
     axis.legend(fontsize=8, ncols=2, loc="upper center")
 
 
-def _option(row: dict) -> str:
+def _get_option(row: dict) -> str:
     option = row.get("option", "plain")
     return "" if option == "plain" else f"\n{option}"
 

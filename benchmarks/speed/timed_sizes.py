@@ -20,7 +20,7 @@ from hf_attn_variants.files import atomic_write
 Row = dict[str, Any]
 
 
-def random_model(shape: str) -> Any:
+def make_random_model(shape: str) -> Any:
     """Return a Transformers model with the sizes of a shape, which never generates the end token."""
     kind, fields = "marian" if shape in MARIANS else "t5", SHAPES[shape] | {"decoder_start_token_id": 0}
     torch.manual_seed(0)

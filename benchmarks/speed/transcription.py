@@ -51,7 +51,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parse_sizes(parser, arguments, num_beams=[1, 5], max_new_tokens=120)
 
 
-def recordings(args: argparse.Namespace) -> list[Path]:
+def list_recordings(args: argparse.Namespace) -> list[Path]:
     """Return as many audio files as the largest batch needs, in alphabetical order.
 
     Raises:
@@ -67,7 +67,7 @@ def recordings(args: argparse.Namespace) -> list[Path]:
     return audio_files[:needed]
 
 
-def engine_names(args: argparse.Namespace) -> list[str]:
+def get_engine_names(args: argparse.Namespace) -> list[str]:
     """Return the engines other than Transformers.
 
     Raises:
@@ -143,7 +143,7 @@ class Engines:
         return row[start : row.index(self.end) if self.end in row else None]
 
 
-def heard_features(paths: Sequence[Path], processor: Any) -> torch.Tensor:
+def extract_features(paths: Sequence[Path], processor: Any) -> torch.Tensor:
     """Return the features [b, mel bins, frames] of recordings."""
     parts = []
     for path in paths:
@@ -181,10 +181,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, write the JSON after each size, print the figures; returns the report."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)
-    paths, names = recordings(args), engine_names(args)
+    paths, names = list_recordings(args), get_engine_names(args)
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(args, names, Path(folder))
-        features = heard_features(paths, engines.processor)
+        features = extract_features(paths, engines.processor)
         args.source_length = [features.shape[-1] // 2]  # the encoder halves its frames
         name = f"transcription_{args.checkpoint.name}_cpu"
         return measure_sizes(args, name, lambda *size: measure(engines, features, args.rounds, *size), format_row)

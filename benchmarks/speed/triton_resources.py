@@ -73,10 +73,10 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                     settings = CASES[case]
                     if len(set(heads)) > 1 and not (settings.get("logits", True) and settings.get("weights", True)):
                         continue  # without one of the projections the numbers of heads around it are equal
-                    for name, launch in launches(DTYPES[dtype], length, heads, **settings):
+                    for name, launch in iterate_launches(DTYPES[dtype], length, heads, **settings):
                         for capability in args.capabilities:
                             row = {"dtype": dtype, "heads": heads, "length": length, "case": case, "kernel": name}
-                            rows.append(row | {"capability": capability} | resources(launch, capability))
+                            rows.append(row | {"capability": capability} | measure_resources(launch, capability))
                             print(json.dumps(rows[-1]), flush=True)
     result = {"triton": triton.__version__, "shared_kib_allowed": SHARED_KIB, "rows": rows}
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
@@ -117,7 +117,7 @@ class _Recorder:
         return launch
 
 
-def launches(
+def iterate_launches(
     dtype: torch.dtype,
     length: int,
     heads: tuple[int, int, int],
@@ -173,7 +173,7 @@ def launches(
     yield from recorders.items()
 
 
-def resources(launch: _Recorder, capability: int) -> dict[str, int]:
+def measure_resources(launch: _Recorder, capability: int) -> dict[str, int]:
     """Compile a launch; return registers a thread, stack bytes, shared bytes and warps."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -198,14 +198,14 @@ def resources(launch: _Recorder, capability: int) -> dict[str, int]:
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     return {
-        **_usage(compiled.asm["cubin"]),
+        **_read_usage(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
         "warps": launch.options["num_warps"],
         "block": launch.arguments["BLOCK"],
     }
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
+def _read_usage(cubin: bytes) -> dict[str, int]:
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__path__[0], "bin", "cuobjdump")

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run_records import check_arguments, check_data_dir
-from benchmarks.train.small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
+from benchmarks.train.small_pretraining import (
+    ROOT,
+    format_command,
+    get_gate_scores,
+    make_script_command,
+    make_vocabulary,
+    run_script,
+)
 from hf_attn_variants.commands.training import pretrain as pretrain_mlm
 from hf_attn_variants.files import atomic_write
 
@@ -63,19 +70,19 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
     if not (work / "tokenizer").is_dir():
         make_vocabulary(args.tokenizer, shards[0], work / "tokenizer", VOCABULARY_SIZE)
-    commands = [pretraining(work, shards, held_out, args.max_train_steps)]
+    commands = [make_pretraining_command(work, shards, held_out, args.max_train_steps)]
     run_script(commands[0], work / "multi-head")
     trained = check_arguments(work / "multi-head", pretrain_mlm.parse_args, commands[0][2:])
-    rows = [{"method": "multi-head", "num_key_value_heads": HEADS, **_scores(trained)}]
+    rows = [{"method": "multi-head", "num_key_value_heads": HEADS, **_get_scores(trained)}]
     for method in args.methods:
         for heads in KEY_VALUE_HEADS:
             folder = work / f"{method}-{heads}"
-            commands.append(conversion(work / "multi-head", folder, heads, method, shards[-1]))
+            commands.append(make_conversion_command(work / "multi-head", folder, heads, method, shards[-1]))
             run_script(commands[-1], folder, done="config.json")
-            commands.append(evaluation(folder, held_out))
+            commands.append(make_evaluation_command(folder, held_out))
             run_script(commands[-1], Path(f"{folder}-eval"))
             results = json.loads(Path(f"{folder}-eval/all_results.json").read_text())
-            rows.append({"method": method, "num_key_value_heads": heads, **_scores(results)})
+            rows.append({"method": method, "num_key_value_heads": heads, **_get_scores(results)})
     names = {sys.executable: "python", f"{ROOT}/": "", str(work): "WORK_FOLDER", f"{data}/": "wikipedia/"}
     result = {
         "model": {"architecture": "albert", "vocab_size": VOCABULARY_SIZE, **CONFIG},
@@ -83,7 +90,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "device": f"CPU, {os.environ.get('OMP_NUM_THREADS', 'all')} threads",
         "training": {key: value for key, value in trained.items() if key not in ("arguments", "versions")},
         "versions": trained["versions"],
-        "commands": [shown(command, names) for command in commands],
+        "commands": [format_command(command, names) for command in commands],
         "rows": rows,
     }
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
@@ -91,27 +98,27 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def pretraining(work: Path, shards: list[Path], held_out: Path, steps: int) -> list[str]:
+def make_pretraining_command(work: Path, shards: list[Path], held_out: Path, steps: int) -> list[str]:
     """Return the command that trains the multi-head model."""
     overrides = ",".join(f"{name}={value}" for name, value in CONFIG.items())
     return [
-        *script("pretrain_mlm.py", "--model_type", "albert", "--tokenizer_name", work / "tokenizer"),
+        *make_script_command("pretrain_mlm.py", "--model_type", "albert", "--tokenizer_name", work / "tokenizer"),
         *("--config_overrides", overrides, "--train_file", *map(str, shards), "--validation_file", str(held_out)),
         *(*BLOCKS, *TRAINING.split(), "--max_train_steps", str(steps), "--output_dir", str(work / "multi-head")),
     ]
 
 
-def conversion(source: Path, folder: Path, heads: int, method: str, text: Path) -> list[str]:
+def make_conversion_command(source: Path, folder: Path, heads: int, method: str, text: Path) -> list[str]:
     """Return the command that converts a checkpoint; `text` is what "calibrated" looks at."""
-    command = script("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
+    command = make_script_command("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
     command += ["--num_key_value_heads", str(heads), "--method", method]
     flags = ["--calibration_file", str(text), "--max_length", "32", "--no-calibration_passages"]
     return command + (flags if method == "calibrated" else [])
 
 
-def evaluation(folder: Path, held_out: Path) -> list[str]:
+def make_evaluation_command(folder: Path, held_out: Path) -> list[str]:
     """Return the command that evaluates a checkpoint."""
-    command = script("pretrain_mlm.py", "--model_name_or_path", folder, "--num_train_epochs", 0)
+    command = make_script_command("pretrain_mlm.py", "--model_name_or_path", folder, "--num_train_epochs", 0)
     return [*command, "--validation_file", str(held_out), *BLOCKS, "--output_dir", f"{folder}-eval"]
 
 
@@ -128,8 +135,8 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _scores(results: dict[str, Any]) -> dict[str, Any]:
-    return {**{key: results[key] for key in SCORES}, **gate_scores(results)}
+def _get_scores(results: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: results[key] for key in SCORES}, **get_gate_scores(results)}
 
 
 if __name__ == "__main__":

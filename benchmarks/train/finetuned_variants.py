@@ -68,18 +68,18 @@ class Task:
     flags: tuple[str, ...] = ()
 
 
-def _glue(title: str, epochs: int, *metrics: str) -> Task:
+def _make_glue_task(title: str, epochs: int, *metrics: str) -> Task:
     return Task(title, epochs, metrics, "run_glue.py", {"data_dir": f"glue/{title}"}, 128, ("--skip_predict",))
 
 
 SQUAD_FILES = {"train_file": "squad/train-v1.1.subset.json", "validation_file": "squad/dev-v1.1.json"}
 TASKS = {
-    "sst2": _glue("SST-2", 1, "accuracy"),
-    "cola": _glue("CoLA", 3, "matthews_correlation"),
-    "stsb": _glue("STS-B", 1, "pearson", "spearmanr"),
-    "qnli": _glue("QNLI", 1, "accuracy"),
-    "mnli": _glue("MNLI", 1, "accuracy"),
-    "wnli": _glue("WNLI", 3, "accuracy"),
+    "sst2": _make_glue_task("SST-2", 1, "accuracy"),
+    "cola": _make_glue_task("CoLA", 3, "matthews_correlation"),
+    "stsb": _make_glue_task("STS-B", 1, "pearson", "spearmanr"),
+    "qnli": _make_glue_task("QNLI", 1, "accuracy"),
+    "mnli": _make_glue_task("MNLI", 1, "accuracy"),
+    "wnli": _make_glue_task("WNLI", 3, "accuracy"),
     "squad": Task("SQuAD v1.1", 1, ("exact_match", "f1"), "run_squad.py", SQUAD_FILES, 256),
 }
 
@@ -114,19 +114,19 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     sources = {run._replace(variant=MHA): None for run in runs if variants[run.variant].of_finetuned}
     for run in [*sources, *runs]:  # a finished run with other arguments raises an error before any other run starts
-        if (_folder(args.work_dir, run) / "all_results.json").is_file():
-            _row(args, run, variants)
+        if (_get_run_folder(args.work_dir, run) / "all_results.json").is_file():
+            _make_row(args, run, variants)
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda run: _run(args, run, variants), sources))
         for run in runs:
             make_checkpoint(args, run, variants)
         list(pool.map(lambda run: _run(args, run, variants), runs))
-    rows = [_row(args, run, variants) for run in runs]
+    rows = [_make_row(args, run, variants) for run in runs]
     head = {
         "model": args.model.name,
-        "device": _device(),
+        "device": _describe_device(),
         "commands": {
-            name: " ".join(_command(args, Run(name, "SEED", MHA), "CHECKPOINT", "OUTPUT_DIR", variants)).replace(
+            name: " ".join(_make_command(args, Run(name, "SEED", MHA), "CHECKPOINT", "OUTPUT_DIR", variants)).replace(
                 str(args.data_dir), "DATA"
             )
             for name in args.tasks
@@ -153,18 +153,18 @@ def format_table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return a variant's name as a folder's."""
     return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
 
 
-def checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
+def get_checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
     """Return where a run's model is, or will be."""
     variant = variants[run.variant]
     if variant == Variant():
         return args.model
     which = [run.task] * (variant.on_task or variant.of_finetuned) + [str(run.seed)] * variant.of_finetuned
-    return args.work_dir / "checkpoints" / "-".join([slug(variant.trained_again or run.variant), *which])
+    return args.work_dir / "checkpoints" / "-".join([make_slug(variant.trained_again or run.variant), *which])
 
 
 def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
@@ -174,31 +174,31 @@ def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, V
     """
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
-    variant, folder = variants[run.variant], checkpoint_folder(args, run, variants)
+    variant, folder = variants[run.variant], get_checkpoint_folder(args, run, variants)
     if variant == Variant():
         return
-    source = _folder(args.work_dir, run._replace(variant=MHA)) if variant.of_finetuned else args.model
+    source = _get_run_folder(args.work_dir, run._replace(variant=MHA)) if variant.of_finetuned else args.model
     folder.parent.mkdir(parents=True, exist_ok=True)
     if variant.distilled_from is not None:
         start = run._replace(variant=variant.distilled_from)
         make_checkpoint(args, start, variants)
-        _distil(args, run.task, variant, source, checkpoint_folder(args, start, variants), folder)
+        _distil(args, run.task, variant, source, get_checkpoint_folder(args, start, variants), folder)
         return
     if not folder.is_dir():
         fields = dict(variant.fields)
         if variant.on_task:
-            fields["calibration"] = Calibration(task_texts(args, run.task), max_length=TASKS[run.task].max_length)
+            fields["calibration"] = Calibration(read_task_texts(args, run.task), max_length=TASKS[run.task].max_length)
         elif variant.at_defaults:
-            texts = _wikipedia(args, DEFAULT_LINES, seed=0, min_characters=40)
+            texts = _draw_wikipedia_lines(args, DEFAULT_LINES, seed=0, min_characters=40)
             fields["calibration"] = Calibration(texts)
         elif fields.get("method") == "calibrated":
-            texts = _wikipedia(args, CALIBRATION_LINES, seed=0, min_characters=1)
+            texts = _draw_wikipedia_lines(args, CALIBRATION_LINES, seed=0, min_characters=1)
             fields["calibration"] = Calibration(texts, max_length=CALIBRATION_LENGTH, passages=False)
         convert_checkpoint(source, folder, **fields)
     check_source(folder, source)
 
 
-def task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> list[Any]:
+def read_task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> list[Any]:
     """Return training texts of a task, or pairs of texts as its script joins them, without labels or answers."""
     task = TASKS[name]
     if task.script == "run_squad.py":
@@ -211,7 +211,7 @@ def task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> 
     return (columns[0] if len(columns) == 1 else list(zip(*columns, strict=True)))[:count]
 
 
-def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -> list[str]:
+def _draw_wikipedia_lines(args: argparse.Namespace, count: int, seed: int, **limits: int) -> list[str]:
     from benchmarks.convert.conversion_subjects import sample_lines
 
     return sample_lines(sorted((args.data_dir / "wikipedia").glob("train-*.txt.gz")), count, seed, **limits)
@@ -220,14 +220,14 @@ def _wikipedia(args: argparse.Namespace, count: int, seed: int, **limits: int) -
 def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path, start: Path, folder: Path) -> None:
     flags = ["--model_name_or_path", str(start), "--teacher", str(teacher), "--objective", "distill"]
     if variant.distillation is not None:
-        texts = task_texts(args, task, variant.distillation.texts)
+        texts = read_task_texts(args, task, variant.distillation.texts)
         flags += [*_write_table(folder.with_name(f"{folder.name}.jsonl"), texts), *variant.distillation.flags]
         flags += ["--trainable", "all", "--eval_steps", "1000", "--max_length", str(TASKS[task].max_length)]
         flags += ["--logits_weight", "1"] if variant.of_finetuned else []
     else:
         lines = folder.with_name(f"{folder.name}.txt")
         # uptrain.py holds a twentieth out.
-        texts = _wikipedia(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
+        texts = _draw_wikipedia_lines(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
         lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
         flags += ["--train_file", str(lines), "--max_length", str(DISTILLATION_LENGTH)]
         flags += ["--max_train_steps", str(DISTILLATION_STEPS), "--eval_steps", str(DISTILLATION_STEPS)]
@@ -237,7 +237,7 @@ def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path
         flags[flags.index("--max_train_steps") + 1] = str(args.max_train_steps)
     if not (folder / "all_results.json").is_file():
         command = [sys.executable, str(ROOT / "scripts/uptrain.py"), *flags]
-        subprocess.run(command, check=True, env=_environment(args))
+        subprocess.run(command, check=True, env=_make_environment(args))
     check_arguments(folder, uptrain.parse_args, flags)
 
 
@@ -250,15 +250,15 @@ def _write_table(path: Path, texts: list[Any]) -> list[str]:
     return ["--train_file", str(path), "--text_columns", *columns]
 
 
-def _environment(args: argparse.Namespace) -> dict[str, str]:
+def _make_environment(args: argparse.Namespace) -> dict[str, str]:
     return dict(os.environ) | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
 
 
-def _folder(work: Path, run: Run) -> Path:
-    return work / "runs" / f"{slug(run.variant)}-{run.task}-{run.seed}"
+def _get_run_folder(work: Path, run: Run) -> Path:
+    return work / "runs" / f"{make_slug(run.variant)}-{run.task}-{run.seed}"
 
 
-def _command(
+def _make_command(
     args: argparse.Namespace, run: Run, checkpoint: Any, output_dir: Any, variants: Mapping[str, Variant]
 ) -> list[str]:
     task = TASKS[run.task]
@@ -276,24 +276,24 @@ def _command(
 
 
 def _run(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
-    folder = _folder(args.work_dir, run)
+    folder = _get_run_folder(args.work_dir, run)
     if (folder / "all_results.json").is_file():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with open(folder.with_suffix(".log"), "w") as log:
-        script, *flags = _command(args, run, checkpoint_folder(args, run, variants), folder, variants)
+        script, *flags = _make_command(args, run, get_checkpoint_folder(args, run, variants), folder, variants)
         command = [sys.executable, str(ROOT / script), *flags]
-        status = subprocess.run(command, stdout=log, stderr=log, env=_environment(args)).returncode
+        status = subprocess.run(command, stdout=log, stderr=log, env=_make_environment(args)).returncode
     name = f"{run.variant} on {run.task}, seed {run.seed}"
     if status:
         raise SystemExit(f"{name}, failed: see {folder.with_suffix('.log')}")
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> dict[str, Any]:
-    folder = _folder(args.work_dir, run)
-    script, *flags = _command(args, run, checkpoint_folder(args, run, variants), folder, variants)
+def _make_row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> dict[str, Any]:
+    folder = _get_run_folder(args.work_dir, run)
+    script, *flags = _make_command(args, run, get_checkpoint_folder(args, run, variants), folder, variants)
     parse = {"run_glue.py": run_glue.parse_args, "run_squad.py": run_squad.parse_args}[Path(script).name]
     results = check_arguments(folder, parse, flags)
     scores = {metric: results[f"eval_{metric}"] for metric in TASKS[run.task].metrics}
@@ -302,7 +302,7 @@ def _row(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) ->
     return {"variant": run.variant, "task": run.task, "seed": run.seed, **own_flags, **scores}
 
 
-def _device() -> str:
+def _describe_device() -> str:
     import torch
 
     if torch.cuda.is_available():

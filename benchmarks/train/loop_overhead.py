@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     """
     set_seed(0)
     model, objective, loader = make_task(args, accelerator, task)
-    loops = {"bare": bare_turn, "loop": loop_turn}
+    loops = {"bare": run_bare_loop, "loop": run_training_loop}
     models = {name: copy.deepcopy(model) for name in loops}
     objectives = {name: objective(models[name]) for name in loops}
     optimizers = {name: torch.optim.AdamW(models[name].parameters(), LEARNING_RATE, fused=True) for name in loops}
@@ -217,7 +217,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def bare_turn(
+def run_bare_loop(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -239,7 +239,7 @@ def bare_turn(
     return statistics.fmean(losses)
 
 
-def loop_turn(
+def run_training_loop(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -17,7 +17,16 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.training.pretraining.text_stream import TextFile
 
-__all__ = ["ROOT", "gate_scores", "main", "make_vocabulary", "parse_args", "run_script", "script", "shown"]
+__all__ = [
+    "ROOT",
+    "format_command",
+    "get_gate_scores",
+    "main",
+    "make_script_command",
+    "make_vocabulary",
+    "parse_args",
+    "run_script",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_CHARACTERS = 3_000_000
@@ -69,7 +78,7 @@ def make_vocabulary(tokenizer: str, shard: Path, folder: Path, size: int) -> Non
     base.train_new_from_iterator(texts(), vocab_size=size).save_pretrained(folder)
 
 
-def script(name: str, *flags: Any) -> list[str]:
+def make_script_command(name: str, *flags: Any) -> list[str]:
     """Return the command that runs a script of this repository."""
     return [sys.executable, str(ROOT / "scripts" / name), *map(str, flags)]
 
@@ -89,7 +98,7 @@ def run_script(command: list[str], folder: Path, done: str = "all_results.json")
         raise SystemExit(status)
 
 
-def shown(command: list[str], names: dict[str, str]) -> str:
+def format_command(command: list[str], names: dict[str, str]) -> str:
     """Return a command as text, with this machine's paths replaced by `names`."""
     text = shlex.join(command)
     for path, name in names.items():
@@ -97,7 +106,7 @@ def shown(command: list[str], names: dict[str, str]) -> str:
     return text
 
 
-def gate_scores(results: dict[str, Any]) -> dict[str, Any]:
+def get_gate_scores(results: dict[str, Any]) -> dict[str, Any]:
     """Return what the gate saw, of a run's results."""
     return {key: value for key, value in results.items() if key.startswith("gate_")}
 

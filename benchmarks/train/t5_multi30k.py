@@ -122,7 +122,7 @@ class ConvertedModel:
             return ["--model_name_or_path", args.model]
         from hf_attn_variants.conversion import convert_checkpoint
 
-        folder = args.work_dir / "checkpoints" / _slug(self.name)
+        folder = args.work_dir / "checkpoints" / _make_slug(self.name)
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             fields: dict[str, Any] = {"talking_heads": self.talking_heads, "talking_heads_init": self.init}
@@ -211,11 +211,11 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _slug(name: str) -> str:
+def _make_slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "-")
 
 
-def _recipe(args: argparse.Namespace) -> list[str]:
+def _make_recipe(args: argparse.Namespace) -> list[str]:
     steps = args.max_train_steps
     flags = [*RECIPE, "--learning_rate", RATES[args.start], "--num_beams", *BEAMS[args.start]]
     flags += ["--max_train_steps", str(steps), "--num_warmup_steps", str(steps // 6)]
@@ -223,8 +223,8 @@ def _recipe(args: argparse.Namespace) -> list[str]:
 
 
 def _run(args: argparse.Namespace, variant: Variant, seed: int) -> dict[str, Any]:
-    folder = args.work_dir / f"{args.start}-{_slug(variant.name)}-{args.max_train_steps}-{seed}"
-    flags = [*variant.flags(args), *_recipe(args)]
+    folder = args.work_dir / f"{args.start}-{_make_slug(variant.name)}-{args.max_train_steps}-{seed}"
+    flags = [*variant.flags(args), *_make_recipe(args)]
     for prefix, split in {"": "train", "validation_": "val", "test_": "test_2016_flickr"}.items():
         for side, language in (("source", "en"), ("target", "de")):
             flags += [f"--{prefix}{side}_file", str(args.data_dir / f"{split}.{language}.gz")]
@@ -239,7 +239,7 @@ def _run(args: argparse.Namespace, variant: Variant, seed: int) -> dict[str, Any
     results = check_arguments(folder, run_seq2seq.parse_args, flags)
     if not math.isfinite(results["eval_loss"]):
         raise SystemExit(f"{folder}: the loss is {results['eval_loss']}")
-    row = {"flags": " ".join(_recipe(args)), "dev_loss": results["eval_loss"], "dev_bleu": results["eval_bleu"]}
+    row = {"flags": " ".join(_make_recipe(args)), "dev_loss": results["eval_loss"], "dev_bleu": results["eval_bleu"]}
     names = ("test_bleu", "test_bleu_beam4", "num_parameters", "steps", "train_loss", "train_runtime", "versions")
     row |= {name: results[name] for name in names if name in results}
     row |= {name: value for name, value in results.items() if "tokens_per_second" in name}

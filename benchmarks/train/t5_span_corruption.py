@@ -19,7 +19,14 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from benchmarks.run_records import check_arguments, check_data_dir, write_rows
-from benchmarks.train.small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
+from benchmarks.train.small_pretraining import (
+    ROOT,
+    format_command,
+    get_gate_scores,
+    make_script_command,
+    make_vocabulary,
+    run_script,
+)
 from hf_attn_variants.commands.training import pretrain_t5 as pretrain_span_corruption
 from hf_attn_variants.training.engine.session import read_log
 from hf_attn_variants.training.pretraining.span_corruption import SpanCorruptionPreparer
@@ -81,21 +88,21 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
     if not (work / "tokenizer").is_dir():
         make_vocabulary(args.tokenizer, shards[0], work / "tokenizer", VOCABULARY_SIZE)
-    frequencies = frequency_loss(work / "tokenizer", held_out, args.seed)
+    frequencies = compute_frequency_loss(work / "tokenizer", held_out, args.seed)
     pairs = [(optimizer, "MHA") for optimizer in args.optimizers if "MHA" in args.attentions]
     pairs += [(SCALED, attention) for attention in args.attentions if attention != "MHA"]
     names = {sys.executable: "python", f"{ROOT}/": "", str(work): "WORK_FOLDER", f"{data}/": "wikipedia/"}
     for optimizer, attention in pairs:
         slug = f"{optimizer} {attention} {args.seed}".replace(",", "").replace(" ", "-")
-        command = pretraining(args, optimizer, attention, shards, held_out, work / slug)
+        command = make_pretraining_command(args, optimizer, attention, shards, held_out, work / slug)
         run_script(command, work / slug)
         results = check_arguments(work / slug, pretrain_span_corruption.parse_args, command[2:])
         row = {"optimizer": optimizer, "attention": attention, "seed": args.seed, "steps": results["steps"]}
-        row |= {key: results[key] for key in SCORES} | gate_scores(results)
+        row |= {key: results[key] for key in SCORES} | get_gate_scores(results)
         row["dev_loss_by_step"] = {
             r["step"]: r["eval_loss"] for r in read_log(work / slug / "train_log.jsonl") if "eval_loss" in r
         }
-        row |= {"date": results["date"], "versions": results["versions"], "command": shown(command, names)}
+        row |= {"date": results["date"], "versions": results["versions"], "command": format_command(command, names)}
         head = {
             "model": {"architecture": "t5", "vocab_size": VOCABULARY_SIZE, **CONFIG},
             "split": f"the first {results['eval_samples']} blocks of {results['block_length']} tokens of valid.txt.gz",
@@ -109,13 +116,13 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def pretraining(
+def make_pretraining_command(
     args: argparse.Namespace, optimizer: str, attention: str, shards: list[Path], held_out: Path, folder: Path
 ) -> list[str]:
     """Return the command that trains a model."""
     overrides = ",".join(f"{name}={value}" for name, value in CONFIG.items())
     return [
-        *script("pretrain_span_corruption.py", "--model_type", "t5", "--config_overrides", overrides),
+        *make_script_command("pretrain_span_corruption.py", "--model_type", "t5", "--config_overrides", overrides),
         *("--tokenizer_name", str(folder.parent / "tokenizer"), *ATTENTIONS[attention].split()),
         *("--train_file", *map(str, shards), "--validation_file", str(held_out), "--max_length", str(LENGTH)),
         *("--max_eval_samples", str(EVAL_SAMPLES), *TRAINING.split(), *OPTIMIZERS[optimizer].split()),
@@ -123,7 +130,7 @@ def pretraining(
     ]
 
 
-def frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
+def compute_frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
     """Return the entropy of the tokens of the dev targets in nats, the loss of a model that only knows frequencies."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     prepare = SpanCorruptionPreparer(tokenizer, LENGTH, seed)

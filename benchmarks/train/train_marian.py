@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     padding = tokenizer.pad_token_id
-    model = new_model(tokenizer, args.dropout)
+    model = make_new_model(tokenizer, args.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=1e-4)
     schedule = get_linear_schedule_with_warmup(optimizer, min(200, args.steps // 8), args.steps)
     train, validation = (read_pairs(args.data_dir, split) for split in ("train", "val"))
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer(list(side), truncation=True, max_length=MAX_TOKENS).input_ids for side in zip(*train, strict=True)
     ]
     started, losses = time.perf_counter(), []
-    for step, batch in enumerate(batches(list(zip(*ids, strict=True)), args), 1):
+    for step, batch in enumerate(iterate_batches(list(zip(*ids, strict=True)), args), 1):
         sources, targets = (pad(side, padding) for side in zip(*batch, strict=True))
         shifted = torch.cat([targets.new_full((len(targets), 1), padding), targets[:, :-1]], 1)
         with torch.autocast("cpu", torch.bfloat16):
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
         if step % 100 == 0:
             print(f"{step}: {sum(losses[-100:]) / 100:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
         if step % 1000 == 0 or step == args.steps:
-            report = {"step": step, "val_bleu": bleu(model, tokenizer, validation)}
+            report = {"step": step, "val_bleu": compute_bleu(model, tokenizer, validation)}
             report |= {"smoothed_loss": sum(losses[-100:]) / 100, "seconds": round(time.perf_counter() - started)}
             report |= {"transformers": transformers.__version__, "torch": torch.__version__}
             print(report, flush=True)
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
             write(model, tokenizer, args.output_dir, report)
 
 
-def new_model(tokenizer: Any, dropout: float) -> MarianMTModel:
+def make_new_model(tokenizer: Any, dropout: float) -> MarianMTModel:
     """Return a Marian of random weights."""
     config = MarianConfig(
         vocab_size=len(tokenizer),
@@ -108,7 +108,7 @@ def new_model(tokenizer: Any, dropout: float) -> MarianMTModel:
     return model
 
 
-def batches(pairs: list[Any], args: argparse.Namespace) -> Iterator[list[Any]]:
+def iterate_batches(pairs: list[Any], args: argparse.Namespace) -> Iterator[list[Any]]:
     """Yield `steps` batches of pairs of nearly one length, in a new order in each epoch."""
     generator, left = random.Random(args.seed), args.steps
     while left:
@@ -128,7 +128,7 @@ def pad(lines: tuple[list[int], ...], token: int) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, token)
 
 
-def bleu(model: MarianMTModel, tokenizer: Any, pairs: list[tuple[str, str]]) -> float:
+def compute_bleu(model: MarianMTModel, tokenizer: Any, pairs: list[tuple[str, str]]) -> float:
     """Return the BLEU of greedy translations of at most 64 tokens."""
     sources, targets = zip(*pairs, strict=True)
     translations = translate(model.eval(), tokenizer, sources, max_new_tokens=MAX_TOKENS)

@@ -37,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def docstring_lines(tree: ast.Module) -> set[int]:
+def find_docstring_lines(tree: ast.Module) -> set[int]:
     """Return the numbers of the lines on which docstrings are."""
     lines: set[int] = set()
     for node in ast.walk(tree):
@@ -46,19 +46,19 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
-def own_nodes(function: ast.AST) -> list[ast.AST]:
+def list_own_nodes(function: ast.AST) -> list[ast.AST]:
     """Return the nodes of a function without those of functions in it."""
     nodes = []
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, FUNCTIONS):
-            nodes += [child, *own_nodes(child)]
+            nodes += [child, *list_own_nodes(child)]
     return nodes
 
 
-def complexity(function: ast.AST) -> int:
+def compute_complexity(function: ast.AST) -> int:
     """Return one more than the number of branches of a function, without those of functions in it."""
     count = 1
-    for node in own_nodes(function):
+    for node in list_own_nodes(function):
         count += isinstance(node, BRANCHES)
         count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
         count += len(node.ifs) if isinstance(node, ast.comprehension) else 0
@@ -72,7 +72,7 @@ def count_text(text: str) -> Counter[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
-    code -= docstring_lines(tree)
+    code -= find_docstring_lines(tree)
     filled = [line for line in text.splitlines() if line.strip()]
     functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     return Counter(
@@ -82,7 +82,7 @@ def count_text(text: str) -> Counter[str]:
         characters=sum(map(len, filled)),
         functions=len(functions),
         long_functions=sum((node.end_lineno or 0) - node.lineno + 1 > LONG for node in functions),
-        complexity=sum(map(complexity, functions)),
+        complexity=sum(map(compute_complexity, functions)),
     )
 
 

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.versions.line_mutations import FOLDERS, PACKAGE, Fault, choose_faults, line_index
+from benchmarks.versions.line_mutations import FOLDERS, PACKAGE, Fault, choose_faults, make_line_index
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks/versions/results/line_faults.json"
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pytest_process(copy: Path, arguments: list[str]) -> None:
+def run_pytest_process(copy: Path, arguments: list[str]) -> None:
     """Run pytest in a copy and exit with its status; the process has been forked after the imports."""
     import pytest
 
@@ -67,7 +67,7 @@ def pytest_process(copy: Path, arguments: list[str]) -> None:
 
 def run_pytest(copy: Path, arguments: list[str], timeout: float | None = None) -> tuple[int | None, str]:
     """Run pytest in a copy and return its exit status (None after a timeout) with its output."""
-    process = multiprocessing.get_context("forkserver").Process(target=pytest_process, args=(copy, arguments))
+    process = multiprocessing.get_context("forkserver").Process(target=run_pytest_process, args=(copy, arguments))
     process.start()
     process.join(timeout)
     status = process.exitcode
@@ -101,10 +101,10 @@ class Measurement:
         for case in xml.etree.ElementTree.parse(times).iter("testcase"):
             if case.get("file") and not len(case):
                 self.seconds[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time", 0))
-        self.branches = branch_coverage(json.loads(report.read_text(encoding="utf-8"))["files"])
+        self.branches = measure_branch_coverage(json.loads(report.read_text(encoding="utf-8"))["files"])
         if not self.pristine.exists():
             shutil.copytree(self.first / PACKAGE, self.pristine / PACKAGE)
-        self.index = line_index(self.pristine)
+        self.index = make_line_index(self.pristine)
         self.copies: queue.Queue[Path] = queue.Queue()
         for number in range(processes):
             copy = folder / f"copies/{number}"
@@ -182,7 +182,7 @@ class Measurement:
         return {name for name in names if re.search(rf"^(FAILED|ERROR) {re.escape(name)}( - |$)", output, re.M)}
 
 
-def branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]]:
+def measure_branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the branches and statements of each folder of the package, and the percentages that tests execute."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for name, file in files.items():
@@ -198,7 +198,7 @@ def branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]]:
     return coverage_by_folder
 
 
-def summary(record: dict[str, Any]) -> str:
+def format_summary(record: dict[str, Any]) -> str:
     """Return a table with a line per folder, and the faults that no test catches."""
     lines = [f"{'folder':<14}{'faults':>8}{'caught':>8}{'gone':>8}{'branch coverage':>17}"]
     for folder in FOLDERS:
@@ -214,7 +214,7 @@ def describe(row: Fault) -> str:
     return f"  {row['file']}, {row['function']}: {row['line']}  ->  {row['fault']}  ({row['kind']})"
 
 
-def losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
+def list_losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Return the faults that only the earlier tests caught, and the folders that lost over a point of coverage."""
     messages = [describe(row) for row in record["faults"] if row.get("earlier") and row["caught"] is False]
     for folder, row in earlier["branch_coverage"].items():
@@ -261,8 +261,8 @@ def main(args: argparse.Namespace) -> int:
         unrelated = measurement.unrelated(faults) - excluded
         excluded |= unrelated
         todo = [row for row in faults if row["by"] in unrelated]
-    print(summary(record))
-    messages = losses(earlier, record) if earlier else []
+    print(format_summary(record))
+    messages = list_losses(earlier, record) if earlier else []
     print("\n".join(["Lost since the earlier record:", *(messages or ["  nothing"])]) if earlier else "")
     return 1 if messages else 0
 

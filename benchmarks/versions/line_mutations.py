@@ -24,13 +24,13 @@ OPERATORS: dict[type[ast.AST], tuple[str, ...]] = {
 MESSAGE = re.compile(r"\b(logger|logging|warnings|print|warn\w*|error)\b")
 
 
-def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Functions]]:
+def iterate_functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Functions]]:
     """Yield each function with its qualified name, outer functions first."""
     for child in ast.iter_child_nodes(node):
         name = f"{prefix}{child.name}" if isinstance(child, Functions | ast.ClassDef) else prefix.rstrip(".")
         if isinstance(child, Functions):
             yield name, child
-        yield from functions(child, f"{name}." if name else "")
+        yield from iterate_functions(child, f"{name}." if name else "")
 
 
 def is_text(node: ast.expr) -> bool:
@@ -51,7 +51,7 @@ def is_left_out(node: ast.AST) -> bool:
     return isinstance(node, ast.Raise | ast.JoinedStr)
 
 
-def mutations(node: ast.AST, lines: list[bytes]) -> Iterator[Spot]:
+def iterate_mutations(node: ast.AST, lines: list[bytes]) -> Iterator[Spot]:
     """Yield the faults of a node and of all nodes in it as line, first byte, last byte, new text and kind."""
 
     def text(part: ast.expr) -> str:
@@ -103,10 +103,10 @@ def mutations(node: ast.AST, lines: list[bytes]) -> Iterator[Spot]:
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and name not in at_import:
-                yield from mutations(child, lines)
+                yield from iterate_mutations(child, lines)
 
 
-def line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
+def make_line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
     """Return where each line of each function is: file, line number, and the first line of its statement."""
     index = defaultdict(list)
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -114,7 +114,7 @@ def line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         tree, lines = ast.parse(source), source.splitlines()
         owner: dict[int, str] = {}
         first: dict[int, int] = {}
-        for name, node in functions(tree):
+        for name, node in iterate_functions(tree):
             owner |= dict.fromkeys(range(node.body[0].lineno, (node.end_lineno or 0) + 1), name)
         for statement in ast.walk(tree):  # parents come first, so that the innermost statement remains
             if isinstance(statement, ast.stmt):
@@ -128,14 +128,14 @@ def line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
 
 def choose_faults(root: Path, count: int, seed: int) -> list[Fault]:
     """Return random faults of lines that are unique in functions of their name, at least `LEAST` per folder."""
-    index = line_index(root)
+    index = make_line_index(root)
     candidates: dict[str, dict[tuple[str, str], list[Fault]]] = {folder: defaultdict(list) for folder in FOLDERS}
     for folder in FOLDERS:
         for path in sorted((root / PACKAGE / folder).rglob("*.py")):
             source = path.read_bytes()
             lines, file = source.splitlines(), path.relative_to(root).as_posix()
-            for name, node in functions(ast.parse(source)):
-                for number, begin, end, new, kind in mutations(node, lines):
+            for name, node in iterate_functions(ast.parse(source)):
+                for number, begin, end, new, kind in iterate_mutations(node, lines):
                     old = lines[number - 1]
                     fault = (old[:begin] + new.encode() + old[end:]).decode().strip()
                     key = (name, old.decode().strip())

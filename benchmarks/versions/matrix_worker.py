@@ -49,14 +49,14 @@ def save(folder: Path) -> dict[str, Any]:
             for variant in VARIANTS:
                 if variant == "latent" and not row.config_class.get_rank_fields():
                     continue
-                model = row.model(head, **_fields(row, variant))
+                model = row.model(head, **_make_fields(row, variant))
                 _make_coarse(model)
                 repository = folder / f"{head}-{variant}"
                 model.save_pretrained(repository)
                 loaded = getattr(hf_attn_variants, type(model).__name__).from_pretrained(repository).eval()
                 inputs = {name: value.contiguous() for name, value in row.batch(head).items()}
                 named_inputs = {f"input.{name}": value for name, value in inputs.items()}
-                save_file(named_inputs | _outputs(loaded, inputs), repository / TENSORS)
+                save_file(named_inputs | _compute_outputs(loaded, inputs), repository / TENSORS)
                 names.append(repository.name)
     return {"repositories": names, "transformers": transformers.__version__}
 
@@ -67,11 +67,14 @@ def load(folder: Path) -> dict[str, Any]:
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "rows": [{"repository": repository.name} | _compared(repository) for repository in sorted(folder.iterdir())],
+        "rows": [
+            {"repository": repository.name} | _compare_repository(repository)
+            for repository in sorted(folder.iterdir())
+        ],
     }
 
 
-def _fields(row: Any, variant: str) -> dict[str, Any]:
+def _make_fields(row: Any, variant: str) -> dict[str, Any]:
     fields = dict(VARIANTS[variant])
     if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
         fields |= RANKS
@@ -89,7 +92,7 @@ def _make_coarse(model: Any) -> None:
             parameter.copy_((parameter * 16).round() / 16)
 
 
-def _writes(model: Any) -> bool:
+def _can_generate(model: Any) -> bool:
     return type(model).__name__.endswith(WRITERS)
 
 
@@ -105,10 +108,10 @@ def _keeps_cache(model: Any) -> bool:
 
 
 @torch.no_grad()
-def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+def _compute_outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
     """Return the logits and, of a model that writes, the tokens of each search."""
     outputs = {"logits": model(**inputs).logits.contiguous()}
-    if _writes(model):
+    if _can_generate(model):
         encoder_inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
         if not model.config.is_encoder_decoder:  # a prompt cannot be padded on the right
             encoder_inputs = {"input_ids": encoder_inputs["input_ids"]}
@@ -119,7 +122,7 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dic
 
 
 @torch.no_grad()
-def _through_cache(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _compare_cached_steps(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return how logits of each step through a cache differ from those of one pass, and the length of that cache."""
     is_pair, name = model.config.is_encoder_decoder, _cache_name()
     text = "decoder_input_ids" if is_pair else "input_ids"
@@ -134,17 +137,19 @@ def _through_cache(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any
     return {"steps_difference": float((torch.cat(steps, 1) - full_logits).abs().max()), "cache_lengths": lengths}
 
 
-def _compared(repository: Path) -> dict[str, Any]:
+def _compare_repository(repository: Path) -> dict[str, Any]:
     saved = load_file(repository / TENSORS)
     inputs = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
     try:
-        model = _loaded(repository)
+        model = _load_repository(repository)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outputs = _outputs(model, inputs)
-            cached = _through_cache(model, inputs) if _writes(model) and _keeps_cache(model) else {}
+            outputs = _compute_outputs(model, inputs)
+            cached = _compare_cached_steps(model, inputs) if _can_generate(model) and _keeps_cache(model) else {}
         if cached:  # what a kept repository says nothing of
-            saved |= {f"uncached {name}": value for name, value in _outputs(model, inputs, use_cache=False).items()}
+            saved |= {
+                f"uncached {name}": value for name, value in _compute_outputs(model, inputs, use_cache=False).items()
+            }
     except Exception as error:  # whatever a version makes of it is the result
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     row: dict[str, Any] = {
@@ -160,7 +165,7 @@ def _compared(repository: Path) -> dict[str, Any]:
     return row | dict(sorted(same.items())) | cached | ({"warnings": messages} if messages else {})
 
 
-def _loaded(repository: Path) -> Any:
+def _load_repository(repository: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(repository, trust_remote_code=True)
     places = {name.rpartition(".")[2]: auto for auto, name in config.auto_map.items() if "PreTraining" not in auto}
     auto_class = getattr(transformers, places[config.architectures[0]])

@@ -38,7 +38,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def tasks(size: str) -> dict[str, Callable[[], Any]]:
+def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
     """Return a dictionary of the timed functions, which return their outputs."""
     import torch
     import transformers
@@ -94,7 +94,7 @@ def serve(size: str) -> None:
     """
     import hf_attn_variants
 
-    calls = tasks(size)
+    calls = make_tasks(size)
     print(json.dumps({"package": hf_attn_variants.__path__[0], "tasks": list(calls)}), flush=True)
     for line in sys.stdin:
         begin = time.process_time()
@@ -105,7 +105,7 @@ def serve(size: str) -> None:
 
 
 @contextmanager
-def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
+def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
     """Start a process that imports the package of a folder; yields what asks it, with None for its tasks' names.
 
     It starts in a folder without the package, which would come before that one.
@@ -153,7 +153,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         old = Path(stage) / "before"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(old), args.before], check=True)
         try:
-            with worker(old, args.size) as before, worker(ROOT, args.size) as now:
+            with start_worker(old, args.size) as before, start_worker(ROOT, args.size) as now:
                 report = compare(before, now, args.rounds)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)

@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Fill the matrix, write it after each version, and return it."""
-    versions = args.versions or (newest_versions() if args.newest else published_versions())
+    versions = args.versions or (get_newest_versions() if args.newest else list_published_versions())
     args.work_dir.mkdir(parents=True, exist_ok=True)
     folders = {}
     for version in dict.fromkeys((versions[0], versions[-1])):
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         print(f"saved {len(saved['repositories'])} repositories under {version}", flush=True)
     if args.keep:
         keep(folders[name], args.keep)
-    folders |= kept_repositories(args.work_dir)
+    folders |= unpack_kept_repositories(args.work_dir)
     results: dict[str, Any] = {"python": platform.python_version(), "package": get_package_version(), "rows": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for version in versions:
@@ -113,31 +113,33 @@ def format_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def published_versions() -> list[str]:
+def list_published_versions() -> list[str]:
     """Return the last version of each minor that the package index has, the oldest first."""
-    releases = [release for release in _listed() if OLDEST <= release.release[:2] < (6, 0)]
-    return [str(max(release for release in releases if release.release[:2] == minor)) for minor in _minors(releases)]
+    releases = [release for release in _list_versions() if OLDEST <= release.release[:2] < (6, 0)]
+    return [
+        str(max(release for release in releases if release.release[:2] == minor)) for minor in _list_minors(releases)
+    ]
 
 
-def newest_versions() -> list[str]:
+def get_newest_versions() -> list[str]:
     """Return the last version of the newest minor that was run, the newest version, and the newest pre-release."""
-    final, newest = _listed(), _listed("--pre")
+    final, newest = _list_versions(), _list_versions("--pre")
     run = [release for release in final if release.release[:2] <= tuple(map(int, NEWEST_TESTED.split(".")))]
     return list(dict.fromkeys(str(max(release)) for release in (run, final, newest)))
 
 
-def _minors(versions: list[Version]) -> list[tuple[int, ...]]:
+def _list_minors(versions: list[Version]) -> list[tuple[int, ...]]:
     return sorted({version.release[:2] for version in versions})
 
 
-def _listed(*options: str) -> list[Version]:
+def _list_versions(*options: str) -> list[Version]:
     command = [sys.executable, "-m", "pip", "index", "versions", "transformers", *options]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [line] = [line for line in listed.splitlines() if line.startswith("Available versions:")]
     return [Version(text.strip()) for text in line.partition(":")[2].split(",")]
 
 
-def environment(version: str, work_dir: Path) -> Path:
+def install_version(version: str, work_dir: Path) -> Path:
     """Return the folder that holds a version of transformers and what it needs; install it the first time."""
     folder = work_dir / f"transformers-{version}"
     if not folder.is_dir():
@@ -161,7 +163,7 @@ def environment(version: str, work_dir: Path) -> Path:
 
 def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[str, Any]:
     """Save into, or load from, a folder under a version of transformers, in a process of its own."""
-    path = [environment(version, work_dir), *([ROOT, ROOT / "tests"] if action == "save" else [])]
+    path = [install_version(version, work_dir), *([ROOT, ROOT / "tests"] if action == "save" else [])]
     home = work_dir / "home"
     shutil.rmtree(home, ignore_errors=True)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "HF_HOME": str(home)}
@@ -189,7 +191,7 @@ def keep(folder: Path, name: str) -> None:
             archive.add(path, path.relative_to(folder))  # equal code files are adjacent, so that they compress well
 
 
-def kept_repositories(work_dir: Path) -> dict[str, Path]:
+def unpack_kept_repositories(work_dir: Path) -> dict[str, Path]:
     """Return the folders of kept repositories, unpacked, by what saved them."""
     folders = {}
     for path in sorted(KEPT.glob("*.tar.xz")):

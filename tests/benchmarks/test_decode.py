@@ -44,7 +44,7 @@ def test_wider_feed_forward_layers_equalize_parameter_counts(decode, shape):
     fields = decode.SHAPES[shape]
 
     def parameters(kv_heads):
-        wider = {"d_ff": decode.equal_feed_forward(fields, kv_heads)}
+        wider = {"d_ff": decode.compute_equal_feed_forward_size(fields, kv_heads)}
         config = AttnVariantT5Config(**fields | wider, num_key_value_heads=kv_heads)
         return sum(parameter.numel() for parameter in AttnVariantT5ForConditionalGeneration(config).parameters())
 

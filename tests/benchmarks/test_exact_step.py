@@ -21,5 +21,5 @@ def test_step_equals_transformers_and_reports_its_matrix_products(monkeypatch, t
     # Three times as many queries attend to the same source.
     one, three = report["runs"]
     assert one["operations"] * 3 == three["operations"] == 2 * 2 * 6 * (4 * 64 * 64 + 2 * 4 * 80 * 64)
-    claims = importlib.import_module("benchmarks.speed_claims").claims("exact_step_tiny", report)
+    claims = importlib.import_module("benchmarks.speed_claims").iterate_claims("exact_step_tiny", report)
     assert len(list(claims)) == 2 * 3

@@ -24,7 +24,7 @@ def comparison(monkeypatch):
 
 
 def test_variants_have_separate_folders_and_existing_sources(comparison):
-    assert len({comparison.slug(name) for name in comparison.VARIANTS}) == len(comparison.VARIANTS)
+    assert len({comparison.make_slug(name) for name in comparison.VARIANTS}) == len(comparison.VARIANTS)
     starts = {variant.distilled_from for variant in comparison.VARIANTS.values()} - {None}
     assert starts and starts <= comparison.VARIANTS.keys()
 
@@ -34,7 +34,7 @@ def test_commands_are_accepted_by_their_scripts(comparison, tmp_path):
     scripts = {"scripts/run_glue.py": run_glue, "scripts/run_squad.py": run_squad}
     for name, task in comparison.TASKS.items():
         run = comparison.Run(name, 7, "MHA")
-        script, *flags = comparison._command(args, run, "checkpoint", "out", comparison.VARIANTS)
+        script, *flags = comparison._make_command(args, run, "checkpoint", "out", comparison.VARIANTS)
         parsed = scripts[script].parse_args(flags)
         assert (parsed.seed, parsed.num_train_epochs, parsed.learning_rate) == (7, task.epochs, 1e-4)
         data = parsed.data_dir if name != "squad" else parsed.train_file
@@ -46,10 +46,10 @@ def test_existing_checkpoint_is_not_made_again(comparison, tmp_path):
     BertModel(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path / "work", data_dir=tmp_path)
     variants = {"MHA": comparison.Variant(), "GQA-2 (mean)": comparison.Variant({"num_key_value_heads": 2})}
-    assert comparison.checkpoint_folder(args, comparison.Run("cola", 0, "MHA"), variants) == args.model
+    assert comparison.get_checkpoint_folder(args, comparison.Run("cola", 0, "MHA"), variants) == args.model
     run = comparison.Run("cola", 0, "GQA-2 (mean)")
     comparison.make_checkpoint(args, run, variants)
-    folder = comparison.checkpoint_folder(args, run, variants)
+    folder = comparison.get_checkpoint_folder(args, run, variants)
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
     modified_time = (folder / "model.safetensors").stat().st_mtime_ns
     comparison.make_checkpoint(args, run, variants)
@@ -87,7 +87,7 @@ def test_distilled_variant_starts_from_the_calibrated_variant(comparison, tmp_pa
     run = comparison.Run("cola", 0, "GQA-4 (calibrated, distilled)")
     comparison.make_checkpoint(args, run, comparison.VARIANTS)
     (used,) = distillations
-    folder = comparison.checkpoint_folder(args, run, comparison.VARIANTS)
+    folder = comparison.get_checkpoint_folder(args, run, comparison.VARIANTS)
     assert (used.model_name_or_path, used.teacher, used.output_dir) == (str(start), "source", str(folder))
     texts = Path(used.train_file[0]).read_text(encoding="utf-8").splitlines()
     assert 0.95 * len(texts) >= used.max_train_steps * used.per_device_train_batch_size
@@ -109,7 +109,7 @@ def test_fine_tuned_model_is_source_and_teacher_of_evaluated_variants(
     calibrated = comparison.VARIANTS[name].distilled_from
     args = comparison.parse_args(["--model", "m", "--data_dir", str(shared_data), "--work_dir", str(tmp_path)])
     run = comparison.Run(task, 7, name)
-    start = comparison.checkpoint_folder(args, run._replace(variant=calibrated), comparison.VARIANTS)
+    start = comparison.get_checkpoint_folder(args, run._replace(variant=calibrated), comparison.VARIANTS)
     start.mkdir(parents=True)
     comparison.make_checkpoint(args, run, comparison.VARIANTS)
     (used,) = distillations
@@ -120,11 +120,11 @@ def test_fine_tuned_model_is_source_and_teacher_of_evaluated_variants(
     if task == "squad":
         assert len(rows) - 512 >= used.max_train_steps * used.per_device_train_batch_size
     args.max_train_steps = 2
-    _, *flags = comparison._command(args, run, "checkpoint", "out", comparison.VARIANTS)
+    _, *flags = comparison._make_command(args, run, "checkpoint", "out", comparison.VARIANTS)
     script = run_squad if task == "squad" else run_glue
     assert script.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
     variants = {name: dataclasses.replace(comparison.VARIANTS[name], trained_again=name)}
-    _, *flags = comparison._command(args, run, "checkpoint", "out", variants)
+    _, *flags = comparison._make_command(args, run, "checkpoint", "out", variants)
     assert script.parse_args(flags).num_train_epochs == comparison.TASKS[task].epochs
     assert script.parse_args(flags).max_train_steps == 2
 
@@ -132,7 +132,7 @@ def test_fine_tuned_model_is_source_and_teacher_of_evaluated_variants(
 def test_calibration_uses_the_texts_of_the_task(comparison, shared_data):
     args = argparse.Namespace(data_dir=shared_data)
     for name, kind in (("cola", str), ("stsb", tuple), ("squad", tuple)):
-        texts = comparison.task_texts(args, name)
+        texts = comparison.read_task_texts(args, name)
         assert len(texts) == comparison.TASK_TEXTS and all(isinstance(text, kind) for text in texts)
     question, context = texts[0]
     assert len(context) > len(question) > 5
@@ -146,8 +146,8 @@ def test_finished_run_of_another_model_raises_before_any_run(comparison, tmp_pat
     flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
     args = comparison.parse_args([*flags, "--variants", variant, "--output", str(tmp_path / "rows.json")])
     run = comparison.Run("cola", 42, "MHA")
-    folder = comparison._folder(tmp_path, run)
-    _, *used = comparison._command(args, run, "somewhere/old-model", folder, comparison.VARIANTS)
+    folder = comparison._get_run_folder(tmp_path, run)
+    _, *used = comparison._make_command(args, run, "somewhere/old-model", folder, comparison.VARIANTS)
     _finish(folder, run_glue.parse_args(used))
     with pytest.raises(SystemExit, match=r"old-model.*now 'new-model'"):
         comparison.main(args)

@@ -49,7 +49,7 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
     assert {setting["figures"] for setting in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
     assert load("benchmarks.kept_memory").is_recorded(report)
-    assert len(list(load("benchmarks.speed_claims").claims(path.stem, report))) == len(report["rows"]) - 1
+    assert len(list(load("benchmarks.speed_claims").iterate_claims(path.stem, report))) == len(report["rows"]) - 1
 
 
 @pytest.mark.slow
@@ -143,28 +143,31 @@ def test_reports_of_both_settings_are_merged(load):
     assert report["attention"][0]["forward"]["sdpa"] == 600.0
     assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
     assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
-    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
+    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", report)
     assert (line.glibc, line.fixed, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
 
 
 def test_run_with_many_faults_gives_no_claim(load):
     report = load("benchmarks.kept_memory").merge_reports(*reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
-    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
+    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", report)
     assert line.fixed is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
     nowhere = load("benchmarks.kept_memory").merge_reports(reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
-    (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", nowhere)
+    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", nowhere)
     assert line.claim.ratio is None
 
 
 def test_speed_table_shows_the_claimed_ratio(load):
     tables = load("benchmarks.speed_tables")
     report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
-    ((row, fixed_row),) = tables.pairs(report, "attention")
-    assert tables.ratio(row, fixed_row, tables.in_times("forward", "sdpa", "window")) == "2.00×, default 6.00×"
-    ((row, fixed_row),) = tables.pairs(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
-    assert tables.ratio(row, fixed_row, tables.in_times("forward", "sdpa", "window")) == "6.00×"
+    ((row, fixed_row),) = tables.pair_rows(report, "attention")
+    assert (
+        tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window"))
+        == "2.00×, default 6.00×"
+    )
+    ((row, fixed_row),) = tables.pair_rows(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
+    assert tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window")) == "6.00×"
 
 
 def test_report_describes_the_machine_without_its_name(load):
@@ -238,12 +241,12 @@ def test_flags_are_restored_from_the_arguments_of_a_report(load):
         "layers": "None",
     }
     flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
-    assert load("benchmarks.measure_again").flags_of(printed) == flags
+    assert load("benchmarks.measure_again").format_flags(printed) == flags
 
 
 def test_every_speed_report_can_be_measured_again(load):
     again = load("benchmarks.measure_again")
-    jobs = again.jobs(again.parse_args([]))
+    jobs = again.list_jobs(again.parse_args([]))
     of_speed = load("benchmarks.speed_claims").is_of_speed
     assert {job.name for job in jobs} >= set(filter(of_speed, again.report_paths()))
     assert all(importlib.util.find_spec(f"benchmarks.{job.script}") and 0 < job.seconds < 3600 for job in jobs)
@@ -253,6 +256,6 @@ def test_missing_input_error_names_the_flag(load, monkeypatch, tmp_path):
     module = load("benchmarks.measure_again")
     monkeypatch.setattr(module, "ROOT", tmp_path / "a")
     args = module.parse_args(["--minilm", "there"])
-    assert module.filled(["--x", module.MINILM], args) == ["--x", "there"]
+    assert module.fill_in_paths(["--x", module.MINILM], args) == ["--x", "there"]
     with pytest.raises(ValueError, match="--train_file"):
-        module.filled(["--train_file", module.TEXT], args)
+        module.fill_in_paths(["--train_file", module.TEXT], args)

@@ -16,14 +16,14 @@ def benchmark(monkeypatch):
 
 @pytest.mark.parametrize(("memory", "most"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
 def test_search_finds_the_largest_batch_that_fits(benchmark, memory, most):
-    result, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
+    result, peaks = benchmark.find_largest_batch(lambda batch: 100 + 100 * batch, memory)
     assert most - max(0, most // 30) <= result <= most
     assert all((peak <= memory) == (batch <= result) for batch, peak in peaks.items())
     assert len(peaks) <= 2 * (most + 1).bit_length() + 1
 
 
 def test_largest_batch_has_a_row_per_engine(benchmark):
-    rows = benchmark.contestants(benchmark.config_of("t5-small"), benchmark.LATENTS)
+    rows = benchmark.list_contestants(benchmark.config_of("t5-small"), benchmark.LATENTS)
     names = ["transformers", "share_memory", "MHA + cross latent 128 + latent 32"]
     assert [engine.name for _, engine in rows[:3]] == names
     assert [config.get("kv_lora_rank") for config, _ in rows[:3]] == [None, None, 32]

@@ -31,10 +31,10 @@ def versions(monkeypatch):
 
 def test_faults_change_only_executed_code(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
-    (name, function) = next(mutations.functions(ast.parse(SOURCE)))
+    (name, function) = next(mutations.iterate_functions(ast.parse(SOURCE)))
     lines = SOURCE.encode().splitlines()
     faults = set()
-    for number, begin, end, new, _ in mutations.mutations(function, lines):
+    for number, begin, end, new, _ in mutations.iterate_mutations(function, lines):
         line = lines[number - 1]
         faults.add((line[:begin] + new.encode() + line[end:]).decode().strip())
         ast.parse(b"\n".join([*lines[: number - 1], line[:begin] + new.encode() + line[end:], *lines[number:]]))
@@ -55,7 +55,7 @@ def test_lines_are_located_in_a_changed_file(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
     (tmp_path / mutations.PACKAGE / "hub").mkdir(parents=True)
     (tmp_path / mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
-    result = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
+    result = mutations.make_line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
     assert result == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
 
 

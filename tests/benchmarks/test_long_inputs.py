@@ -38,13 +38,13 @@ def source(tmp_path):
 def test_query_retrieves_its_own_document(benchmark):
     others = torch.eye(3)
     queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # two of each
-    actual = benchmark.found_by(queries, others)
+    actual = benchmark.compute_retrieval_scores(queries, others)
     assert actual["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
     assert actual["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
 
 
 def test_passages_are_distributed_over_the_text(benchmark):
-    cut = benchmark.passages(list(range(1000)))
+    cut = benchmark.split_into_passages(list(range(1000)))
     assert len(cut) == benchmark.PASSAGES and {len(item) for item in cut} == {benchmark.PASSAGE}
     assert (cut[0][0], cut[-1][-1]) == (0, 999)
 
@@ -60,9 +60,9 @@ def test_pieces_are_averaged_with_their_lengths_as_weights(benchmark, source):
 
     with torch.no_grad():
         expected = 14 * alone(ids[:14]) + 6 * alone(ids[14:])
-        actual = benchmark.encoder(model, tokenizer, 16)(ids)
+        actual = benchmark.make_encoder(model, tokenizer, 16)(ids)
         torch.testing.assert_close(actual, expected / expected.norm())
-        torch.testing.assert_close(benchmark.encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
+        torch.testing.assert_close(benchmark.make_encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
 
 
 @pytest.mark.thorough
@@ -107,7 +107,7 @@ def test_long_input_rows_are_not_measured_again(benchmark, source, tmp_path, mon
 def test_joined_articles_shift_the_answers(questions, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_reader("bert", tmp_path / "reader"))
     content = make_questions()
-    joined = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
+    joined = questions.join_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
     (article,) = joined["data"]
     (paragraph,) = article["paragraphs"]
     assert paragraph["context"] == "\n".join(item["context"] for item in content["data"][0]["paragraphs"])
@@ -116,7 +116,7 @@ def test_joined_articles_shift_the_answers(questions, tmp_path):
         for answer in qa["answers"]:
             begin = answer["answer_start"]
             assert paragraph["context"][begin : begin + len(answer["text"])] == answer["text"]
-    short = questions.whole_articles(content, tokenizer, tokens=20, questions=9, seed=0)["data"][0]["paragraphs"]
+    short = questions.join_articles(content, tokenizer, tokens=20, questions=9, seed=0)["data"][0]["paragraphs"]
     assert short[0]["context"] == content["data"][0]["paragraphs"][0]["context"] and len(short[0]["qas"]) == 3
 
 

@@ -24,7 +24,7 @@ def benchmark(monkeypatch):
 @torch.no_grad()
 def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     torch.manual_seed(0)
-    step = benchmark.decoding_step(benchmark.T5_TINY, kv_heads)
+    step = benchmark.make_decoding_step(benchmark.T5_TINY, kv_heads)
     model, new_tokens = step.model, 6
     # tied to its random embeddings, so small a model would repeat one token
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
@@ -42,7 +42,9 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     tokens = start.logits[:, -1:].argmax(-1)
     for _ in range(new_tokens - 2):
         inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": self_states, "source": source}
-        logits, *flat = (torch.from_numpy(item) for item in session.run(None, benchmark.arrays(session, inputs)))
+        logits, *flat = (
+            torch.from_numpy(item) for item in session.run(None, benchmark.to_named_arrays(session, inputs))
+        )
         self_states = list(zip(flat[::2], flat[1::2], strict=True))
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
@@ -51,7 +53,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
 @pytest.mark.thorough
 @torch.no_grad()
 def test_torch_export_step_supports_every_batch_size(benchmark):
-    step = benchmark.decoding_step(benchmark.T5_TINY, 2)
+    step = benchmark.make_decoding_step(benchmark.T5_TINY, 2)
     step.model.set_attn_implementation("sdpa")
     inputs, shapes = benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step)
     program = torch.export.export(step, (), kwargs=inputs, dynamic_shapes=shapes).module()

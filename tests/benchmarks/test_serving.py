@@ -30,5 +30,5 @@ def test_serving_report_has_a_ratio_per_engine(shape, monkeypatch, tmp_path):
     report = benchmark.main(benchmark.parse_args(options))
     (row,) = report["runs"]
     assert next(iter(row["milliseconds"])) == "transformers" and row["advice"].startswith("Recommended for batch 2")
-    claims = importlib.import_module("benchmarks.speed_claims").claims(f"serving_{shape}_cpu", report)
+    claims = importlib.import_module("benchmarks.speed_claims").iterate_claims(f"serving_{shape}_cpu", report)
     assert len(list(claims)) == len(row["milliseconds"]) - 1 >= 3

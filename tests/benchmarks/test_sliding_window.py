@@ -34,9 +34,9 @@ def test_every_part_of_the_window_benchmark_runs(benchmark, tmp_path, capsys):
 
 def test_growth_equals_the_exponent_of_the_length(benchmark):
     rows = [{"length": n, "forward": {"a": 3.0 * n, "b": 2.0 * n**2}} for n in (512, 1024, 2048, 4096)]
-    assert benchmark.growth(rows, "forward", "a") == pytest.approx(1)
-    assert benchmark.growth(rows, "forward", "b") == pytest.approx(2)
-    assert benchmark.growth(rows[:2], "forward", "a") is None
+    assert benchmark.compute_growth_exponent(rows, "forward", "a") == pytest.approx(1)
+    assert benchmark.compute_growth_exponent(rows, "forward", "b") == pytest.approx(2)
+    assert benchmark.compute_growth_exponent(rows[:2], "forward", "a") is None
 
 
 def test_compared_window_layers_give_equal_outputs(benchmark):

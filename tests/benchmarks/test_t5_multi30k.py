@@ -22,7 +22,7 @@ def comparison(monkeypatch):
 
 def test_multi30k_variants_have_unique_names_and_folders(comparison):
     for variants in comparison.VARIANTS.values():
-        assert len({comparison._slug(variant.name) for variant in variants}) == len(variants) >= 8
+        assert len({comparison._make_slug(variant.name) for variant in variants}) == len(variants) >= 8
 
 
 def test_flags_of_a_new_model_are_accepted_by_the_command(comparison):

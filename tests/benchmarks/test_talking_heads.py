@@ -57,7 +57,7 @@ def report_with(forward, training, naive=500.0, memory=40.0):
 
 
 def test_targets_compare_the_blocked_kernels_with_their_limits(load):
-    targets = load("benchmarks.speed.talking_heads_report").targets
+    targets = load("benchmarks.speed.talking_heads_report").list_targets
     assert [target["met"] for target in targets(report_with(16.0, 20.0))] == [True] * 6
     slow = targets(report_with(16.1, 20.1, naive=64.0, memory=51.0))
     assert [target["met"] for target in slow] == [False, False, False, False, False, True]

@@ -19,7 +19,9 @@ def comparison(monkeypatch):
 def test_talking_heads_variants_are_valid_with_unique_folders(comparison):
     configs = [hf_attn_variants.AttnVariantBertConfig(**variant.fields) for variant in comparison.VARIANTS.values()]
     kinds = {(c.talking_heads, c.talking_heads_init, bool(c.talking_heads_dynamic)) for c in configs}
-    slugs = {importlib.import_module("benchmarks.train.finetuned_variants").slug(name) for name in comparison.VARIANTS}
+    slugs = {
+        importlib.import_module("benchmarks.train.finetuned_variants").make_slug(name) for name in comparison.VARIANTS
+    }
     assert len(kinds) == len(slugs) == len(comparison.VARIANTS) == 8
 
 

@@ -30,7 +30,7 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
     assert saved["repositories"] == [f"{head}-{variant}" for variant in worker.VARIANTS]
     monkeypatch.setattr(matrix, "KEPT", tmp_path / "kept")
     matrix.keep(tmp_path / "saved", "0.0")
-    [(name, repository)] = matrix.kept_repositories(tmp_path).items()
+    [(name, repository)] = matrix.unpack_kept_repositories(tmp_path).items()
     assert name == "0.0, kept" and {path.name for path in repository.iterdir()} == {
         f"{head}-{item}" for item in ("latent", "hybrid")
     }
@@ -61,14 +61,14 @@ def test_matrix_detects_a_lost_cache(matrix, monkeypatch):
         if row is architectures.BERT:
             inputs = {"input_ids": inputs["input_ids"]}
         logits = {"largest_difference": 0.0, "largest_logit": 1.0}
-        assert matrix.is_same(logits | worker._through_cache(model, inputs))
+        assert matrix.is_same(logits | worker._compare_cached_steps(model, inputs))
         forward = type(model).forward
 
         def without(self, *args, forward=forward, **kwargs):
             return forward(self, *args, **{item: value for item, value in kwargs.items() if item != name})
 
         monkeypatch.setattr(type(model), "forward", without)
-        lost = worker._through_cache(model, inputs)
+        lost = worker._compare_cached_steps(model, inputs)
         assert lost["cache_lengths"] == list(worker.PIECES) and lost["steps_difference"] > 1e-3
         assert not matrix.is_same(logits | lost)
 
@@ -102,8 +102,8 @@ def test_versions_are_read_from_the_package_index(matrix, monkeypatch):
 
     monkeypatch.setattr(matrix.subprocess, "run", listed)
     monkeypatch.setattr(matrix, "NEWEST_TESTED", "5.23")
-    assert matrix.published_versions() == ["5.15.1", "5.23.0", "5.24.1"]
-    assert matrix.newest_versions() == ["5.23.0", "5.24.1", "6.0.0rc1"]
+    assert matrix.list_published_versions() == ["5.15.1", "5.23.0", "5.24.1"]
+    assert matrix.get_newest_versions() == ["5.23.0", "5.24.1", "6.0.0rc1"]
 
 
 def test_matrix_table_counts_equal_repositories(matrix):

@@ -30,8 +30,8 @@ def test_wrong_digit_is_detected(page, wrong, load, monkeypatch, tmp_path, capsy
     changed = tmp_path / "page.md"
     changed.write_text(text.replace(*wrong), encoding="utf-8")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "documents", lambda: [changed])
-    monkeypatch.setattr(tables, "TABLES", {name: tables.TABLES[name] for name in tables.names_in(text)})
+    monkeypatch.setattr(tables, "list_documents", lambda: [changed])
+    monkeypatch.setattr(tables, "TABLES", {name: tables.TABLES[name] for name in tables.find_table_names(text)})
     assert tables.main(["--check"]) == 1
     assert "page.md differs from the reports" in capsys.readouterr().out
     assert tables.main([]) == 0 and changed.read_text(encoding="utf-8") == text
@@ -40,12 +40,14 @@ def test_wrong_digit_is_detected(page, wrong, load, monkeypatch, tmp_path, capsy
 def test_unclosed_table_block_removes_no_text(load):
     tables = load("benchmarks.result_tables")
     text = "<!-- generated: albert -->\n\nText.\n\n<!-- generated: squad -->\n<!-- end -->\n"
-    assert tables.names_in(text) == ["squad"] and "Text." in tables.filled(text)
+    assert tables.find_table_names(text) == ["squad"] and "Text." in tables.fill_tables(text)
 
 
 def test_each_table_is_in_only_one_file(load):
     tables = load("benchmarks.result_tables")
-    names = [name for path in tables.documents() for name in tables.names_in(path.read_text(encoding="utf-8"))]
+    names = [
+        name for path in tables.list_documents() for name in tables.find_table_names(path.read_text(encoding="utf-8"))
+    ]
     assert sorted(names) == sorted(tables.TABLES)
 
 

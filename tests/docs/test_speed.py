@@ -111,7 +111,7 @@ def sources(document, heading, text, load):
     """Return the speed reports of a section: those that it links to, those of its tables, and those named above."""
     of_speed, tables = load("benchmarks.speed_claims").is_of_speed, load("benchmarks.speed_tables").TABLES
     linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
-    for name in load("benchmarks.result_tables").names_in(text):
+    for name in load("benchmarks.result_tables").find_table_names(text):
         linked |= {report for report in tables[name].names if of_speed(report)} if name in tables else set()
     return linked | set(WITHOUT_LINKS.get((document, heading), ()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .digests import Record, digest, in_empty_folder, record_each, run, scrub
 from .sources import make_checkpoints, make_data
 
-__all__ = ["HISTORIES", "card_sections", "cards", "generated_card"]
+__all__ = ["HISTORIES", "cards", "digest_card_sections", "generate_card"]
 
 TRAIN = "--max_train_steps 2 --per_device_train_batch_size 3 --max_length 32 --cpu --disable_tqdm --output_dir"
 FIT = "--calibration_file text.txt --max_length 16 --fit_steps 4"
@@ -85,23 +85,23 @@ def cards(texts: Path | None) -> Record:
         make_data()
         Path("notes.md").write_text("A note.\n", encoding="utf-8")
         Path("evaluations.json").write_text(json.dumps([EVALUATION]), encoding="utf-8")
-        return record_each(HISTORIES, lambda name: _card(name, texts))
+        return record_each(HISTORIES, lambda name: _record_card(name, texts))
 
 
-def generated_card(folder: Path, *flags: str) -> str:
+def generate_card(folder: Path, *flags: str) -> str:
     """Return the card that `push` generates for a checkpoint, scrubbed."""
     card = Path("card.md")
     run("push", folder, "--repo_id", "somebody/model", "--dry_run", "--save_card", card, *flags)
     return scrub(card.read_text(encoding="utf-8"))
 
 
-def card_sections(card: str) -> Record:
+def digest_card_sections(card: str) -> Record:
     """Return the digest of each section of a card, by its title."""
     head, *sections = card.split("\n## ")
     return {"head": digest(head)} | {section.split("\n")[0]: digest(section) for section in sections}
 
 
-def _card(name: str, texts: Path | None) -> Record:
+def _record_card(name: str, texts: Path | None) -> Record:
     *commands, push = (shlex.split(line) for line in HISTORIES[name].split("; "))
     for command in commands:
         if not Path(command[-1]).exists():
@@ -110,7 +110,7 @@ def _card(name: str, texts: Path | None) -> Record:
     if name in EDITS:
         folder = folder.rename(name)
         EDITS[name](folder)
-    card = generated_card(folder, *push[2:])
+    card = generate_card(folder, *push[2:])
     if texts is not None:
         (texts / f"{name}.md").write_text(card, encoding="utf-8")
-    return card_sections(card)
+    return digest_card_sections(card)

@@ -11,8 +11,8 @@ import numpy
 import torch
 from fixtures.ctranslate2_models import save_writer
 
-from .cards import card_sections, generated_card
-from .digests import Record, digest, in_empty_folder, of_folder, record_each, run, scrub
+from .cards import digest_card_sections, generate_card
+from .digests import Record, digest, in_empty_folder, record_each, record_folder, run, scrub
 from .sources import make_checkpoints, make_data
 
 __all__ = ["conversions", "exports", "helps", "tables", "trainings"]
@@ -134,7 +134,7 @@ def conversions() -> Record:
     """Return the records of the folders that `convert` writes, and of the summaries that it prints."""
     with in_empty_folder():
         make_checkpoints()
-        return record_each(CONVERSIONS, lambda name: {"printed": _convert(name)} | of_folder(Path(name)))
+        return record_each(CONVERSIONS, lambda name: {"printed": _convert(name)} | record_folder(Path(name)))
 
 
 def trainings() -> Record:
@@ -142,7 +142,7 @@ def trainings() -> Record:
     with in_empty_folder():
         make_checkpoints()
         make_data()
-        return record_each(TRAININGS, lambda name: _training(TRAININGS[name]))
+        return record_each(TRAININGS, lambda name: _record_training(TRAININGS[name]))
 
 
 def exports() -> Record:
@@ -156,7 +156,7 @@ def exports() -> Record:
                 print(f"  Exports that need {', '.join(missing)} are left out.", flush=True)
         forms = [form for form, libraries in EXPORTS.items() if all(map(importlib.util.find_spec, libraries))]
         items = [f"{form}, {source}" for form in forms for source in EXPORTED[form]]
-        return record_each(items, lambda item: _exported(*item.split(", ")))
+        return record_each(items, lambda item: _record_export(*item.split(", ")))
 
 
 def tables() -> Record:
@@ -188,27 +188,29 @@ def _run(line: str, *more: str) -> str:
     return run(command, source, *flags, *more)
 
 
-def _training(line: str) -> Record:
+def _record_training(line: str) -> Record:
     out = Path("out")
     shutil.rmtree(out, ignore_errors=True)
     line = f"{line} {STEPS}" + ("" if "--max_length" in line else " --max_length 32")
     _run(line)
-    records = of_folder(out) | {f"card, {title}": text for title, text in card_sections(generated_card(out)).items()}
+    records = record_folder(out) | {
+        f"card, {title}": text for title, text in digest_card_sections(generate_card(out)).items()
+    }
     shutil.rmtree(out / "checkpoint-2")
     for path in out.iterdir():
         if path.is_file():
             path.unlink()
     _run(line, "--resume_from_checkpoint", "latest")
-    return records | {f"resumed, {name}": value for name, value in of_folder(out).items()}
+    return records | {f"resumed, {name}": value for name, value in record_folder(out).items()}
 
 
-def _exported(form: str, source: str) -> Record:
+def _record_export(form: str, source: str) -> Record:
     folder = Path(f"{source}-{form}")
     _run(f"export {source} --to {form} --output_dir {folder} --disable_tqdm")
-    return of_folder(folder) if form != "onnx" else _graph_outputs(folder)
+    return record_folder(folder) if form != "onnx" else _record_graph_outputs(folder)
 
 
-def _graph_outputs(folder: Path) -> Record:
+def _record_graph_outputs(folder: Path) -> Record:
     """Return digests of the outputs of each ONNX graph, for random inputs."""
     import onnxruntime
 
@@ -218,7 +220,7 @@ def _graph_outputs(folder: Path) -> Record:
     for path in sorted(folder.rglob("*.onnx")):
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         outputs = session.run(
-            None, {graph_input.name: _random_input(graph_input) for graph_input in session.get_inputs()}
+            None, {graph_input.name: _make_random_input(graph_input) for graph_input in session.get_inputs()}
         )
         records[f"{path.name}, inputs"] = digest(
             [[graph_input.name, graph_input.shape] for graph_input in session.get_inputs()]
@@ -228,7 +230,7 @@ def _graph_outputs(folder: Path) -> Record:
     return records
 
 
-def _random_input(node: Any) -> numpy.ndarray:
+def _make_random_input(node: Any) -> numpy.ndarray:
     generator = numpy.random.default_rng(len(node.name))
     shape = [size if isinstance(size, int) else 2 if number == 0 else 5 for number, size in enumerate(node.shape)]
     if "float" in node.type:

@@ -20,9 +20,9 @@ __all__ = [
     "Record",
     "digest",
     "in_empty_folder",
-    "json_records",
-    "of_folder",
     "record_each",
+    "record_folder",
+    "record_json",
     "run",
     "scrub",
 ]
@@ -68,9 +68,9 @@ def scrub(text: str) -> str:
     return text
 
 
-def json_records(value: Any) -> Record:
+def record_json(value: Any) -> Record:
     """Return a record of each field of a JSON object: the value if it is short, else its digest."""
-    fields = _without_volatile(value)
+    fields = _remove_volatile(value)
     fields = fields if isinstance(fields, dict) else {"content": fields}
     return {
         name: field_value if len(json.dumps(field_value)) <= MOST_CHARACTERS else digest(field_value)
@@ -78,7 +78,7 @@ def json_records(value: Any) -> Record:
     }
 
 
-def of_folder(folder: Path) -> Record:
+def record_folder(folder: Path) -> Record:
     """Return the records of the files in a folder, without code, pictures, checkpoints and the README.md."""
     records: Record = {}
     for path in sorted(entry for entry in folder.iterdir() if entry.is_file()):
@@ -86,11 +86,11 @@ def of_folder(folder: Path) -> Record:
             tensors = load_file(path)
             records[path.name] = digest(sorted(tensors), *(tensors[name] for name in sorted(tensors)))
         elif path.name in ("conversion_report.json", "all_results.json"):
-            values = json_records(json.loads(path.read_text(encoding="utf-8")))
+            values = record_json(json.loads(path.read_text(encoding="utf-8")))
             records |= {f"{path.name}, {name}": value for name, value in values.items()}
         elif path.suffix in (".json", ".jsonl"):
             lines = [path.read_text(encoding="utf-8")] if path.suffix == ".json" else path.read_text().splitlines()
-            records[path.name] = digest([_without_volatile(json.loads(line)) for line in lines])
+            records[path.name] = digest([_remove_volatile(json.loads(line)) for line in lines])
         elif path.suffix not in (".py", ".png", ".md"):
             records[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return records
@@ -146,9 +146,9 @@ def in_empty_folder() -> Iterator[None]:
             os.chdir(previous_folder)
 
 
-def _without_volatile(value: Any) -> Any:
+def _remove_volatile(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_volatile(item) for key, item in value.items() if not VOLATILE_FIELDS.fullmatch(str(key))}
+        return {key: _remove_volatile(item) for key, item in value.items() if not VOLATILE_FIELDS.fullmatch(str(key))}
     if isinstance(value, list):
-        return [_without_volatile(item) for item in value]
+        return [_remove_volatile(item) for item in value]
     return scrub(value) if isinstance(value, str) else value

@@ -47,8 +47,8 @@ def models() -> Record:
         if takes(architecture, name)
     }
     heads = {head: row for row in (*ARCHITECTURES, *RELATIVES) for head in row.heads}
-    return record_each(mechanisms, lambda item: _of_model(*mechanisms[item])) | record_each(
-        heads, lambda head: _of_head(heads[head].model(head, "gqa"), heads[head].batch(head, labels=True))
+    return record_each(mechanisms, lambda item: _record_model(*mechanisms[item])) | record_each(
+        heads, lambda head: _record_head(heads[head].model(head, "gqa"), heads[head].batch(head, labels=True))
     )
 
 
@@ -59,14 +59,16 @@ def shared_memory() -> Record:
     def generated(item: str) -> Record:
         family, form = items[item]
         model = hf_attn_variants.share_memory(tiny_model(family), cross_cache=form)
-        return _generated(model, source_batch(family), SEARCHES | MORE_SEARCHES)
+        return _record_generation(model, source_batch(family), SEARCHES | MORE_SEARCHES)
 
     return record_each(items, generated)
 
 
 def quantized() -> Record:
     """Return the records of `quantize`: for each path of an int8 product, and in bfloat16."""
-    paths = {f"{kind}, {name}": (kind, path) for kind in ("bert", "t5") for name, path in _int8_paths().items()}
+    paths = {
+        f"{kind}, {name}": (kind, path) for kind in ("bert", "t5") for name, path in _find_int8_backends().items()
+    }
     chosen = {
         f"{kind}, {variant}, {dtype}": (kind, variant, dtype)
         for kind in ("bert", "t5")
@@ -76,13 +78,13 @@ def quantized() -> Record:
 
     def on_path(item: str) -> Record:
         kind, path = paths[item]
-        with _fixed_path(path):
-            return _of_quantized(kind, "gqa", "int8", generates=False)
+        with _use_fixed_backend(path):
+            return _record_quantized(kind, "gqa", "int8", generates=False)
 
-    return record_each(paths, on_path) | record_each(chosen, lambda item: _of_quantized(*chosen[item]))
+    return record_each(paths, on_path) | record_each(chosen, lambda item: _record_quantized(*chosen[item]))
 
 
-def _of_model(architecture: str, mechanism: str) -> Record:
+def _record_model(architecture: str, mechanism: str) -> Record:
     torch.manual_seed(0)
     row, head = ARCHITECTURE_HEADS[architecture]
     model, batch = row.model(head, **fields_of(architecture, mechanism)), row.batch(head)
@@ -102,22 +104,22 @@ def _of_model(architecture: str, mechanism: str) -> Record:
         )
     with torch.no_grad():
         outputs = model(**batch, use_cache=False, output_attentions=True, output_hidden_states=True)
-    records["attentions and hidden states"] = digest(*_tensors(tuple(outputs.values())))
+    records["attentions and hidden states"] = digest(*_collect_tensors(tuple(outputs.values())))
     model.set_attn_implementation("sdpa")
     decodes = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
     if model.can_generate() and decodes:
         inputs = {name: tensor for name, tensor in batch.items() if not name.startswith(("decoder_", "labels"))}
-        records |= _generated(model, inputs, SEARCHES)
+        records |= _record_generation(model, inputs, SEARCHES)
     return records
 
 
-def _of_head(model: Any, batch: dict[str, torch.Tensor]) -> Record:
+def _record_head(model: Any, batch: dict[str, torch.Tensor]) -> Record:
     with torch.no_grad():
-        return {"outputs": digest(*_tensors(tuple(model(**batch).values())))}
+        return {"outputs": digest(*_collect_tensors(tuple(model(**batch).values())))}
 
 
 @torch.no_grad()
-def _generated(model: Any, inputs: dict[str, torch.Tensor], searches: dict[str, dict[str, Any]]) -> Record:
+def _record_generation(model: Any, inputs: dict[str, torch.Tensor], searches: dict[str, dict[str, Any]]) -> Record:
     """Return the tokens and scores of each search, or the type of the error if the model does not support it."""
     records: Record = {}
     is_whisper = "whisper" in model.config.model_type
@@ -134,7 +136,7 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], searches: dict[str, 
     return records
 
 
-def _of_quantized(kind: str, variant: str | None, dtype: str, generates: bool = True) -> Record:
+def _record_quantized(kind: str, variant: str | None, dtype: str, generates: bool = True) -> Record:
     prefix = "AttnVariant" if variant else ""
     library: Any = hf_attn_variants if variant else transformers
     fields = VARIANTS.get(variant or "", {})
@@ -155,13 +157,13 @@ def _of_quantized(kind: str, variant: str | None, dtype: str, generates: bool = 
         f"{path} {type(module).__name__}" for path, module in model.named_modules() if hasattr(module, "in_features")
     ]
     records = {"logits": digest(logits), "layers": digest(layers)}
-    return records | (_generated(model, inputs, SEARCHES) if kind == "t5" and generates else {})
+    return records | (_record_generation(model, inputs, SEARCHES) if kind == "t5" and generates else {})
 
 
-def _int8_paths() -> dict[str, Any]:
+def _find_int8_backends() -> dict[str, Any]:
     """Return the correct paths of an int8 product on this processor with their names; none if the module has moved.
 
-    This and `_fixed_path` import an internal module, because the fastest path is chosen by time in each process.
+    This and `_use_fixed_backend` import an internal module, because the fastest path is chosen by time.
     All paths return the same bits, so the records without a fixed path still compare a tree whose module has moved.
     """
     try:
@@ -178,7 +180,7 @@ def _int8_paths() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _fixed_path(path: Any) -> Iterator[None]:
+def _use_fixed_backend(path: Any) -> Iterator[None]:
     module: Any = importlib.import_module("hf_attn_variants.quantization.int8_weight")
     chosen = module.get_current_plan
     module.get_current_plan = lambda: module.ExecutionPlan(path[1], (path[0],) * len(module.ROW_COUNTS))
@@ -188,9 +190,9 @@ def _fixed_path(path: Any) -> Iterator[None]:
         module.get_current_plan = chosen
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _collect_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from _collect_tensors(item)
