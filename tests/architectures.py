@@ -82,19 +82,19 @@ class Architecture:
         return inputs | (self.heads[head].labels() if labels else {})
 
 
-def token_ids(*shape: int) -> torch.Tensor:
+def make_token_ids(*shape: int) -> torch.Tensor:
     """Return random ids that are not special ones."""
     return torch.randint(5, VOCABULARY, shape or (BATCH, LENGTH))
 
 
-def padding_mask() -> torch.Tensor:
+def make_padding_mask() -> torch.Tensor:
     """Return a mask [b, n] whose first row is full; the other rows are padded on the right."""
     return (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 3, 2])[:, None]).long()
 
 
-def text_inputs() -> dict[str, torch.Tensor]:
+def make_text_inputs() -> dict[str, torch.Tensor]:
     """Return token ids and their mask."""
-    return {"input_ids": token_ids(), "attention_mask": padding_mask()}
+    return {"input_ids": make_token_ids(), "attention_mask": make_padding_mask()}
 
 
 def with_latents(model: Any, **ranks: int) -> Any:
@@ -105,39 +105,39 @@ def with_latents(model: Any, **ranks: int) -> Any:
     return exact
 
 
-def source_and_target() -> dict[str, torch.Tensor]:
+def make_source_and_target() -> dict[str, torch.Tensor]:
     """Return token ids for the encoder and the decoder, and the mask of the encoder's ids."""
-    return text_inputs() | {"decoder_input_ids": token_ids()}
+    return make_text_inputs() | {"decoder_input_ids": make_token_ids()}
 
 
-def _text_with_end() -> dict[str, torch.Tensor]:
+def _make_text_with_end() -> dict[str, torch.Tensor]:
     # T5 classifies by the state at its end token, one in each row.
-    inputs = text_inputs()
+    inputs = make_text_inputs()
     inputs["input_ids"][:, 1] = 1
     return inputs
 
 
-def choices() -> dict[str, torch.Tensor]:
+def make_choices() -> dict[str, torch.Tensor]:
     """Return several texts per example."""
-    return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in text_inputs().items()}
+    return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in make_text_inputs().items()}
 
 
-def classes() -> dict[str, torch.Tensor]:
+def make_class_labels() -> dict[str, torch.Tensor]:
     """Return one label per text."""
     return {"labels": torch.tensor([0, 1, 1])}
 
 
-def tokens() -> dict[str, torch.Tensor]:
+def make_token_labels() -> dict[str, torch.Tensor]:
     """Return one token id per token as labels."""
-    return {"labels": token_ids()}
+    return {"labels": make_token_ids()}
 
 
-def token_classes() -> dict[str, torch.Tensor]:
+def make_token_class_labels() -> dict[str, torch.Tensor]:
     """Return one of two class labels per token."""
-    return {"labels": token_ids() % 2}
+    return {"labels": make_token_ids() % 2}
 
 
-def span() -> dict[str, torch.Tensor]:
+def make_span_labels() -> dict[str, torch.Tensor]:
     """Return the first and the last token of an answer."""
     return {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 1])}
 
@@ -154,17 +154,17 @@ BERT = Architecture(
         "intermediate_size": 37,
         "max_position_embeddings": 32,
     },
-    inputs=text_inputs,
+    inputs=make_text_inputs,
     heads={
         "BertModel": Head(),
-        "BertForPreTraining": Head(lambda: tokens() | {"next_sentence_label": torch.tensor([0, 1, 1])}),
-        "BertForMaskedLM": Head(tokens),
-        "BertLMHeadModel": Head(tokens, config={"is_decoder": True}),
-        "BertForNextSentencePrediction": Head(classes),
-        "BertForSequenceClassification": Head(classes),
-        "BertForMultipleChoice": Head(classes, inputs=choices),
-        "BertForTokenClassification": Head(token_classes),
-        "BertForQuestionAnswering": Head(span),
+        "BertForPreTraining": Head(lambda: make_token_labels() | {"next_sentence_label": torch.tensor([0, 1, 1])}),
+        "BertForMaskedLM": Head(make_token_labels),
+        "BertLMHeadModel": Head(make_token_labels, config={"is_decoder": True}),
+        "BertForNextSentencePrediction": Head(make_class_labels),
+        "BertForSequenceClassification": Head(make_class_labels),
+        "BertForMultipleChoice": Head(make_class_labels, inputs=make_choices),
+        "BertForTokenClassification": Head(make_token_class_labels),
+        "BertForQuestionAnswering": Head(make_span_labels),
     },
 )
 
@@ -181,15 +181,15 @@ ALBERT = Architecture(
         "intermediate_size": 37,
         "max_position_embeddings": 32,
     },
-    inputs=text_inputs,
+    inputs=make_text_inputs,
     heads={
         "AlbertModel": Head(),
-        "AlbertForPreTraining": Head(lambda: tokens() | {"sentence_order_label": torch.tensor([0, 1, 1])}),
-        "AlbertForMaskedLM": Head(tokens),
-        "AlbertForSequenceClassification": Head(classes),
-        "AlbertForMultipleChoice": Head(classes, inputs=choices),
-        "AlbertForTokenClassification": Head(token_classes),
-        "AlbertForQuestionAnswering": Head(span),
+        "AlbertForPreTraining": Head(lambda: make_token_labels() | {"sentence_order_label": torch.tensor([0, 1, 1])}),
+        "AlbertForMaskedLM": Head(make_token_labels),
+        "AlbertForSequenceClassification": Head(make_class_labels),
+        "AlbertForMultipleChoice": Head(make_class_labels, inputs=make_choices),
+        "AlbertForTokenClassification": Head(make_token_class_labels),
+        "AlbertForQuestionAnswering": Head(make_span_labels),
     },
 )
 
@@ -211,15 +211,15 @@ T5 = Architecture(
         # T5 does not scale its logits: at 1.0 so small a model saturates, and float32 rounds above the tolerances.
         "initializer_factor": 0.5,
     },
-    inputs=text_inputs,
+    inputs=make_text_inputs,
     variants={"latent": {"cross_kv_lora_rank": 24, "encoder_kv_lora_rank": 20}},
     heads={
-        "T5Model": Head(inputs=source_and_target),
-        "T5ForConditionalGeneration": Head(tokens, inputs=source_and_target),
+        "T5Model": Head(inputs=make_source_and_target),
+        "T5ForConditionalGeneration": Head(make_token_labels, inputs=make_source_and_target),
         "T5EncoderModel": Head(),
-        "T5ForSequenceClassification": Head(classes, inputs=_text_with_end),
-        "T5ForTokenClassification": Head(token_classes),
-        "T5ForQuestionAnswering": Head(span),
+        "T5ForSequenceClassification": Head(make_class_labels, inputs=_make_text_with_end),
+        "T5ForTokenClassification": Head(make_token_class_labels),
+        "T5ForQuestionAnswering": Head(make_span_labels),
     },
 )
 

@@ -37,27 +37,29 @@ KINDS = {
 ANY = {"attention": "an attention module", "layer": "a layer"}
 
 
-def page_text() -> str:
+def make_page() -> str:
     """Return the text of the page."""
     text = TEXT.read_text(encoding="utf-8")
-    return "<!-- generated -->\n" + text.replace("{fields}\n", table_of()).replace("{pairs}\n", pairs_of())
+    return "<!-- generated -->\n" + text.replace("{fields}\n", format_field_table()).replace(
+        "{pairs}\n", format_pair_table()
+    )
 
 
-def table_of(fields: tuple[VariantField, ...] = VARIANT_FIELDS) -> str:
+def format_field_table(fields: tuple[VariantField, ...] = VARIANT_FIELDS) -> str:
     """Return the table of the fields as Markdown."""
-    return HEADER + "".join(f"| {' | '.join(_cells(row))} |\n" for row in fields)
+    return HEADER + "".join(f"| {' | '.join(_make_cells(row))} |\n" for row in fields)
 
 
-def pairs_of() -> str:
+def format_pair_table() -> str:
     """Return the table of the mechanisms that cannot be combined."""
-    pairs = [(_setting_of(row.first), _setting_of(row.second)) for row in UNSUPPORTED_PAIRS]
+    pairs = [(_format_setting(row.first), _format_setting(row.second)) for row in UNSUPPORTED_PAIRS]
     pairs += [
-        (_setting_of(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
+        (_format_setting(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
     ]
     return PAIRS + "".join(f"| {first} | {second} |\n" for first, second in pairs)
 
 
-def _setting_of(mechanism: type[Mechanism]) -> str:
+def _format_setting(mechanism: type[Mechanism]) -> str:
     """Return the configuration setting that selects a mechanism."""
     if mechanism is RelativePositionBias:
         return "the distance bias of T5 and UMT5"
@@ -65,7 +67,7 @@ def _setting_of(mechanism: type[Mechanism]) -> str:
     return f"`{mechanism.field}`" if name is None else f'`{mechanism.field}="{name}"`'
 
 
-def _cells(row: VariantField) -> tuple[str, ...]:
+def _make_cells(row: VariantField) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in row.names)
     values = ", ".join(f'`"{choice}"`' for choice in row.choices) or KINDS[row.kind]
     values = f"any of {values}" if row.kind is list else values
@@ -78,4 +80,4 @@ def _cells(row: VariantField) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_text(), encoding="utf-8")
+    PAGE.write_text(make_page(), encoding="utf-8")

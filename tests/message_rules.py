@@ -38,19 +38,19 @@ RULE_OR_ADVICE = re.compile(
 )
 
 
-def text_of(node: ast.expr) -> str | None:
+def get_text(node: ast.expr) -> str | None:
     """Return the text of a literal, an f-string or a sum of these, with `VALUE` for each placeholder."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part) or VALUE for part in node.values)
+        return "".join(get_text(part) or VALUE for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [text_of(part) for part in (node.left, node.right)]
+        parts = [get_text(part) for part in (node.left, node.right)]
         return None if parts == [None, None] else "".join(part or VALUE for part in parts)
     return None
 
 
-def messages(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+def iterate_messages(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the type ("ValueError", ..., "warning") and the text of each message of a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -59,17 +59,17 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
             call, kind = node, "warning"
         else:
             continue
-        text = text_of(call.args[0]) if call.args else None
+        text = get_text(call.args[0]) if call.args else None
         if text and " " in text:
             yield call.lineno, kind, text
 
 
-def violations(source: str) -> Iterator[tuple[int, str, str]]:
+def iterate_violations(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the rule and the text of each violation of a module."""
     tree = ast.parse(source)
     names = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for line, kind, text in messages(tree):
+    for line, kind, text in iterate_messages(tree):
         text = re.sub(r"%[srd]", VALUE, text)
         # Python has its own form of attribute errors.
         if kind != "AttributeError" and not START.match(text) and re.match(r"\w*", text)[0] not in names:
@@ -81,18 +81,18 @@ def violations(source: str) -> Iterator[tuple[int, str, str]]:
             yield line, "no rule or advice", text
 
 
-def counts() -> dict[str, dict[str, int]]:
+def count_violations() -> dict[str, dict[str, int]]:
     """Return the number of violations of each file of the package, {path: {rule: number}}."""
     result = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        rules = Counter(rule for _, rule, _ in violations(path.read_text(encoding="utf-8")))
+        rules = Counter(rule for _, rule, _ in iterate_violations(path.read_text(encoding="utf-8")))
         result[path.relative_to(ROOT).as_posix()] = dict(sorted(rules.items()))
     return {path: rules for path, rules in result.items() if rules}
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        BASELINE.write_text(json.dumps(counts(), indent=1) + "\n", encoding="utf-8")
+        BASELINE.write_text(json.dumps(count_violations(), indent=1) + "\n", encoding="utf-8")
     for path in sorted((ROOT / PACKAGE).rglob("*.py")) if sys.argv[1:] != ["--write"] else []:
-        for line, rule, text in violations(path.read_text(encoding="utf-8")):
+        for line, rule, text in iterate_violations(path.read_text(encoding="utf-8")):
             print(f"{path.relative_to(ROOT)}:{line}: {rule}: {text!r}")

@@ -29,43 +29,43 @@ FOLDERS = (
 SENTENCE_COLUMN = 29
 
 
-def tree_of(package: Path = PACKAGE) -> str:
+def make_tree(package: Path = PACKAGE) -> str:
     """Return the tree of the package. It lists only the `__init__.py` of the package itself."""
-    first = _line("  ", "__init__.py", package / "__init__.py")
-    return "\n".join([f"{package.name}/", first, *_inside(package, "  ")])
+    first = _format_line("  ", "__init__.py", package / "__init__.py")
+    return "\n".join([f"{package.name}/", first, *_iterate_lines(package, "  ")])
 
 
-def tree_in(page: str) -> str:
+def find_tree(page: str) -> str:
     """Return the tree that the text of the page contains."""
-    return page[slice(*_place(page))]
+    return page[slice(*_find_place(page))]
 
 
-def _inside(folder: Path, indent: str) -> Iterator[str]:
+def _iterate_lines(folder: Path, indent: str) -> Iterator[str]:
     for file in sorted(folder.glob("*.py")):
         if file.name != "__init__.py":
-            yield _line(indent, file.name, file)
+            yield _format_line(indent, file.name, file)
     for inner in sorted({file.parent for file in folder.glob("*/*.py")}, key=_order):
-        yield _line(indent, f"{inner.name}/", inner / "__init__.py")
-        yield from _inside(inner, f"{indent}  ")
+        yield _format_line(indent, f"{inner.name}/", inner / "__init__.py")
+        yield from _iterate_lines(inner, f"{indent}  ")
 
 
 def _order(folder: Path) -> tuple[int, str]:
     return (FOLDERS.index(folder.name) if folder.name in FOLDERS else len(FOLDERS), folder.name)
 
 
-def _line(indent: str, name: str, file: Path) -> str:
+def _format_line(indent: str, name: str, file: Path) -> str:
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) if file.exists() else None
     paragraph = " ".join((docstring or "").partition("\n\n")[0].split())
     sentence = re.split(r"\.(?: |$)", paragraph)[0]
     return f"{indent}{name:{SENTENCE_COLUMN - 2}}  {sentence}".rstrip()
 
 
-def _place(page: str) -> tuple[int, int]:
+def _find_place(page: str) -> tuple[int, int]:
     start = page.index(f"```\n{PACKAGE.name}/\n") + len("```\n")
     return start, page.index("\n```", start)
 
 
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
-    start, end = _place(text)
-    PAGE.write_text(text[:start] + tree_of() + text[end:], encoding="utf-8")
+    start, end = _find_place(text)
+    PAGE.write_text(text[:start] + make_tree() + text[end:], encoding="utf-8")

@@ -45,7 +45,7 @@ COMPILED = {name: re.compile(rule, re.I if name != "first word" else 0) for name
 TEST_NAME = re.compile(r"^test_(?:an?|the|what|who|where|which|whether|of|by|it|its|so)_")
 
 
-def python_texts(path: Path, source: str) -> Iterator[tuple[int, str]]:
+def iterate_python_texts(path: Path, source: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of a module; of code that users run, also its comments and the texts of calls."""
     tree, in_tests = ast.parse(source), path.parts[0] == "tests"
     docstrings = set()
@@ -66,7 +66,7 @@ def python_texts(path: Path, source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
-def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
+def iterate_markdown_texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield the lines of a page outside of code blocks, metadata and generated tables."""
     is_code = False
     start = source.find("\n---\n", 3) if source.startswith("---\n") else 0
@@ -76,18 +76,18 @@ def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def sentences(line: str) -> list[str]:
+def split_sentences(line: str) -> list[str]:
     """Return the sentences of a line of Markdown; a cell of a table is a sentence."""
     line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", line)).replace("*", "")
     return [text for cell in line.split("|") for text in re.split(r"(?<=[.!?])\s+", cell.strip(" #->")) if text]
 
 
-def violations(path: Path) -> Iterator[tuple[int, str, str]]:
+def iterate_violations(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the rule and the text of each violation in a file; `path` is relative to the repository."""
     source = (ROOT / path).read_text(encoding="utf-8")
     is_markdown = path.suffix == ".md"
-    for number, line in markdown_texts(source) if is_markdown else python_texts(path, source):
-        for text in sentences(line):
+    for number, line in iterate_markdown_texts(source) if is_markdown else iterate_python_texts(path, source):
+        for text in split_sentences(line):
             yield from ((number, rule, match[0]) for rule, p in COMPILED.items() for match in p.finditer(text))
             if is_markdown and len(text.split()) > LONGEST_SENTENCE:
                 yield number, "long sentence", f"{len(text.split())} words: {text[:60]}"
@@ -104,7 +104,7 @@ def violations(path: Path) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "test name", node.name
 
 
-def repeated_names() -> dict[str, list[str]]:
+def find_repeated_names() -> dict[str, list[str]]:
     """Return the public names that several files of the package define, outside of the formulas of papers."""
     places: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / PACKAGE).rglob("*.py"):
@@ -119,16 +119,16 @@ def repeated_names() -> dict[str, list[str]]:
     return {name: sorted(files) for name, files in sorted(places.items()) if len(files) > 1}
 
 
-def counts() -> dict[str, dict[str, int]]:
+def count_violations() -> dict[str, dict[str, int]]:
     """Return the number of violations of each file, {path: {rule: number}}, and of repeated names."""
     result = {}
-    for path in files(MARKDOWN + PYTHON):
-        result[path.as_posix()] = dict(sorted(Counter(rule for _, rule, _ in violations(path)).items()))
-    names = {"repeated name": len(repeated_names())}
+    for path in list_files(MARKDOWN + PYTHON):
+        result[path.as_posix()] = dict(sorted(Counter(rule for _, rule, _ in iterate_violations(path)).items()))
+    names = {"repeated name": len(find_repeated_names())}
     return {path: rules for path, rules in sorted(result.items()) if rules} | {PACKAGE: names}
 
 
-def files(places: tuple[str, ...]) -> list[Path]:
+def list_files(places: tuple[str, ...]) -> list[Path]:
     """Return the Python and Markdown files of some places, relative to the repository."""
     folders = [ROOT / place for place in places]
     actual = [path for place in folders for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
@@ -138,7 +138,7 @@ def files(places: tuple[str, ...]) -> list[Path]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        BASELINE.write_text(json.dumps(counts(), indent=1) + "\n", encoding="utf-8")
-    for path in files(tuple(sys.argv[1:])) if "--write" not in sys.argv else []:
-        for number, rule, text in violations(path):
+        BASELINE.write_text(json.dumps(count_violations(), indent=1) + "\n", encoding="utf-8")
+    for path in list_files(tuple(sys.argv[1:])) if "--write" not in sys.argv else []:
+        for number, rule, text in iterate_violations(path):
             print(f"{path}:{number}: {rule}: {text}")

@@ -10,14 +10,14 @@ from architectures import (
     VOCABULARY,
     Architecture,
     Head,
-    choices,
-    classes,
-    source_and_target,
-    span,
-    text_inputs,
-    token_classes,
-    token_ids,
-    tokens,
+    make_choices,
+    make_class_labels,
+    make_source_and_target,
+    make_span_labels,
+    make_text_inputs,
+    make_token_class_labels,
+    make_token_ids,
+    make_token_labels,
 )
 
 import hf_attn_variants
@@ -25,7 +25,9 @@ import hf_attn_variants
 __all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "RELATIVES", "ROTARY", "WHISPER"]
 
 
-def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]) -> Architecture:
+def _make_architecture(
+    name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict[str, Any]
+) -> Architecture:
     return Architecture(
         name=name,
         config_class=getattr(hf_attn_variants, f"AttnVariant{config}"),
@@ -36,26 +38,26 @@ def _row(name: str, config: str, heads: dict[str, Head], inputs: Any, tiny: dict
     )
 
 
-def _encoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
+def _make_encoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
     heads = {
         "Model": Head(),
-        "ForMaskedLM": Head(tokens),
-        "ForSequenceClassification": Head(classes),
-        "ForMultipleChoice": Head(classes, inputs=choices),
-        "ForTokenClassification": Head(token_classes),
-        "ForQuestionAnswering": Head(span),
+        "ForMaskedLM": Head(make_token_labels),
+        "ForSequenceClassification": Head(make_class_labels),
+        "ForMultipleChoice": Head(make_class_labels, inputs=make_choices),
+        "ForTokenClassification": Head(make_token_class_labels),
+        "ForQuestionAnswering": Head(make_span_labels),
     }
     return {f"{name}{head}": row for head, row in (heads | more).items()}
 
 
 def _with_one_end() -> dict[str, Any]:
     # BART classifies by the state at its end token, as many in each row.
-    inputs = text_inputs()
+    inputs = make_text_inputs()
     inputs["input_ids"][:, 1] = 2
     return inputs
 
 
-def _decoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
+def _make_decoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
     return {f"{name}{head}": row for head, row in ({"Model": Head()} | more).items()}
 
 
@@ -66,30 +68,32 @@ _BERT = {
     "intermediate_size": 37,
     "max_position_embeddings": 40,
 }
-_DECODER_LM = {"ForCausalLM": Head(tokens, config={"is_decoder": True})}
+_DECODER_LM = {"ForCausalLM": Head(make_token_labels, config={"is_decoder": True})}
 ENCODERS = (
-    _row("roberta", "RobertaConfig", _encoder_heads("Roberta", _DECODER_LM), text_inputs, _BERT),
-    _row(
+    _make_architecture(
+        "roberta", "RobertaConfig", _make_encoder_heads("Roberta", _DECODER_LM), make_text_inputs, _BERT
+    ),
+    _make_architecture(
         "electra",
         "ElectraConfig",
-        _encoder_heads("Electra", _DECODER_LM | {"ForPreTraining": Head(token_classes)}),
-        text_inputs,
+        _make_encoder_heads("Electra", _DECODER_LM | {"ForPreTraining": Head(make_token_class_labels)}),
+        make_text_inputs,
         _BERT | {"embedding_size": 16},
     ),
-    _row(
+    _make_architecture(
         "distilbert",
         "DistilBertConfig",
-        _encoder_heads("DistilBert", {}),
-        text_inputs,
+        _make_encoder_heads("DistilBert", {}),
+        make_text_inputs,
         {"dim": 48, "n_layers": 2, "n_heads": 12, "hidden_dim": 37, "max_position_embeddings": 40},
     ),
 )
 # The second layer of two is local. Its window of two tokens on each side is shorter than the texts.
-MODERNBERT = _row(
+MODERNBERT = _make_architecture(
     "modernbert",
     "ModernBertConfig",
-    _encoder_heads("ModernBert", {}),
-    text_inputs,
+    _make_encoder_heads("ModernBert", {}),
+    make_text_inputs,
     _BERT | {"local_attention": 4, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
 )
 
@@ -109,17 +113,20 @@ _BART = {
     "forced_eos_token_id": None,
     "init_std": 0.2,
 }
-_GENERATION, _CAUSAL = {"ForConditionalGeneration": Head(tokens)}, {"ForCausalLM": Head(tokens, inputs=text_inputs)}
+_GENERATION, _CAUSAL = (
+    {"ForConditionalGeneration": Head(make_token_labels)},
+    {"ForCausalLM": Head(make_token_labels, inputs=make_text_inputs)},
+)
 _ANSWERS = {
-    "ForSequenceClassification": Head(classes, inputs=_with_one_end),
-    "ForQuestionAnswering": Head(span, inputs=text_inputs),
+    "ForSequenceClassification": Head(make_class_labels, inputs=_with_one_end),
+    "ForQuestionAnswering": Head(make_span_labels, inputs=make_text_inputs),
 }
 _BART_FAMILY = tuple(
-    _row(name.lower(), f"{name}Config", _decoder_heads(name, heads), source_and_target, _BART)
+    _make_architecture(name.lower(), f"{name}Config", _make_decoder_heads(name, heads), make_source_and_target, _BART)
     for name, heads in {
         "Bart": _GENERATION | _CAUSAL | _ANSWERS,
         "MBart": _GENERATION | _CAUSAL | _ANSWERS,
-        "Marian": {"MTModel": Head(tokens)} | _CAUSAL,
+        "Marian": {"MTModel": Head(make_token_labels)} | _CAUSAL,
         "M2M100": _GENERATION,
         "Pegasus": _GENERATION | _CAUSAL,
     }.items()
@@ -152,29 +159,31 @@ ENCODER_DECODERS = (*_BART_FAMILY, UMT5)
 _FRAMES, _MEL_BINS = 40, 8
 
 
-def _speech() -> dict[str, torch.Tensor]:
+def _make_speech() -> dict[str, torch.Tensor]:
     return {"input_features": torch.randn(BATCH, _MEL_BINS, _FRAMES)}
 
 
-def _speech_and_target() -> dict[str, torch.Tensor]:
-    return _speech() | {"decoder_input_ids": token_ids()}
+def _make_speech_and_target() -> dict[str, torch.Tensor]:
+    return _make_speech() | {"decoder_input_ids": make_token_ids()}
 
 
 def _target_of_states() -> dict[str, Any]:
     # The decoder without its encoder attends to given encoder outputs.
-    return text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
+    return make_text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
 
 
-WHISPER = _row(
+WHISPER = _make_architecture(
     "whisper",
     "WhisperConfig",
     {
         "WhisperModel": Head(),
-        "WhisperForConditionalGeneration": Head(tokens),
-        "WhisperForCausalLM": Head(tokens, inputs=_target_of_states),
-        "WhisperForAudioClassification": Head(classes, inputs=_speech, config={"use_weighted_layer_sum": True}),
+        "WhisperForConditionalGeneration": Head(make_token_labels),
+        "WhisperForCausalLM": Head(make_token_labels, inputs=_target_of_states),
+        "WhisperForAudioClassification": Head(
+            make_class_labels, inputs=_make_speech, config={"use_weighted_layer_sum": True}
+        ),
     },
-    _speech_and_target,
+    _make_speech_and_target,
     {name: value for name, value in _BART.items() if name not in ("max_position_embeddings", "forced_eos_token_id")}
     | {
         "num_mel_bins": _MEL_BINS,

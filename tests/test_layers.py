@@ -36,19 +36,19 @@ MOST_LINES, MOST_FUNCTION_LINES = 800, 60
 LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
 
 
-def python_files():
+def list_python_files():
     return [ROOT / "attn_variants.py", *sorted((ROOT / PACKAGE).rglob("*.py"))]
 
 
-def module_name(path):
+def get_module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in python_files()}
+MODULES = {get_module_name(path): path for path in list_python_files()}
 
 
-def imported_modules(name, modules=MODULES):
+def find_imported_modules(name, modules=MODULES):
     """Return the modules of the package that a module imports at its top, in a function or for type checkers."""
     result = set()
     path = modules[name]
@@ -64,25 +64,25 @@ def imported_modules(name, modules=MODULES):
     return {item for item in result if item in modules} - {name}
 
 
-def layer_of(name):
+def get_layer(name):
     if name in FRONT_DOORS:
         return "front doors"
     inside = name.split(".")[1]
     return inside if inside in LEVELS else "root helpers"
 
 
-def arrows_upward(imports):
+def find_upward_imports(imports):
     """Return each import of a module in a higher layer or in another package of the same layer."""
     result = []
     for name, others in imports.items():
         for other in others:
-            layer, imported_layer = layer_of(name), layer_of(other)
+            layer, imported_layer = get_layer(name), get_layer(other)
             if layer != imported_layer and LEVELS[imported_layer] >= LEVELS[layer]:
                 result.append(f"{name} ({layer}) imports {other} ({imported_layer})")
     return sorted(result)
 
 
-def circles(imports):
+def find_import_cycles(imports):
     """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
     index, low, stack, result = {}, {}, [], []
 
@@ -105,10 +105,10 @@ def circles(imports):
     return result
 
 
-IMPORTS = {name: imported_modules(name) for name in MODULES}
+IMPORTS = {name: find_imported_modules(name) for name in MODULES}
 
 
-def names_defined(path):
+def find_defined_names(path):
     """Return the names that a module defines at its top, including those under an `if` and a `try`."""
     result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -119,14 +119,14 @@ def names_defined(path):
     return result
 
 
-def borrowed_names(name, modules=MODULES):
+def find_borrowed_names(name, modules=MODULES):
     """Return the names that a module imports from another module that imports them from a third one."""
     result, package = [], name.split(".")[:-1]
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
             if source in modules and modules[source].name != "__init__.py":
-                known = names_defined(modules[source])
+                known = find_defined_names(modules[source])
                 result += [
                     f"{name}: {item.name} from {source}" for item in node.names if item.name not in (*known, "*")
                 ]
@@ -137,17 +137,17 @@ def test_names_are_imported_from_the_module_that_defines_them(tmp_path):
     (tmp_path / "a.py").write_text("from .b import x, y\n")
     (tmp_path / "b.py").write_text("from .c import x\ny = 1\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
-    assert borrowed_names(f"{PACKAGE}.hub.a", modules) == [f"{PACKAGE}.hub.a: x from {PACKAGE}.hub.b"]
-    borrowed = [item for name in MODULES if MODULES[name].name != "__init__.py" for item in borrowed_names(name)]
+    assert find_borrowed_names(f"{PACKAGE}.hub.a", modules) == [f"{PACKAGE}.hub.a: x from {PACKAGE}.hub.b"]
+    borrowed = [item for name in MODULES if MODULES[name].name != "__init__.py" for item in find_borrowed_names(name)]
     assert not borrowed, "\n".join(borrowed)
 
 
 def test_imports_have_no_cycles():
-    assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
+    assert not find_import_cycles(IMPORTS), "\n".join(" <-> ".join(group) for group in find_import_cycles(IMPORTS))
 
 
 def test_layers_import_only_lower_layers():
-    assert not arrows_upward(IMPORTS), "\n".join(arrows_upward(IMPORTS))
+    assert not find_upward_imports(IMPORTS), "\n".join(find_upward_imports(IMPORTS))
 
 
 def test_folders_of_modeling_import_only_lower_folders():
@@ -186,7 +186,7 @@ def test_mechanism_names_occur_only_in_their_file_and_the_table(kind):
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
     names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"get_{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
-    assert not literals(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
+    assert not find_name_strings(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
 
 
 def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
@@ -197,7 +197,7 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
     names |= {item.label for item in (sharing.HeadSharing, sharing.MultiQueryAttention, sharing.GroupedQueryAttention)}
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
-    assert not literals(
+    assert not find_name_strings(
         names,
         r"(additive_score|field_table|head_sharing|sinusoidal_positions|talking_heads|transformers_internals)\.py",
     )
@@ -215,7 +215,7 @@ def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
     assert result == {"composition.py"}
 
 
-def literals(names, module):
+def find_name_strings(names, module):
     """Return the places where one of some names occurs as a string, except in files of that name and in formulas."""
     result = []
     for name, path in MODULES.items():
@@ -229,17 +229,17 @@ def test_layer_checks_detect_violations(tmp_path):
     (tmp_path / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
-    imports = {name: imported_modules(name, modules) for name in modules}
-    assert circles(imports) == [sorted(modules)]
-    assert arrows_upward({f"{PACKAGE}.hub.a": {f"{PACKAGE}.training.b", f"{PACKAGE}.files"}}) == [
+    imports = {name: find_imported_modules(name, modules) for name in modules}
+    assert find_import_cycles(imports) == [sorted(modules)]
+    assert find_upward_imports({f"{PACKAGE}.hub.a": {f"{PACKAGE}.training.b", f"{PACKAGE}.files"}}) == [
         f"{PACKAGE}.hub.a (hub) imports {PACKAGE}.training.b (training)"
     ]
-    assert arrows_upward({f"{PACKAGE}.modeling.a": {f"{PACKAGE}.registration"}}) and not arrows_upward(
+    assert find_upward_imports({f"{PACKAGE}.modeling.a": {f"{PACKAGE}.registration"}}) and not find_upward_imports(
         {f"{PACKAGE}.cli": {f"{PACKAGE}.errors"}}
     )
 
 
-def light_modules():
+def list_light_modules():
     """Return the modules that run before a command line is checked, and so import neither torch nor Transformers."""
     names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_line", "errors"))]
     names += [name for name in MODULES if name.startswith(f"{PACKAGE}.commands.")]
@@ -248,7 +248,7 @@ def light_modules():
     return [pytest.param(names, id="commands"), pytest.param(settings, id="settings")]
 
 
-@pytest.mark.parametrize("names", light_modules())
+@pytest.mark.parametrize("names", list_light_modules())
 def test_light_modules_import_neither_torch_nor_transformers(names):
     code = f"""
 import importlib, sys
@@ -286,7 +286,7 @@ def loaded_by():
 
 def test_files_and_functions_respect_the_length_limits():
     long = []
-    for path in [*python_files(), *sorted((ROOT / "scripts").glob("*.py"))]:
+    for path in [*list_python_files(), *sorted((ROOT / "scripts").glob("*.py"))]:
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
         lines = len(text.splitlines())
         long += [f"{name}: {lines} lines"] if lines > MOST_LINES else []
@@ -302,7 +302,7 @@ def test_files_and_functions_respect_the_length_limits():
 
 
 def test_documented_tree_matches_the_package():
-    assert package_tree.tree_in(package_tree.PAGE.read_text(encoding="utf-8")) == package_tree.tree_of(), (
+    assert package_tree.find_tree(package_tree.PAGE.read_text(encoding="utf-8")) == package_tree.make_tree(), (
         "run `make tree`"
     )
 
@@ -320,7 +320,7 @@ def test_tree_lists_nested_folders_with_first_sentences(tmp_path):
     for name, text in files.items():
         (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "package" / name).write_text(text)
-    assert package_tree.tree_of(tmp_path / "package").splitlines() == [
+    assert package_tree.make_tree(tmp_path / "package").splitlines() == [
         "package/",
         "  __init__.py                  A package",
         "  a.py",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
-from markdown_links import shown_links
+from markdown_links import find_links
 
 import hf_attn_variants
 from hf_attn_variants.command_line import get_package_version
@@ -136,8 +136,8 @@ def test_package_description_has_no_broken_links(built):
     assert built.metadata.get_all("Project-URL") is None
     description = built.metadata.get_payload(decode=True).decode()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    addresses = [item for item in shown_links(readme) if re.match(r"https?://", item)]
-    assert shown_links(description) == addresses and len(addresses) > 2
+    addresses = [item for item in find_links(readme) if re.match(r"https?://", item)]
+    assert find_links(description) == addresses and len(addresses) > 2
     assert "`quantize`" in description and "[`quantize`]" not in description
 
 
@@ -175,7 +175,7 @@ def test_wheel_contains_the_pages_and_their_link_targets(built, run_wheel):
     assert {*pages} >= {path.relative_to(ROOT) for path in repository}
     for page in pages:
         assert (top / page).read_bytes() == (ROOT / page).read_bytes()
-        for target in shown_links((top / page).read_text(encoding="utf-8")):
+        for target in find_links((top / page).read_text(encoding="utf-8")):
             path = target.partition("#")[0]
             assert "://" in target or not path or (top / page.parent / path).exists(), f"{page}: {target}"
     installed = shutil.copytree(data, built.folder, dirs_exist_ok=True) / "share/doc/hf_attn_variants/README.md"

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def training_bar(items):
+def make_training_bar(items):
     return session.show_progress(Accelerator(cpu=True), items, "Running")
 
 
@@ -27,7 +27,7 @@ def _bars_enabled(monkeypatch):
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
 
 
-@pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
+@pytest.mark.parametrize("make", [progress.progress_bar, make_training_bar])
 def test_progress_bar_is_live_on_terminals_and_rare_in_log_files(make, monkeypatch):
     for stream, interval in ((Terminal(), 0.1), (io.StringIO(), 20.0)):
         monkeypatch.setattr(sys, "stderr", stream)
@@ -37,7 +37,7 @@ def test_progress_bar_is_live_on_terminals_and_rare_in_log_files(make, monkeypat
     assert progress.progress_bar(range(2), disable=True).disable
 
 
-@pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
+@pytest.mark.parametrize("make", [progress.progress_bar, make_training_bar])
 def test_progress_bars_follow_the_switches_of_the_libraries(make, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.disable_progress_bars():

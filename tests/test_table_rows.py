@@ -13,7 +13,7 @@ from hf_attn_variants.training.ner.task import _format_conll, read_conll
 from hf_attn_variants.training.squad.data import read_squad
 
 
-def columns(tmp_path, name, text, names=("source", "target"), **options):
+def read_column_texts(tmp_path, name, text, names=("source", "target"), **options):
     (tmp_path / name).write_bytes(text.encode())
     return read_columns([tmp_path / name], names, **options).texts
 
@@ -60,17 +60,17 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
 )
 def test_malformed_row_error_names_the_row(tmp_path, name, text, message):
     with pytest.raises((ValueError, OSError), match=message) as raised:
-        columns(tmp_path, name, text)
+        read_column_texts(tmp_path, name, text)
     assert name in str(raised.value)
 
 
 def test_well_formed_rows_are_read_completely(tmp_path):
-    assert columns(tmp_path, "a.csv", "\n  \nsource,target\n\nA dog,Ein Hund\n") == [("A dog", "Ein Hund")]
-    assert columns(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # an old Mac's
-    assert columns(tmp_path, "c.csv", 'source,target\n5" nail,"a\n""b"", c"\n') == [('5" nail', 'a\n"b", c')]
-    assert columns(tmp_path, "d.tsv", 'source\ttarget\n"a\tb"\n') == [('"a', 'b"')]
-    assert columns(tmp_path, "e.csv", "source,target,,\na,b,,\n") == [("a", "b")]
-    assert columns(tmp_path, "f.csv", "source,target\n\u00a0,b\n") == [("\u00a0", "b")]
+    assert read_column_texts(tmp_path, "a.csv", "\n  \nsource,target\n\nA dog,Ein Hund\n") == [("A dog", "Ein Hund")]
+    assert read_column_texts(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # an old Mac's
+    assert read_column_texts(tmp_path, "c.csv", 'source,target\n5" nail,"a\n""b"", c"\n') == [('5" nail', 'a\n"b", c')]
+    assert read_column_texts(tmp_path, "d.tsv", 'source\ttarget\n"a\tb"\n') == [('"a', 'b"')]
+    assert read_column_texts(tmp_path, "e.csv", "source,target,,\na,b,,\n") == [("a", "b")]
+    assert read_column_texts(tmp_path, "f.csv", "source,target\n\u00a0,b\n") == [("\u00a0", "b")]
     (tmp_path / "lines.txt").write_text("a\n\u3000\n \t\nb\n")
     assert read_lines([tmp_path / "lines.txt"]) == ["a", "\u3000", "b"]
 
@@ -80,39 +80,39 @@ def test_csv_without_commas_uses_the_separator_of_its_header(tmp_path, caplog, s
     rows = [["source", "target is, what"], ["a, b", 'x"; \ty|'], ["c", "z"]]
     quoted = "\n" + "".join(separator.join('"' + cell.replace('"', '""') + '"' for cell in row) + "\n" for row in rows)
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
-        assert columns(tmp_path, "a.csv", quoted, rows[0]) == [tuple(row) for row in rows[1:]]
+        assert read_column_texts(tmp_path, "a.csv", quoted, rows[0]) == [tuple(row) for row in rows[1:]]
     assert f"a.csv, line 2: the header contains no comma. {separator!r} is used as the separator" in caplog.text
     plain = "".join(separator.join(row) + "\n" for row in [["Customer Comment", "Happy?"], ["a, b", "yes"]])
-    assert columns(tmp_path, "b.csv", plain, ("Happy?", "Customer Comment")) == [("yes", "a, b")]
+    assert read_column_texts(tmp_path, "b.csv", plain, ("Happy?", "Customer Comment")) == [("yes", "a, b")]
     with pytest.raises(ValueError, match=r"line 3, row 2: .* 2 cells .* got 1. .* separator"):
-        columns(tmp_path, "b.csv", plain + "c\n", ("Happy?",))
+        read_column_texts(tmp_path, "b.csv", plain + "c\n", ("Happy?",))
 
 
 def test_csv_header_with_a_comma_is_split_at_commas(tmp_path):
-    assert columns(tmp_path, "a.csv", "source;x,target|y\na,b\n", ("source;x", "target|y")) == [("a", "b")]
-    assert columns(tmp_path, "b.csv", 'text\n"a;b"\n', ("text",)) == [("a;b",)]
+    assert read_column_texts(tmp_path, "a.csv", "source;x,target|y\na,b\n", ("source;x", "target|y")) == [("a", "b")]
+    assert read_column_texts(tmp_path, "b.csv", 'text\n"a;b"\n', ("text",)) == [("a;b",)]
 
 
 def test_quotes_after_a_space_give_a_warning(tmp_path, caplog):
     spaced = 'id, text\n1, "good"\n2, "bad"\n'
-    assert columns(tmp_path, "a.csv", spaced, (" text",)) == [(' "good"',), (' "bad"',)]
+    assert read_column_texts(tmp_path, "a.csv", spaced, (" text",)) == [(' "good"',), (' "bad"',)]
     assert caplog.text.count("there is a space before the quote in ' \"good\"'") == 1
     with pytest.raises(ValueError, match=r"2 cells like the header .* got 3"):
-        columns(tmp_path, "b.csv", 'id, text\n1, "good, warm"\n', (" text",))
+        read_column_texts(tmp_path, "b.csv", 'id, text\n1, "good, warm"\n', (" text",))
     caplog.clear()
-    columns(tmp_path, "c.csv", 'text,other\n" good","a ""b"" c"\n', ("text",))
+    read_column_texts(tmp_path, "c.csv", 'text,other\n" good","a ""b"" c"\n', ("text",))
     assert caplog.text == ""
 
 
 def test_misspelled_column_error_suggests_the_column(tmp_path):
     with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'. .* Did you mean 'Happy\?'\?$"):
-        columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), flag="--label_column")
+        read_column_texts(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), flag="--label_column")
     with pytest.raises(ValueError, match=r"'zzz'. The columns are text, Happy\?\. .*--label_column"):
-        columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), flag="--label_column")
+        read_column_texts(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), flag="--label_column")
 
 
 def test_skipped_rows_are_counted(tmp_path, caplog):
-    assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
+    assert read_column_texts(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
     assert "a.csv: Skipping 2 of 3 rows" in caplog.text
     assert f"The first one is {tmp_path}/a.csv, line 3, row 2" in caplog.text
     (tmp_path / "s.txt").write_text("a\nb\n")
@@ -124,21 +124,21 @@ def test_skipped_rows_are_counted(tmp_path, caplog):
     assert "Skipping 1 of 3 lines" in caplog.text and "The first one is line 2" in caplog.text
 
 
-def conll(tmp_path, text, **options):
+def read_conll_rows(tmp_path, text, **options):
     (tmp_path / "words.txt").write_text(text)
     return read_conll(tmp_path / "words.txt", **options)
 
 
 def test_words_keep_unicode_spaces(tmp_path):
     tagged = "Paris\tB-LOC\n2\u00a0000\tO\nNew York\tNNP\tB-LOC \n \t\n\u2009 X O\na\u3000b  X  B-LOC\n"
-    assert conll(tmp_path, tagged) == [
+    assert read_conll_rows(tmp_path, tagged) == [
         (["Paris", "2\u00a0000", "New York"], ["B-LOC", "O", "B-LOC"]),
         (["\u2009", "a\u3000b"], ["O", "B-LOC"]),
     ]
 
 
 def test_words_of_test_files_keep_unicode_spaces(tmp_path, caplog):
-    result = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
+    result = read_conll_rows(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
     assert result == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
     assert re.search(r"line 4: 'New York' .*columns.*line 1 \(1\), got 2", caplog.text)
 
@@ -153,23 +153,23 @@ def test_words_of_test_files_keep_unicode_spaces(tmp_path, caplog):
 )
 def test_line_with_other_columns_error_names_the_line(tmp_path, line, message):
     with pytest.raises(ValueError, match=f"words.txt, {message}"):
-        conll(tmp_path, f"Ann B-PER\n{line}\n")
+        read_conll_rows(tmp_path, f"Ann B-PER\n{line}\n")
 
 
 def test_written_words_are_read_unchanged(tmp_path):
     words = ["New York", "2\u00a0000", "\u00a0", "EU", "a\tb\nc"]
     text = _format_conll([(words, [])], [["B-LOC", "O", "O", "B-ORG", "O"]])
-    assert conll(tmp_path, text) == [([*words[:4], "a b c"], ["B-LOC", "O", "O", "B-ORG", "O"])]
+    assert read_conll_rows(tmp_path, text) == [([*words[:4], "a b c"], ["B-LOC", "O", "O", "B-ORG", "O"])]
 
 
-def squad(tmp_path, answer, **qa):
+def read_squad_questions(tmp_path, answer, **qa):
     content = {"context": "A cat sat.", "qas": [{"id": "q", "question": "Who?", "answers": [answer]} | qa]}
     (tmp_path / "s.json").write_text(json.dumps({"data": [{"paragraphs": [content]}]}))
     return read_squad(tmp_path / "s.json")
 
 
 def test_answer_start_may_be_a_string(tmp_path):
-    [result] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
+    [result] = read_squad_questions(tmp_path, {"text": "cat", "answer_start": "2"})
     assert result.answers[0].start == 2
 
 
@@ -188,7 +188,7 @@ def test_answer_start_may_be_a_string(tmp_path):
 )
 def test_wrong_answers_error_names_the_question(tmp_path, start, qa, message):
     with pytest.raises(ValueError, match=rf"qas\[0\].*{message}"):
-        squad(tmp_path, {"text": "cat", "answer_start": start}, **qa)
+        read_squad_questions(tmp_path, {"text": "cat", "answer_start": start}, **qa)
 
 
 def test_empty_cells_of_glue_give_a_warning(tmp_path, caplog):
@@ -213,8 +213,8 @@ def test_empty_cells_of_glue_give_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
 def test_json_content_in_a_table_file_raises_an_error(tmp_path, name, text):
     with pytest.raises(ValueError, match=rf"{name}.* contains JSON"):
-        columns(tmp_path, name, text)
+        read_column_texts(tmp_path, name, text)
 
 
 def test_table_header_may_begin_with_a_bracket(tmp_path):
-    assert columns(tmp_path, "a.csv", "[x],{y}\n1,2\n", names=("[x]", "{y}")) == [("1", "2")]
+    assert read_column_texts(tmp_path, "a.csv", "[x],{y}\n1,2\n", names=("[x]", "{y}")) == [("1", "2")]

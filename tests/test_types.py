@@ -35,7 +35,7 @@ convert("bert", num_key_value_heads="4")
 """
 
 
-def names_for_checkers(package):
+def find_names_for_checkers(package):
     """Return the names that a package imports under `TYPE_CHECKING`."""
     result = set()
     for node in ast.walk(ast.parse(Path(package.__file__).read_text(encoding="utf-8"))):
@@ -48,13 +48,13 @@ def names_for_checkers(package):
 def test_lazy_imports_are_visible_to_type_checkers(name):
     package = importlib.import_module(f"hf_attn_variants{name}")
     public = set(package.__all__)
-    assert names_for_checkers(package) == public
+    assert find_names_for_checkers(package) == public
     assert any(isinstance(value, dict) and set(value) == public for value in vars(package).values())
     assert all(getattr(package, item) is not None for item in package.__all__)
 
 
 def test_package_exports_are_visible_to_type_checkers():
-    assert "convert" in names_for_checkers(hf_attn_variants)
+    assert "convert" in find_names_for_checkers(hf_attn_variants)
     assert sorted(hf_attn_variants.__all__) == sorted({*hf_attn_variants.__all__}) and hf_attn_variants.convert
 
 

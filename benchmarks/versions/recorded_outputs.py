@@ -76,7 +76,7 @@ def prepare_process(tree: Path) -> dict[str, Any]:
         raise ImportError(f"Python imports the package from {package}, not from {tree}. Start in another directory.")
     command = ["git", "log", "-1", "--format=%h", "--", "hf_attn_variants"]
     code = subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout.strip()
-    rounding = importlib.import_module("fixtures.golden").machine()["rounding"]
+    rounding = importlib.import_module("fixtures.golden").describe_machine()["rounding"]
     return rounding | {"transformers": transformers.__version__, "code": code}
 
 

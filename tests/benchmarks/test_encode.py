@@ -17,7 +17,7 @@ def measure(monkeypatch):
     return importlib.import_module("benchmarks.speed.encode").measure_passes
 
 
-def names_and_fields(table):
+def get_names_and_fields(table):
     return [row["name"] for row in table["rows"]], [row["fields"] for row in table["rows"]]
 
 
@@ -35,7 +35,7 @@ def names_and_fields(table):
 def test_encode_times_transformers_and_every_variant(measure, architecture, head, length):
     config = architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     table = measure(config, 2, length, 2)
-    names, _ = names_and_fields(table)
+    names, _ = get_names_and_fields(table)
     assert names[:2] == ["transformers", "MHA"] and "MQA" in names
     assert ("MHA + talking heads" in names) is (architecture in (BERT, ALBERT))
     assert table["architecture"] == f"AttnVariant{head}" and table["rows"][0]["speedup"] == 1.0
@@ -48,7 +48,7 @@ def test_encode_times_transformers_and_every_variant(measure, architecture, head
 def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
     config = T5.make_upstream_model("T5EncoderModel").config.to_dict()
     config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
-    names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
+    names, fields = get_names_and_fields(measure(config, 2, 8, 1, windows=[4]))
     assert names[0] == "transformers" and {"encoder_num_key_value_heads": 1} in fields
     assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
     assert not any("num_key_value_heads" in item for item in fields)
@@ -56,7 +56,7 @@ def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
 
 def test_only_divisors_of_the_value_heads_are_timed(measure):
     config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
-    _, fields = names_and_fields(measure(config.to_dict(), 2, 8, 1))
+    _, fields = get_names_and_fields(measure(config.to_dict(), 2, 8, 1))
     assert [item["num_key_value_heads"] for item in fields if "num_key_value_heads" in item] == [12, 2, 1]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import golden_conversions, golden_repositories, golden_trainings
-from fixtures.golden import folders_in, load_expected, unpack
+from fixtures.golden import list_folders, load_expected, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [
@@ -17,12 +17,14 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mechanism"), [pair for pair in PAIRS if not golden_repositories.takes(*pair)], ids=str
+    ("architecture", "mechanism"),
+    [pair for pair in PAIRS if not golden_repositories.supports_mechanism(*pair)],
+    ids=str,
 )
 def test_skipped_mechanisms_are_unsupported_by_the_architecture(architecture, mechanism):
     row, head = golden_repositories.ARCHITECTURE_HEADS[architecture]
     with pytest.raises(ValueError, match=r"only supported for|is not supported|must|cannot be"):
-        row.config(head=head, **golden_repositories.fields_of(architecture, mechanism))
+        row.config(head=head, **golden_repositories.get_mechanism_fields(architecture, mechanism))
 
 
 @pytest.mark.thorough
@@ -37,13 +39,13 @@ def test_golden_archives_are_made(monkeypatch, tmp_path):
     monkeypatch.setattr(golden_trainings, "TRAININGS", {"ner": golden_trainings.TRAININGS["ner"]})
     out = tmp_path / "out"
     maker.main(argparse.Namespace(parts=["models", "trainings"], output_dir=out, work_dir=tmp_path / "work"))
-    assert folders_in(out / "models.tar.xz") == {"converted": ["t5-mean"], "repositories": ["bart-gqa"]}
+    assert list_folders(out / "models.tar.xz") == {"converted": ["t5-mean"], "repositories": ["bart-gqa"]}
     unpack(out / "models.tar.xz", tmp_path / "models")
     inputs, expected = load_expected(tmp_path / "models/repositories/bart-gqa")
     assert inputs.keys() == {"input_ids", "attention_mask", "decoder_input_ids"}
     assert expected["logits"].shape == (3, 9, 9) and expected["tokens"].shape == (3, 7)
     assert (tmp_path / "models/repositories/bart-gqa/modeling_attn_variant_bart.py").is_file()
-    assert folders_in(out / "trainings.tar.xz") == {"ner": ["model", "out"]}
+    assert list_folders(out / "trainings.tar.xz") == {"ner": ["model", "out"]}
     with pytest.raises(ValueError, match="bytes; at most 9 are wanted"):
         monkeypatch.setattr(maker, "MOST_BYTES", 9)
         maker.main(argparse.Namespace(parts=["trainings"], output_dir=out, work_dir=tmp_path / "work"))

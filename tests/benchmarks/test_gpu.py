@@ -25,7 +25,7 @@ def part(tmp_path):
     )
 
 
-def cells_of(args):
+def read_cells(args):
     return json.loads(args.output.read_text())["cells"]
 
 
@@ -39,9 +39,9 @@ def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
 
     functions = {"fails": fails, "works": lambda: calls.append("works") or {"met": True}}
     assert cells.run_cells(part, functions) == cells.COMPLETE
-    assert cells_of(part)["fails"]["status"] == "failed"
-    assert cells_of(part)["fails"]["error"] == "ValueError: no such kernel"
-    assert cells_of(part)["works"]["met"]
+    assert read_cells(part)["fails"]["status"] == "failed"
+    assert read_cells(part)["fails"]["error"] == "ValueError: no such kernel"
+    assert read_cells(part)["works"]["met"]
     assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
 
 
@@ -62,9 +62,9 @@ def test_lost_device_restarts_the_process(load, part):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     functions = {"breaks": breaks, "works": dict}
-    assert cells.run_cells(part, functions) == cells.DEVICE_LOST and list(cells_of(part)) == ["breaks"]
+    assert cells.run_cells(part, functions) == cells.DEVICE_LOST and list(read_cells(part)) == ["breaks"]
     assert cells.run_cells(part, functions) == cells.COMPLETE
-    assert [cell["status"] for cell in cells_of(part).values()] == ["failed", "done"]
+    assert [cell["status"] for cell in read_cells(part).values()] == ["failed", "done"]
 
 
 def test_cell_that_times_out_is_tried_twice(load, part):
@@ -76,17 +76,17 @@ def test_cell_that_times_out_is_tried_twice(load, part):
     for tries in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             cells.run_cells(part, {"hangs": stopped, "works": dict})
-        assert cells_of(part) == {"hangs": {"status": "begun", "tries": tries}}
+        assert read_cells(part) == {"hangs": {"status": "begun", "tries": tries}}
     assert cells.run_cells(part, {"hangs": stopped, "works": dict}) == cells.COMPLETE
-    assert cells_of(part)["hangs"]["error"] == "it was begun 2 times and never ended"
-    assert cells_of(part)["works"]["status"] == "done"
+    assert read_cells(part)["hangs"]["error"] == "it was begun 2 times and never ended"
+    assert read_cells(part)["works"]["status"] == "done"
 
 
 def test_no_cell_starts_after_the_deadline(load, part):
     cells = load("benchmarks.gpu.cells")
     part.deadline = time.time() - 1
     assert cells.run_cells(part, {"works": dict}) == cells.UNFINISHED
-    assert cells_of(part) == {} and json.loads(part.output.read_text())["cells_in_all"] == 1
+    assert read_cells(part) == {} and json.loads(part.output.read_text())["cells_in_all"] == 1
     part.tiny = False
     with pytest.raises(SystemExit, match="give another --output_dir"):
         cells.run_cells(part, {"works": dict})
@@ -169,8 +169,8 @@ def test_kernel_parity_is_reported(load, part):
     functions = kernel_truth.make_cells(part)
     few = {name: functions[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
     assert cells.run_cells(part, few) == cells.COMPLETE
-    assert [cell["met"] for cell in cells_of(part).values()] == [True] * 3
-    assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.get_backend()}
+    assert [cell["met"] for cell in read_cells(part).values()] == [True] * 3
+    assert {cell["backend"] for cell in read_cells(part).values()} == {kernel_truth.get_backend()}
 
 
 def test_wrong_kernel_fails_the_parity_check(load, monkeypatch):

@@ -15,7 +15,7 @@ def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
 
 
-def taken(path):
+def find_imports(path):
     """Return the imports of a file from the package and the benchmarks, as pairs of a module and a name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
@@ -38,4 +38,4 @@ def is_there(module, name):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
 def test_imports_of_benchmarks_exist(path):
-    assert not [pair for pair in taken(path) if not is_there(*pair)]
+    assert not [pair for pair in find_imports(path) if not is_there(*pair)]

@@ -123,7 +123,7 @@ def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown(load):
     assert make_claim(6.25, None) == (None, "6.25×, no claim")
 
 
-def reports(kept_usage):
+def make_reports(kept_usage):
     """Return the reports of two processes: Transformers takes 600 and 200 ms, ours 100."""
     targets = [{"what": "speed", "least": 3, "measured": 6.0, "met": True}]
 
@@ -137,7 +137,7 @@ def reports(kept_usage):
 
 
 def test_reports_of_both_settings_are_merged(load):
-    report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
+    report = load("benchmarks.kept_memory").merge_reports(*make_reports(FEW))
     assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
     assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
     assert report["attention"][0]["forward"]["sdpa"] == 600.0
@@ -148,11 +148,11 @@ def test_reports_of_both_settings_are_merged(load):
 
 
 def test_run_with_many_faults_gives_no_claim(load):
-    report = load("benchmarks.kept_memory").merge_reports(*reports(MANY))
+    report = load("benchmarks.kept_memory").merge_reports(*make_reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
     (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", report)
     assert line.fixed is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
-    nowhere = load("benchmarks.kept_memory").merge_reports(reports(FEW)[0], None)
+    nowhere = load("benchmarks.kept_memory").merge_reports(make_reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
     (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", nowhere)
     assert line.claim.ratio is None
@@ -160,13 +160,13 @@ def test_run_with_many_faults_gives_no_claim(load):
 
 def test_speed_table_shows_the_claimed_ratio(load):
     tables = load("benchmarks.speed_tables")
-    report = load("benchmarks.kept_memory").merge_reports(*reports(FEW))
+    report = load("benchmarks.kept_memory").merge_reports(*make_reports(FEW))
     ((row, fixed_row),) = tables.pair_rows(report, "attention")
     assert (
         tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window"))
         == "2.00×, default 6.00×"
     )
-    ((row, fixed_row),) = tables.pair_rows(reports(FEW)[0] | {"memory": "not recorded"}, "attention")
+    ((row, fixed_row),) = tables.pair_rows(make_reports(FEW)[0] | {"memory": "not recorded"}, "attention")
     assert tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window")) == "6.00×"
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.calibrations import WordTokenizer, bert, error, text
+from fixtures.calibrations import WordTokenizer, compute_error, make_bert, make_texts
 from fixtures.glue.tiny_bert import make_tiny_bert
 from transformers import AutoTokenizer
 
@@ -20,7 +20,7 @@ def benchmark(monkeypatch):
 
 @pytest.mark.thorough
 def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path, monkeypatch):
-    model = bert()
+    model = make_bert()
     model.save_pretrained(tmp_path / "source")
 
     class Tiny:
@@ -30,10 +30,10 @@ def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path,
             pass
 
         def sample_calibration_lines(self, seed):
-            return text(256)
+            return make_texts(256)
 
         def scores_of(self, converted):
-            return {"error": error(converted, model)}
+            return {"error": compute_error(converted, model)}
 
     monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
     flags = ["--kernels", "hedgehog", "--fit_steps", "20", "--features", "4", "--output_dir", str(tmp_path)]

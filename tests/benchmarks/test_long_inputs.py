@@ -132,7 +132,7 @@ def test_article_is_read_in_windows_or_in_one_pass(questions, tmp_path, monkeypa
     flags = ["--model", reader, "--work_dir", tmp_path / "work", "--data_dir", tmp_path, "--questions", "5"]
     flags += ["--output", tmp_path / "out.json", "--readings", "windows", "one window"]
     squad = questions.squad_command
-    shorter = SimpleNamespace(main=squad.main, parse_args=shorter_questions(squad.parse_args))
+    shorter = SimpleNamespace(main=squad.main, parse_args=shorten_questions(squad.parse_args))
     monkeypatch.setattr(questions, "squad_command", shorter)
     rows = questions.main(questions.parse_args(list(map(str, flags))))
     assert [row["eval_samples"] for row in rows] == [5, 5]
@@ -140,7 +140,7 @@ def test_article_is_read_in_windows_or_in_one_pass(questions, tmp_path, monkeypa
     assert json.loads((tmp_path / "out.json").read_text())["runs"] == rows
 
 
-def shorter_questions(parse_args):
+def shorten_questions(parse_args):
     return lambda argv: parse_args([*argv, "--max_query_length", "8"])
 
 

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from fixtures.speech import recordings, whisper_checkpoint
+from fixtures.speech import save_whisper_checkpoint, write_recordings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,8 +19,8 @@ def script(monkeypatch):
 
 @pytest.fixture
 def options(tmp_path):
-    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
-    folder = recordings(tmp_path / "recordings", 2, seconds=0.5)
+    source = save_whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    folder = write_recordings(tmp_path / "recordings", 2, seconds=0.5)
     result = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
     return [*result, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
 

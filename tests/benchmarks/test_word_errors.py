@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.speech import recordings, whisper_checkpoint
+from fixtures.speech import save_whisper_checkpoint, write_recordings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +25,8 @@ def test_words_are_compared_without_case_and_punctuation(script):
 
 
 def test_model_compared_with_itself_has_no_word_errors(script, tmp_path, capsys):
-    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
-    folder = recordings(tmp_path / "recordings", 3, seconds=0.5)
+    source = save_whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    folder = write_recordings(tmp_path / "recordings", 3, seconds=0.5)
     table = tmp_path / "texts.tsv"
     table.write_text("file\ttext\n" + "".join(f"{path.name}\ta word\n" for path in folder.glob("*.wav")))
     report = script.main(script.parse_args([

@@ -291,7 +291,7 @@ def test_inspect_does_not_read_weights(tmp_path, capsys):
     assert row.split()[-7:] == ["256", "B", "512.0", "KiB", "0", "B", "(0%)"]
 
 
-def in_a_terminal(command, env, width):
+def run_in_terminal(command, env, width):
     """Return the output of a command on a terminal of a given width."""
     import fcntl
     import pty

@@ -34,13 +34,13 @@ def test_cost_table_supports_unequal_heads_of_encoder_and_decoder():
     assert heads == [12, 6, 4, 3, 2, 1] and not any("talking_heads" in row.fields for row in table.rows)
 
 
-def counted(run):
+def count_flops(run):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         run()
     return counter.get_total_flops()
 
 
-def model_of(architecture, head, variant):
+def make_model(architecture, head, variant):
     # Two sentences of one length without padding: every token does the same.
     return architecture.model(head, variant, attn_implementation="eager")
 
@@ -48,26 +48,26 @@ def model_of(architecture, head, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
 def test_encoder_flops_equal_the_torch_counter(architecture, variant):
-    model = model_of(architecture, BASES[architecture.name], variant)
+    model = make_model(architecture, BASES[architecture.name], variant)
     ids = torch.randint(5, 60, (2, LENGTH))
     assert count_flops_per_token(model, LENGTH, LENGTH) == {
-        "encoder": counted(lambda: model(input_ids=ids)) / ids.numel()
+        "encoder": count_flops(lambda: model(input_ids=ids)) / ids.numel()
     }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_encoder_decoder_flops_equal_the_torch_counter(variant):
-    model = model_of(T5, "T5ForConditionalGeneration", variant)
+    model = make_model(T5, "T5ForConditionalGeneration", variant)
     source, target = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, LENGTH))
     flops = count_flops_per_token(model, LENGTH, SOURCE)
-    together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
+    together = count_flops(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
     # the encoder, and the latents, keys and values of cross-attention
-    encoder = counted(lambda: model.encoder(source))
+    encoder = count_flops(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attention_modules() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
     latent = getattr(model.decoder, "cross_kv_a_proj", torch.nn.Identity())
-    encoder += counted(lambda: [(m.k(c), m.v(c)) for c in [latent(memory)] for m in cross])
+    encoder += count_flops(lambda: [(m.k(c), m.v(c)) for c in [latent(memory)] for m in cross])
     dynamic = [p for m in cross for name, p in m.named_parameters() if name in ("m2l_proj", "m2w_proj")]
     encoder += sum(2 * p.numel() * source.numel() for p in dynamic)
     assert flops["encoder"] * source.numel() == encoder
@@ -93,7 +93,7 @@ def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
     model = BERT.model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
     ids = torch.randint(5, 60, (2, LENGTH))
     assert count_flops_per_token(model, LENGTH, LENGTH) == {
-        "encoder": counted(lambda: model(input_ids=ids)) / ids.numel()
+        "encoder": count_flops(lambda: model(input_ids=ids)) / ids.numel()
     }
     head = {"is_decoder": True}
     decoder = BERT.model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
@@ -111,9 +111,11 @@ def test_linformer_flops_equal_the_torch_counter():
     model = BERT.model("BertForMaskedLM", "gqa", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
     heads = torch.zeros(1, 4, 2, 8)
-    is_counted = counted(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0  # on a CPU: from torch 2.15 on
+    is_counted = (
+        count_flops(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0
+    )  # on a CPU: from torch 2.15 on
     fused = 0 if is_counted else 4 * 5 * 48 * model.config.num_hidden_layers
-    result = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
+    result = count_flops(lambda: model(input_ids=ids)) / ids.numel() + fused
     assert count_flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
 
 
@@ -143,7 +145,7 @@ def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields
     model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
     result = count_flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
-    assert result == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    assert result == {"encoder": count_flops(lambda: model(input_ids=ids)) / ids.numel()}
 
 
 @pytest.mark.thorough
@@ -160,17 +162,17 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
         cached.update(model(decoder_input_ids=token, use_cache=True, **kwargs))
 
     first = count_flops_per_token(model, 1, SOURCE, decodes=True, batch_size=2)
-    executed = counted(lambda: step(input_ids=source))
+    executed = count_flops(lambda: step(input_ids=source))
     assert executed == first["encoder"] * source.numel() + first["decoder"] * 2
     for length in range(2, 5):
         flops = count_flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
         states = (cached["encoder_last_hidden_state"],)
-        executed = counted(lambda: step(encoder_outputs=states, **with_cache(cached[get_cache_name()])))  # noqa: B023
+        executed = count_flops(lambda: step(encoder_outputs=states, **with_cache(cached[get_cache_name()])))  # noqa: B023
         assert executed == flops["decoder"] * 2, length
 
 
 def test_whole_texts_use_the_expanded_form_of_latents():
-    model = model_of(T5, "T5ForConditionalGeneration", "mha")
+    model = make_model(T5, "T5ForConditionalGeneration", "mha")
     latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
     plain, result = count_flops_per_token(model, LENGTH, SOURCE), count_flops_per_token(latents, LENGTH, SOURCE)
     width, kv, layers = 40, 2 * 12 * 8, 2
@@ -190,17 +192,17 @@ def test_latent_parameters_are_counted_as_attention():
 
 
 def test_decoder_only_model_is_counted_as_a_decoder():
-    model = model_of(BERT, "BertLMHeadModel", "gqa")
+    model = make_model(BERT, "BertLMHeadModel", "gqa")
     ids = torch.randint(5, 60, (1, LENGTH))
     assert count_flops_per_token(model, LENGTH, LENGTH) == {
-        "decoder": counted(lambda: model(ids, use_cache=False)) / LENGTH
+        "decoder": count_flops(lambda: model(ids, use_cache=False)) / LENGTH
     }
 
 
 def test_sequence_level_heads_are_not_counted_per_token():
-    base = model_of(BERT, "BertModel", "mha")
-    classifier = model_of(BERT, "BertForSequenceClassification", "mha")
-    tokens = model_of(BERT, "BertForTokenClassification", "mha")
+    base = make_model(BERT, "BertModel", "mha")
+    classifier = make_model(BERT, "BertForSequenceClassification", "mha")
+    tokens = make_model(BERT, "BertForTokenClassification", "mha")
     flops = [count_flops_per_token(model, 4, 4)["encoder"] for model in (base, classifier, tokens)]
     assert flops[0] == flops[1] and flops[2] == flops[0] + 2 * tokens.classifier.weight.numel()
 
@@ -228,14 +230,14 @@ def test_counted_parameters_and_cache_equal_those_of_models(architecture):
         if architecture is not T5:
             assert row.kv_cache_bytes is None
             continue
-        cache = generated_cache(model, steps=10, source=4, batch=3)
+        cache = measure_generation_cache(model, steps=10, source=4, batch=3)
         assert row.kv_cache_bytes == cache, row.name
     assert table.compute_savings(table.rows[5])["weight_bytes"] == 4 * (
         table.rows[0].parameters - table.rows[5].parameters
     )
 
 
-def generated_cache(model, steps, source, batch):
+def measure_generation_cache(model, steps, source, batch):
     """Return the bytes of the cache of a real call."""
     ids = torch.randint(5, 60, (batch, source))
     output = model(input_ids=ids, decoder_input_ids=torch.randint(5, 60, (batch, steps)), use_cache=True)
@@ -252,17 +254,17 @@ def test_beam_cache_size_equals_a_real_search(fields):
     model = T5.model(head, "mha", **fields)
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
     table = compute_cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
-    assert table.current.kv_cache_bytes == searched_cache(model) and table.upstream_kv_cache_bytes is None
+    assert table.current.kv_cache_bytes == measure_beam_search_cache(model) and table.upstream_kv_cache_bytes is None
     if not fields:
         upstream = T5.make_upstream_model(head)
         described = upstream.config.to_dict() | {"architectures": [head]}
         table = compute_cost_table(described, batch_size=2, length=5, source_length=4, num_beams=3)
-        assert table.upstream_kv_cache_bytes == searched_cache(upstream) > table.current.kv_cache_bytes
+        assert table.upstream_kv_cache_bytes == measure_beam_search_cache(upstream) > table.current.kv_cache_bytes
         one = compute_cost_table(described, batch_size=2, length=5, source_length=4)
         assert one.upstream_kv_cache_bytes is None
 
 
-def searched_cache(model):
+def measure_beam_search_cache(model):
     """Return the bytes of the cache after a search by three beams with six generated tokens."""
     model.generation_config.eos_token_id = None
     ids = torch.randint(5, 60, (2, 4), generator=torch.Generator().manual_seed(0))

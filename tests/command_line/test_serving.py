@@ -44,12 +44,12 @@ def small_maps(monkeypatch):
         monkeypatch.setattr(module, "MIN_WEIGHTS", 1)
 
 
-def config_of(architecture):
+def make_config(architecture):
     head = HEADS.get(architecture.name, "BertModel")
     return architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
 
 
-def names(table):
+def get_engine_names(table):
     return [row.engine.name for row in table.rows]
 
 
@@ -64,9 +64,9 @@ def test_each_engine_generates_the_requested_number_of_tokens(architecture, monk
         return run(model, inputs, options, tokens)
 
     monkeypatch.setattr(engines, "_generate_or_run_forward", spy)
-    table = measure_serving(config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL)
+    table = measure_serving(make_config(architecture), length=None if architecture is WHISPER else 8, **SMALL)
     engine_names = ["transformers", "share_memory", "int8", "share_memory, int8"]
-    actual = names(table)
+    actual = get_engine_names(table)
     assert actual[:4] == engine_names and [name for name in actual if name.endswith(", int8")]
     assert {"CTranslate2", "CTranslate2, int8"} <= {*actual} or not HAS_CTRANSLATE2
     assert {tokens for _, tokens in counted} == {3, 1}
@@ -80,7 +80,7 @@ def test_each_engine_generates_the_requested_number_of_tokens(architecture, monk
 
 @pytest.mark.usefixtures("small_maps")
 def test_engines_with_equal_weights_generate_equal_tokens():
-    config, load = config_of(T5), Workload(2, 8, 5, 3)
+    config, load = make_config(T5), Workload(2, 8, 5, 3)
     written = {}
     for engine in list_engines(config, [], NO):
         model, inputs = build_model(config, engine), make_random_inputs(config, load)
@@ -97,7 +97,7 @@ def test_engines_with_equal_weights_generate_equal_tokens():
 def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
     # The captured graph runs without compilation, so no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
-    config, load = config_of(architecture), Workload(2, 20 if architecture is WHISPER else 8, 5, 1)
+    config, load = make_config(architecture), Workload(2, 20 if architecture is WHISPER else 8, 5, 1)
     actual = list_engines(config, [], NO, compiles=True)
     assert [item.name for item in actual if item.compiled] == [
         "transformers, compiled",
@@ -135,7 +135,7 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
 
     from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
-    config, load = config_of(T5), Workload(2, 8, 5, 1)
+    config, load = make_config(T5), Workload(2, 8, 5, 1)
     [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
     model, inputs = build_model(config, engine), make_random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
@@ -155,9 +155,9 @@ def test_latents_are_multiplied_in_for_ctranslate2(architecture):
     table = measure_serving(
         config.to_dict() | {"architectures": [head]}, length=None if architecture is WHISPER else 8, **SMALL
     )
-    source_name = names(table)[0]
+    source_name = get_engine_names(table)[0]
     assert source_name.startswith("MHA + ") and source_name.count("latent") == 2
-    assert names(table) == [
+    assert get_engine_names(table) == [
         source_name,
         *(f"{source_name}, {suffix}" for suffix in ("int8", "CTranslate2", "CTranslate2, int8")),
     ]
@@ -167,7 +167,7 @@ def test_latents_are_multiplied_in_for_ctranslate2(architecture):
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_each_engine_reports_its_peak_memory(architecture, tmp_path):
     table = measure_serving(
-        config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL | {"peak_memory": True}
+        make_config(architecture), length=None if architecture is WHISPER else 8, **SMALL | {"peak_memory": True}
     )
     assert all(2**24 < row.peak_bytes < 2**33 for row in table.rows)
     # CTranslate2's process has no torch in it.
@@ -284,14 +284,14 @@ def test_invalid_conversion_of_serving_raises_an_error(flags, message, capsys):
 
 @pytest.mark.usefixtures("small_maps")
 def test_only_selected_engines_are_timed(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(config_of(T5)))
+    (tmp_path / "config.json").write_text(json.dumps(make_config(T5)))
     flags = ["--batch_size", "2", "--rounds", "1", "--max_new_tokens", "3", "--no_peak_memory", "--json"]
     chosen = ["--engines", "share_memory, int8", "int8"]
     cli.main(["benchmark", str(tmp_path), "--serving", "--length", "8", *flags, *chosen])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["engine"]["name"] for row in rows] == ["transformers", "int8", "share_memory, int8"]
     with pytest.raises(ValueError, match=r"int4.*transformers; share_memory; int8; "):
-        measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
+        measure_serving(make_config(T5), length=8, engines=["int4"], **SMALL)
 
 
 def test_unavailable_engine_error_gives_the_reason(monkeypatch):
@@ -299,9 +299,9 @@ def test_unavailable_engine_error_gives_the_reason(monkeypatch):
         measure, "get_ctranslate2_unsupported_reason", lambda config, fields=None: "CTranslate2 is not installed"
     )
     with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
-        measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
-    assert not measure_serving(config_of(T5), length=8, engines=["share_memory"], **SMALL).left_out
-    assert measure_serving(config_of(T5), length=8, **SMALL).left_out
+        measure_serving(make_config(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
+    assert not measure_serving(make_config(T5), length=8, engines=["share_memory"], **SMALL).left_out
+    assert measure_serving(make_config(T5), length=8, **SMALL).left_out
 
 
 @pytest.mark.usefixtures("small_maps")
@@ -319,7 +319,7 @@ def test_serving_table_ends_with_advice_and_a_plot(tmp_path, capsys):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def table_of(peaks=None, rounds=None, **milliseconds):
+def make_table(peaks=None, rounds=None, **milliseconds):
     known = {
         "transformers": Engine("transformers"),
         "share": Engine("share_memory", shared=True),
@@ -371,7 +371,7 @@ def table_of(peaks=None, rounds=None, **milliseconds):
 )
 def test_advice_names_the_best_engine(times, output_text):
     prefix = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
-    assert recommend_engine(table_of(**times)) == prefix + output_text
+    assert recommend_engine(make_table(**times)) == prefix + output_text
 
 
 def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
@@ -380,7 +380,7 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
     output_text = {}
     for share, int8 in ((700, 300), (300, 700), (300, 290)):
         peaks = {"transformers": 900, "share": share, "int8": int8}
-        output_text[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
+        output_text[share, int8] = recommend_engine(make_table(peaks, rounds, **times)).partition("this machine: ")[2]
     assert output_text[700, 300] == (
         "int8 (1.45 times transformers, 300 MiB), which is as fast as share_memory (1.34, 700 MiB) "
         "within the variation between rounds; share_memory (1.34) if float32 is required."
@@ -388,7 +388,7 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
     assert output_text[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     assert output_text[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     apart = rounds | {"share": [101] * 4, "int8": [93] * 4}
-    assert recommend_engine(table_of(None, apart, **times)).partition("this machine: ")[2] == (
+    assert recommend_engine(make_table(None, apart, **times)).partition("this machine: ")[2] == (
         "int8 (1.45 times transformers); share_memory (1.34) if float32 is required."
     )
 
@@ -397,7 +397,7 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
 def test_missing_decoder_start_token_raises_an_error(tmp_path):
     from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
-    config = config_of(T5) | {"decoder_start_token_id": None}
+    config = make_config(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))
     with pytest.raises(ValueError, match=r"config\.json must contain `decoder_start_token_id`"):
         write_ctranslate2_folder(config, model, make_random_inputs(config, Workload(1, 8, 2, 1)), tmp_path, False)
@@ -423,4 +423,4 @@ def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):
 def test_serving_rejects_invalid_numbers(options, message, monkeypatch):
     monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
-        measure_serving(config_of(BERT), **options)
+        measure_serving(make_config(BERT), **options)

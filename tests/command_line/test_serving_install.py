@@ -67,21 +67,25 @@ print(json.dumps(found))
 """
 
 
-def settings():
+def read_setup_cfg():
     parser = ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
 
 
-def names_of(lines):
+def get_package_names(lines):
     return {re.split(r"[<>=\\[ ]", line)[0] for line in lines.strip().splitlines() if not line.startswith("#")}
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
     """An environment without the packages of extras, made of links to all other packages."""
-    extras = settings()["options.extras_require"]
-    gone = set().union(*(names_of(item) for item in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
+    extras = read_setup_cfg()["options.extras_require"]
+    gone = set().union(*(get_package_names(item) for item in extras.values())) - {
+        "hf_attn_variants",
+        "setuptools",
+        "torchao",
+    }
     hidden = {name for name, dists in importlib.metadata.packages_distributions().items() if gone & set(dists)}
     hidden |= {f"{name.replace('-', '_')}-" for name in gone}
     site = tmp_path_factory.mktemp("serving")
@@ -117,9 +121,9 @@ def test_training_commands_name_their_missing_extra(serving):
 
 
 def test_setup_cfg_lists_the_required_packages():
-    parser = settings()
+    parser = read_setup_cfg()
     extras = parser["options.extras_require"]
-    assert names_of(extras["train"]) == {*TRAIN_PACKAGES.values(), "seqeval", "tensorboard"}
+    assert get_package_names(extras["train"]) == {*TRAIN_PACKAGES.values(), "seqeval", "tensorboard"}
     for name in ("seq2seq", "uptraining", "ner", "demo", "test"):
-        assert "hf_attn_variants" in names_of(extras[name])
-    assert not names_of(extras["train"]) & names_of(parser["options"]["install_requires"])
+        assert "hf_attn_variants" in get_package_names(extras[name])
+    assert not get_package_names(extras["train"]) & get_package_names(parser["options"]["install_requires"])

@@ -134,7 +134,7 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     assert "3 new tokens, greedy" in capsys.readouterr().out
 
 
-def without(argument):
+def drop_argument(argument):
     """Return a wrapper of a forward that drops an argument."""
 
     def wrapper(forward):
@@ -166,7 +166,7 @@ def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, me
 
     monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("it was timed"))
     model = getattr(hf_attn_variants, f"AttnVariant{head}")
-    monkeypatch.setattr(model, "forward", without(argument)(model.forward))
+    monkeypatch.setattr(model, "forward", drop_argument(argument)(model.forward))
     config = row.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     with pytest.raises(ValueError, match=rf"{message}.*Nothing was timed"):
         measure_speed(config, length=8, batch_size=2, rounds=1, talking_heads=False, latents=False)
@@ -179,7 +179,7 @@ def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
     config = T5.config(num_key_value_heads=4).to_dict()
     options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
     assert measure_speed(config, **options).rows
-    monkeypatch.setattr(model, "forward", without(get_cache_name())(model.forward))
+    monkeypatch.setattr(model, "forward", drop_argument(get_cache_name())(model.forward))
     with pytest.raises(ValueError, match="MHA decodes differently"):
         measure_speed(config, **options)
 

@@ -12,14 +12,14 @@ BERT = next(row for row in ARCHITECTURES if row.name == "bert")
 LAYER = "bert.encoder.layer.1.attention"
 
 
-def tensors_of(folder):
+def load_tensors(folder):
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
 
 
-def loaded(auto_class, folder):
+def load_model(auto_class, folder):
     return auto_class.from_pretrained(folder).eval()
 
 

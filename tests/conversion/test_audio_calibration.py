@@ -8,7 +8,7 @@ import wave
 import numpy as np
 import pytest
 import torch
-from fixtures.speech import HEAD, feature_extractor, recordings, whisper_checkpoint
+from fixtures.speech import HEAD, make_feature_extractor, save_whisper_checkpoint, write_recordings
 from relatives import WHISPER
 from transformers import AutoFeatureExtractor, AutoTokenizer
 
@@ -27,12 +27,12 @@ SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return whisper_checkpoint(tmp_path_factory.mktemp("source") / "whisper", suppress_tokens=SUPPRESSED)
+    return save_whisper_checkpoint(tmp_path_factory.mktemp("source") / "whisper", suppress_tokens=SUPPRESSED)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return recordings(tmp_path_factory.mktemp("audio") / "recordings", 60, seconds=0.5)
+    return write_recordings(tmp_path_factory.mktemp("audio") / "recordings", 60, seconds=0.5)
 
 
 @pytest.mark.thorough
@@ -61,8 +61,10 @@ def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tm
 def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
     """Check the prompt of the generation configuration and the greedy tokens, in memory and from a folder."""
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(source).eval()
-    calibration = read_audio_calibration(folder, feature_extractor=feature_extractor(), max_length=30, fit_steps=0)
-    used, held_out = make_audio_batches(model, feature_extractor(), calibration, torch.Generator())
+    calibration = read_audio_calibration(
+        folder, feature_extractor=make_feature_extractor(), max_length=30, fit_steps=0
+    )
+    used, held_out = make_audio_batches(model, make_feature_extractor(), calibration, torch.Generator())
     assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the sixty
     batch = used[0]
     with torch.no_grad():
@@ -93,10 +95,10 @@ def test_conversion_without_recordings_warns_about_quality(source, caplog):
 
 def test_encoder_only_conversion_uses_recordings(folder):
     model = WHISPER.model("WhisperForAudioClassification")
-    calibration = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
+    calibration = Calibration(audio=sorted(folder.glob("*")), feature_extractor=make_feature_extractor(), fit_steps=0)
     grouped = convert(model, encoder_num_key_value_heads=2, calibration=calibration).eval()
     averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
-    features = feature_extractor()(load_audio(calibration.audio[0])[0], sampling_rate=16000, return_tensors="pt")
+    features = make_feature_extractor()(load_audio(calibration.audio[0])[0], sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
         expected, grouped_output, averaged_output = (item(**features).logits for item in (model, grouped, averaged))
     assert (grouped_output - expected).norm() < 0.5 * (averaged_output - expected).norm()
@@ -136,11 +138,11 @@ def test_other_audio_formats_need_a_package(folder, tmp_path):
 
 def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
     """Check that errors name the argument before any work."""
-    other_rate = recordings(tmp_path / "other", 2, rate=8000)
+    other_rate = write_recordings(tmp_path / "other", 2, rate=8000)
     with pytest.raises(ValueError, match=r"16000 Hz, got 8000 Hz.*ffmpeg"):
         convert(source, 4, calibration=other_rate)
     with pytest.raises(ValueError, match=r"at least 100 tokens .* in 2 files"):
-        convert(source, 4, calibration=recordings(tmp_path / "two", 2))
+        convert(source, 4, calibration=write_recordings(tmp_path / "two", 2))
     with pytest.raises(ValueError, match=r"at least 2 audio files .* got 0"):
         read_audio_calibration(source)
     (tmp_path / "no_sound.wav").write_text("words")

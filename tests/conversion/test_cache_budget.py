@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import BERT, T5
 from fixtures.caches import get_cache
-from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
 from relatives import ENCODERS
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
@@ -23,14 +23,14 @@ from hf_attn_variants.conversion.layer_choice import allocate_ranks
 ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 
 
-def random_form(seed, size=12):
+def make_random_form(seed, size=12):
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
     return QuadraticErrorForm(*(part @ part.T for part in parts))
 
 
 def test_loss_by_rank_equals_that_of_the_best_latent():
-    form = random_form(0)
+    form = make_random_form(0)
     lost = compute_energy_loss_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
     for rank in range(1, 13):
@@ -43,7 +43,10 @@ def test_loss_by_rank_equals_that_of_the_best_latent():
 
 @pytest.mark.parametrize("total", range(3, 20))
 def test_selected_ranks_lose_the_least_for_their_size(total):
-    lost, most = [compute_energy_loss_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
+    lost, most = (
+        [compute_energy_loss_by_rank([make_random_form(seed, 8)]) ** (seed + 1) for seed in range(3)],
+        [8, 8, 5],
+    )
     # A power of it falls by less and less too.
     ranks = allocate_ranks(lost, total, most)
     best = min(
@@ -56,7 +59,7 @@ def test_selected_ranks_lose_the_least_for_their_size(total):
 
 
 def test_ranks_are_multiples_of_eight_if_they_fit():
-    lost = [compute_energy_loss_by_rank([random_form(seed, 64)]) for seed in range(2)]
+    lost = [compute_energy_loss_by_rank([make_random_form(seed, 64)]) for seed in range(2)]
     ranks = allocate_ranks(lost, 53, [64, 20])
     assert sum(ranks) <= 53 and all(rank % 8 == 0 or rank == 20 for rank in ranks)
 
@@ -87,7 +90,9 @@ def test_converted_cache_fits_into_the_budget(budget, text, source):
     options = {"method": "mean"}
     if text:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        options = {"calibration": Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer, fit_steps=0)}
+        options = {
+            "calibration": Calibration(make_lines_of_words(160), make_lines_of_words(160, 1), tokenizer, fit_steps=0)
+        }
     converted = convert(model, kv_cache_bytes=budget, **options)
     taken = cache_bytes(converted)
     assert taken[0] <= budget[0] and taken[1] <= budget[1]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, error, t5, text
+from fixtures.calibrations import WORDS, WordTokenizer, compute_error, make_bert, make_calibration, make_t5, make_texts
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
@@ -22,20 +22,22 @@ pytestmark = pytest.mark.cross_product
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])
+@pytest.mark.parametrize(("build", "kv_heads"), [(make_bert, 2), (make_bert, 1), (make_t5, 2), (make_t5, 1)])
 def test_fitting_steps_have_smaller_error_than_closed_form_and_mean(build, kv_heads):
     model = build()
-    by_mean = error(convert_model(model, kv_heads), model)
+    by_mean = compute_error(convert_model(model, kv_heads), model)
     # The greedy outputs of random weights repeat one token: they say nothing about other text.
-    targets = {"target_texts": text(seed=1)} if model.config.is_encoder_decoder else {}
-    closed = error(convert_model(model, kv_heads, calibration=calibration(**targets)), model)
-    fitted = error(convert_model(model, kv_heads, calibration=calibration(fit_steps=60, **targets)), model)
+    targets = {"target_texts": make_texts(seed=1)} if model.config.is_encoder_decoder else {}
+    closed = compute_error(convert_model(model, kv_heads, calibration=make_calibration(**targets)), model)
+    fitted = compute_error(
+        convert_model(model, kv_heads, calibration=make_calibration(fit_steps=60, **targets)), model
+    )
     assert fitted < by_mean
     assert fitted < closed
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("build", [bert, t5])
+@pytest.mark.parametrize("build", [make_bert, make_t5])
 def test_identical_heads_convert_without_loss(build):
     model = build()
     with torch.no_grad():
@@ -43,46 +45,48 @@ def test_identical_heads_convert_without_loss(build):
             if name.rsplit(".", 2)[-2] in ("key", "value", "k", "v"):
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
                 heads[:, 1] = heads[:, 0]
-    assert error(convert_model(model, 2, calibration=calibration(fit_steps=5)), model) < 1e-4
+    assert compute_error(convert_model(model, 2, calibration=make_calibration(fit_steps=5)), model) < 1e-4
 
 
 @pytest.mark.thorough
 def test_similar_heads_are_grouped_at_any_position(tmp_path):
-    model = bert()
+    model = make_bert()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.rsplit(".", 2)[-2] in ("key", "value"):
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
                 heads[1] = heads[0]  # heads 0 and 2, 1 and 3
-    assert error(convert_model(model, 2, calibration=calibration()), model) < 1e-4
-    assert all(groups == [[0, 2], [1, 3]] for groups in head_groups(model, tmp_path).values())
+    assert compute_error(convert_model(model, 2, calibration=make_calibration()), model) < 1e-4
+    assert all(groups == [[0, 2], [1, 3]] for groups in get_head_groups(model, tmp_path).values())
 
 
 @pytest.mark.thorough
 def test_heads_with_a_position_bias_are_not_reordered(tmp_path):
-    groups = head_groups(t5(), tmp_path)
+    groups = get_head_groups(make_t5(), tmp_path)
     assert all(groups[name] == [[0, 1], [2, 3]] for name in groups if "SelfAttention" in name)
     assert any("SelfAttention" in name for name in groups)
 
 
-def head_groups(model, folder):
+def get_head_groups(model, folder):
     """Return which heads of each attention module share in a conversion to two key/value heads."""
     model.save_pretrained(folder / "source")
-    report = convert_checkpoint(folder / "source", folder / "out", 2, calibration=calibration())
+    report = convert_checkpoint(folder / "source", folder / "out", 2, calibration=make_calibration())
     return {layer.module: layer.details["head_groups"] for layer in report.layers if layer.change == "pool"}
 
 
 def test_rotated_copies_of_a_head_convert_without_loss():
-    model = bert()
+    model = make_bert()
     turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3)))[0]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.rsplit(".", 2)[-2] in ("key", "value"):
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
                 heads[:, 1] = torch.einsum("de,ge...->gd...", turn, heads[:, 0])
-    assert error(convert_model(model, 2, "mean"), model) > 0.1
+    assert compute_error(convert_model(model, 2, "mean"), model) > 0.1
     assert (
-        error(convert_model(model, 2, "aligned", calibration=Calibration(text(), tokenizer=WordTokenizer())), model)
+        compute_error(
+            convert_model(model, 2, "aligned", calibration=Calibration(make_texts(), tokenizer=WordTokenizer())), model
+        )
         < 1e-3
     )
 
@@ -101,17 +105,19 @@ class PairTokenizer(WordTokenizer):
 @pytest.mark.thorough
 @torch.no_grad()
 def test_calibration_pairs_are_joined_by_the_tokenizer():
-    model = bert()
-    rows = PairTokenizer()(text(64, seed=7), text(64, seed=8))
+    model = make_bert()
+    rows = PairTokenizer()(make_texts(64, seed=7), make_texts(64, seed=8))
     batch = {
         name: torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in value], batch_first=True)
         for name, value in (rows | {"attention_mask": [[1] * len(row) for row in rows["input_ids"]]}).items()
     }
     keep, expected = batch["attention_mask"].bool(), model(**batch).last_hidden_state
-    pairs = Calibration(list(zip(text(), text(seed=1), strict=True)), tokenizer=PairTokenizer(), fit_steps=0)
+    pairs = Calibration(
+        list(zip(make_texts(), make_texts(seed=1), strict=True)), tokenizer=PairTokenizer(), fit_steps=0
+    )
     errors = [
         float((convert_model(model, 2, calibration=c)(**batch).last_hidden_state - expected)[keep].norm())
-        for c in (pairs, calibration())
+        for c in (pairs, make_calibration())
     ]
     assert errors[0] < 0.9 * errors[1]
     with pytest.raises(TypeError, match="pairs of strings"):
@@ -132,10 +138,10 @@ class Watched(Calibrated):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fit_steps", [0, 20])
 def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
-    bert().save_pretrained(tmp_path / "source")
+    make_bert().save_pretrained(tmp_path / "source")
     method = Watched()
     report = convert_checkpoint(
-        tmp_path / "source", tmp_path / "out", 2, method, calibration=calibration(fit_steps=fit_steps)
+        tmp_path / "source", tmp_path / "out", 2, method, calibration=make_calibration(fit_steps=fit_steps)
     )
     assert method.seen == [384] * 2
     details = [layer.details for layer in report.layers]
@@ -156,8 +162,8 @@ def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
 
 
 def test_report_names_modules_that_kept_the_closed_form(tmp_path):
-    bert().save_pretrained(tmp_path / "source")
-    calibration_data = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
+    make_bert().save_pretrained(tmp_path / "source")
+    calibration_data = make_calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration_data)
     for layer in report.layers:
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
@@ -178,9 +184,9 @@ class Wrong(Calibrated):
 
 
 def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
-    model = bert()
+    model = make_bert()
     model.save_pretrained(tmp_path / "source")
-    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, Wrong(), calibration=calibration())
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, Wrong(), calibration=make_calibration())
     for layer in report.layers:
         assert layer.details["averaged"] and "head_groups" not in layer.details
         assert layer.details["output_relative_error"] == layer.details["output_relative_error_averaged"]
@@ -192,17 +198,17 @@ def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
 
 @pytest.mark.thorough
 def test_missing_targets_are_generated_without_changing_the_source():
-    model = t5()
+    model = make_t5()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    convert_model(model, 2, calibration=calibration(max_length=12))
-    convert_model(model, 2, calibration=calibration(target_texts=text()[::-1]))
+    convert_model(model, 2, calibration=make_calibration(max_length=12))
+    convert_model(model, 2, calibration=make_calibration(target_texts=make_texts()[::-1]))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_conversion_releases_the_source_model():
-    model = bert()
+    model = make_bert()
     weight = weakref.ref(model.encoder.layer[0].attention.self.query.weight)
-    converted = convert_model(model, 2, calibration=calibration(), copy=True)
+    converted = convert_model(model, 2, calibration=make_calibration(), copy=True)
     del model
     gc.collect()
     assert weight() is None and converted.config.num_key_value_heads == 2
@@ -211,10 +217,10 @@ def test_conversion_releases_the_source_model():
 @pytest.mark.thorough
 def test_conversions_in_two_threads_are_independent():
     def work(model):
-        return convert_model(model, 1, calibration=calibration())
+        return convert_model(model, 1, calibration=make_calibration())
 
-    alone = work(bert())
-    models = [bert() for _ in range(3)]
+    alone = work(make_bert())
+    models = [make_bert() for _ in range(3)]
     with ThreadPoolExecutor(2) as pool:
         for model in pool.map(work, models):
             assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
@@ -223,10 +229,10 @@ def test_conversions_in_two_threads_are_independent():
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
-    model = bert().to(dtype)
+    model = make_bert().to(dtype)
     model.save_pretrained(tmp_path / "source")
-    in_memory = convert_model(model, 2, calibration=calibration(fit_steps=20))
-    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=20))
+    in_memory = convert_model(model, 2, calibration=make_calibration(fit_steps=20))
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=make_calibration(fit_steps=20))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {dtype}
     assert all(torch.equal(stored[name], tensor) for name, tensor in in_memory.state_dict().items() if name in stored)
@@ -236,17 +242,17 @@ def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
 
 
 def test_report_and_card_describe_the_calibration_text(tmp_path):
-    bert().save_pretrained(tmp_path / "source")
+    make_bert().save_pretrained(tmp_path / "source")
     result = {}
-    for name, calibration_data in (("text", calibration(max_length=48)), ("none", None)):
+    for name, calibration_data in (("text", make_calibration(max_length=48)), ("none", None)):
         convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=calibration_data)
         result[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
     settings = result["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
-    assert "calibration used 512 texts of at most 48 tokens." in _told(tmp_path / "text")
+    assert "calibration used 512 texts of at most 48 tokens." in _generate_card(tmp_path / "text")
     assert result["none"]["calibration"] is None
-    assert "calibration used" not in _told(tmp_path / "none")
+    assert "calibration used" not in _generate_card(tmp_path / "none")
     assert settings["held_out"] == 128
     pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).get_report_settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
@@ -254,25 +260,25 @@ def test_report_and_card_describe_the_calibration_text(tmp_path):
 
 @pytest.mark.thorough
 def test_generation_settings_do_not_affect_the_calibration():
-    expected = convert_model(t5(), 1, calibration=calibration(max_length=16))
-    model = t5()
+    expected = convert_model(make_t5(), 1, calibration=make_calibration(max_length=16))
+    model = make_t5()
     model.generation_config.num_return_sequences, model.generation_config.return_dict_in_generate = 2, True
     model.generation_config.repetition_penalty = 9.0
-    result = convert_model(model, 1, calibration=calibration(max_length=16))
+    result = convert_model(model, 1, calibration=make_calibration(max_length=16))
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), result.parameters(), strict=True))
     assert model.generation_config.repetition_penalty == result.generation_config.repetition_penalty == 9.0
 
 
 def test_missing_tokenizer_raises_an_error(tmp_path):
-    bert().save_pretrained(tmp_path / "source")
+    make_bert().save_pretrained(tmp_path / "source")
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer files.*`Calibration"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(make_texts()))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("count", "num_held_out"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
 def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
-    texts = [word * 99 for word in text(count)]
+    texts = [word * 99 for word in make_texts(count)]
     calibration_data = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
     model.config.max_position_embeddings = 1200
@@ -298,7 +304,7 @@ def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
 )
 def test_errors_of_a_calibration(options, kind, argument):
     with pytest.raises(kind, match=f"`{argument}`"):
-        Calibration(**{"texts": text(), "tokenizer": WordTokenizer()} | options)
+        Calibration(**{"texts": make_texts(), "tokenizer": WordTokenizer()} | options)
 
 
 def test_errors_of_a_model_and_its_calibration():
@@ -306,17 +312,17 @@ def test_errors_of_a_model_and_its_calibration():
     unpadded.pad_token_id = None
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
     for model, arguments, message in (
-        (bert(), {"method": "calibrated"}, "`method`"),
-        (bert(), {"method": "mean", "calibration": calibration()}, "`method`"),
-        (bert(), {"calibration": calibration(tokenizer=None)}, "`tokenizer`"),
-        (bert(), {"calibration": Calibration(["short"] * 2, tokenizer=WordTokenizer())}, "tokens in 2 lines"),
-        (BertModel(BertConfig(**sizes)), {"calibration": calibration(max_length=64)}, "`max_length`"),
-        (bert(), {"calibration": calibration(tokenizer=unpadded)}, "padding token"),
-        (convert_model(bert(), talking_heads="both"), {"calibration": calibration()}, "talking heads"),
+        (make_bert(), {"method": "calibrated"}, "`method`"),
+        (make_bert(), {"method": "mean", "calibration": make_calibration()}, "`method`"),
+        (make_bert(), {"calibration": make_calibration(tokenizer=None)}, "`tokenizer`"),
+        (make_bert(), {"calibration": Calibration(["short"] * 2, tokenizer=WordTokenizer())}, "tokens in 2 lines"),
+        (BertModel(BertConfig(**sizes)), {"calibration": make_calibration(max_length=64)}, "`max_length`"),
+        (make_bert(), {"calibration": make_calibration(tokenizer=unpadded)}, "padding token"),
+        (convert_model(make_bert(), talking_heads="both"), {"calibration": make_calibration()}, "talking heads"),
     ):
         with pytest.raises(ValueError, match=message):
             convert_model(model, 2, **arguments)
 
 
-def _told(folder):
+def _generate_card(folder):
     return str(generate_model_card(folder, "me/x"))

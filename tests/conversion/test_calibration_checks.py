@@ -6,7 +6,7 @@ import wave
 import numpy as np
 import pytest
 import torch
-from fixtures.speech import HEAD, feature_extractor, whisper_checkpoint
+from fixtures.speech import HEAD, make_feature_extractor, save_whisper_checkpoint
 
 from hf_attn_variants.conversion import convert
 from hf_attn_variants.conversion.calibration.batches import (
@@ -39,13 +39,13 @@ class Tokenizer:
         return {"input_ids": list(map(self.encode, texts))}
 
 
-def language(count=200, seed=0):
+def make_language(count=200, seed=0):
     generator = random.Random(seed)
     weights = [1 / (1 + i) for i in range(len(WORDS))]
     return [" ".join(generator.choices(WORDS, weights, k=12)) for _ in range(count)]
 
 
-def logged_warnings(caplog, texts, encoded=None):
+def get_logged_warnings(caplog, texts, encoded=None):
     caplog.clear()
     tokenizer = Tokenizer()
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
@@ -55,29 +55,29 @@ def logged_warnings(caplog, texts, encoded=None):
 
 
 def test_text_of_the_language_gives_no_warning(caplog):
-    assert logged_warnings(caplog, language()) == ""
-    assert logged_warnings(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
+    assert get_logged_warnings(caplog, make_language()) == ""
+    assert get_logged_warnings(caplog, list(zip(make_language(), make_language(seed=1), strict=True))) == ""
 
 
 def test_text_of_another_language_gives_a_warning(caplog):
-    other = ["".join(reversed(text)) for text in language()]
-    assert "splits words in the calibration texts into" in logged_warnings(caplog, other)
+    other = ["".join(reversed(text)) for text in make_language()]
+    assert "splits words in the calibration texts into" in get_logged_warnings(caplog, other)
     # Formulas have no words.
-    assert logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
+    assert get_logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
 
 
 def test_code_identifiers_in_text_give_no_warning(caplog):
     names = ["get_attn_mask()", "config.num_heads", "`BertModel`", "v5.24.0", "--max_length=64", "readFile"]
-    texts = [f"{text} {' '.join(names)}" for text in language()]
-    assert logged_warnings(caplog, texts) == ""
+    texts = [f"{text} {' '.join(names)}" for text in make_language()]
+    assert get_logged_warnings(caplog, texts) == ""
 
 
 def test_repeated_or_unknown_text_gives_a_warning(caplog):
-    assert "Only 50 of the 200 calibration texts are different" in logged_warnings(caplog, language(50) * 4)
-    rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
-    assert "unknown to the tokenizer" in logged_warnings(caplog, language(), rows)
+    assert "Only 50 of the 200 calibration texts are different" in get_logged_warnings(caplog, make_language(50) * 4)
+    rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in make_language()]
+    assert "unknown to the tokenizer" in get_logged_warnings(caplog, make_language(), rows)
     with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
-        logged_warnings(caplog, language(), [[2] * 12] * 200)
+        get_logged_warnings(caplog, make_language(), [[2] * 12] * 200)
 
 
 def test_source_with_chance_level_predictions_gives_a_warning(caplog):
@@ -116,10 +116,10 @@ def test_silent_or_wordless_recordings_give_a_warning(caplog):
 
 @pytest.mark.thorough
 def test_folder_of_silent_recordings_gives_a_warning(tmp_path, caplog):
-    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
+    source = save_whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     for number in range(60):
         with wave.open(str(tmp_path / f"{number}.wav"), "wb") as file:
-            file.setparams((1, 2, feature_extractor().sampling_rate, 8000, "NONE", "not compressed"))
+            file.setparams((1, 2, make_feature_extractor().sampling_rate, 8000, "NONE", "not compressed"))
             file.writeframes(np.zeros(8000, "<i2").tobytes())
     model = convert(source, 4, calibration=tmp_path)
     assert "60 of the 60 recordings are silent" in caplog.text and type(model).__name__ == f"AttnVariant{HEAD}"

@@ -28,7 +28,7 @@ def sample_tensors():
     return tensors | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "last": torch.arange(7)}
 
 
-def bit_equal(a, b):
+def is_bit_equal(a, b):
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -36,7 +36,7 @@ def bit_equal(a, b):
     )
 
 
-def raw_safetensors(header, data=b""):
+def make_raw_safetensors(header, data=b""):
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw)) + raw + data
 
@@ -49,11 +49,11 @@ def test_reader_returns_the_stored_tensors(tmp_path, monkeypatch, chunk_bytes):
     with open_checkpoint(tmp_path) as reader:
         assert set(reader.entries) == set(tensors) and reader.index_metadata is None
         for name, tensor in tensors.items():
-            assert bit_equal(reader.read(name), tensor), name
+            assert is_bit_equal(reader.read(name), tensor), name
             chunks = [*reader.iterate_chunks(name), torch.empty(0, dtype=tensor.dtype)]
-            assert bit_equal(torch.cat([c.view(torch.uint8) for c in chunks]), tensor.reshape(-1).view(torch.uint8)), (
-                name
-            )
+            assert is_bit_equal(
+                torch.cat([c.view(torch.uint8) for c in chunks]), tensor.reshape(-1).view(torch.uint8)
+            ), name
 
 
 def test_written_files_load_with_safetensors(tmp_path):
@@ -63,7 +63,7 @@ def test_written_files_load_with_safetensors(tmp_path):
         for name in reversed(tensors):
             writer.write(name, tensors[name])
     loaded = load_file(tmp_path / FILE)
-    assert all(bit_equal(loaded[name], tensor) for name, tensor in tensors.items()) and len(loaded) == len(tensors)
+    assert all(is_bit_equal(loaded[name], tensor) for name, tensor in tensors.items()) and len(loaded) == len(tensors)
     with safe_open(tmp_path / FILE, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     with open_checkpoint(tmp_path) as reader:
@@ -90,7 +90,7 @@ def test_writer_rejects_tensors_that_differ_from_the_header(tmp_path):
         writer.close()
 
 
-def sharded(folder):
+def save_sharded(folder):
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, folder / "model-00001-of-00002.safetensors")
     save_file({"c": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
     names = {"a": "00001", "b": "00001", "c": "00002"}
@@ -99,7 +99,7 @@ def sharded(folder):
 
 
 def test_shards_and_index_are_read(tmp_path):
-    sharded(tmp_path)
+    save_sharded(tmp_path)
     with open_checkpoint(tmp_path) as reader:
         assert reader.read("c").tolist() == [1.0] * 4
         assert [reader.entries[name].file[6:11] for name in "abc"] == ["00001", "00001", "00002"]
@@ -111,7 +111,7 @@ def test_shards_and_index_are_read(tmp_path):
 
 
 def test_missing_shard_error_names_the_shard(tmp_path):
-    sharded(tmp_path)
+    save_sharded(tmp_path)
     os.remove(tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(FileNotFoundError, match=r"1 of 2 shards are missing in .*: model-00002-of-00002"):
         open_checkpoint(tmp_path)
@@ -142,20 +142,20 @@ def test_truncated_file_error_names_the_file(tmp_path, cut):
         open_checkpoint(tmp_path)
 
 
-def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+def make_entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        raw_safetensors(b"not json"),
-        raw_safetensors({"a": 1}),
-        raw_safetensors({"a": entry(offsets=(0, 4))}, bytes(4)),
-        raw_safetensors({"a": entry(offsets=(4, 12))}, bytes(12)),
-        raw_safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
-        raw_safetensors({"a": entry(shape=(-2,))}, bytes(8)),
-        raw_safetensors({"a": entry()}, bytes(9)),
+        make_raw_safetensors(b"not json"),
+        make_raw_safetensors({"a": 1}),
+        make_raw_safetensors({"a": make_entry(offsets=(0, 4))}, bytes(4)),
+        make_raw_safetensors({"a": make_entry(offsets=(4, 12))}, bytes(12)),
+        make_raw_safetensors({"a": make_entry(), "b": make_entry(offsets=(4, 12))}, bytes(12)),
+        make_raw_safetensors({"a": make_entry(shape=(-2,))}, bytes(8)),
+        make_raw_safetensors({"a": make_entry()}, bytes(9)),
         b"\xff" * 64,
     ],
 )
@@ -166,7 +166,7 @@ def test_corrupt_file_error_names_the_file(tmp_path, content):
 
 
 def test_unsupported_dtype_raises_an_error(tmp_path):
-    (tmp_path / FILE).write_bytes(raw_safetensors({"a": entry("F4", (2,), (0, 1))}, bytes(1)))
+    (tmp_path / FILE).write_bytes(make_raw_safetensors({"a": make_entry("F4", (2,), (0, 1))}, bytes(1)))
     with pytest.raises(ValueError, match=r"'a' .* must have a dtype that PyTorch supports, got F4"):
         open_checkpoint(tmp_path)
 
@@ -178,7 +178,7 @@ def test_git_lfs_pointer_error_explains_the_pointer(tmp_path):
 
 
 def test_duplicate_tensor_in_shards_raises_an_error(tmp_path):
-    sharded(tmp_path)
+    save_sharded(tmp_path)
     save_file({"a": torch.ones(2), "c": torch.ones(4)}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match="'a' is in both"):
         open_checkpoint(tmp_path)
@@ -197,8 +197,8 @@ def test_pickle_is_read_only_with_permission(tmp_path, zipped):
         open_checkpoint(tmp_path)
     with open_checkpoint(tmp_path, allow_pickle=True) as reader:
         for name, tensor in tensors.items():
-            assert bit_equal(reader.read(name), tensor)
-            assert bit_equal(torch.cat(list(reader.iterate_chunks(name))), tensor.reshape(-1))
+            assert is_bit_equal(reader.read(name), tensor)
+            assert is_bit_equal(torch.cat(list(reader.iterate_chunks(name))), tensor.reshape(-1))
 
 
 class RunsCode:

@@ -15,7 +15,7 @@ from hf_attn_variants.conversion.attention_tensors import average_heads
 from hf_attn_variants.files import REPORT_NAME
 from hf_attn_variants.modeling.mechanisms.talking_heads import get_talking_heads_init_std
 
-from .conftest import LAYER, loaded, tensors_of
+from .conftest import LAYER, load_model, load_tensors
 
 INPUTS = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]),
@@ -27,7 +27,7 @@ def is_key_or_value(name):
     return ".self.key." in name or ".self.value." in name
 
 
-def logits(model):
+def compute_logits(model):
     with torch.no_grad():
         return model(**INPUTS).logits
 
@@ -36,7 +36,7 @@ def logits(model):
 def test_only_keys_and_values_change_in_a_conversion(make_source, tmp_path, kv_heads):
     source = make_source()
     convert_checkpoint(source, tmp_path / "out", kv_heads)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    before, after = load_tensors(source), load_tensors(tmp_path / "out")
     assert list(sorted(before)) == list(sorted(after))
     for name, tensor in before.items():
         expected = average_heads(tensor, 12, kv_heads) if is_key_or_value(name) else tensor
@@ -71,22 +71,25 @@ def test_equal_heads_per_group_convert_without_loss(make_source, edit_tensors, t
     edit_tensors(source, tie_heads)
     report = convert_checkpoint(source, tmp_path / "out", 4)
     assert [(row.logits_relative_error, row.value_relative_error) for row in report.layers] == [(0.0, 0.0)] * 2
-    upstream = loaded(transformers.BertForMaskedLM, source)
+    upstream = load_model(transformers.BertForMaskedLM, source)
     torch.testing.assert_close(
-        logits(loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")), logits(upstream), atol=1e-5, rtol=0
+        compute_logits(load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")),
+        compute_logits(upstream),
+        atol=1e-5,
+        rtol=0,
     )
 
 
 def test_conversion_to_the_same_head_count_changes_nothing(make_source, tmp_path):
     source = make_source()
     report = convert_checkpoint(source, tmp_path / "out", 12)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    before, after = load_tensors(source), load_tensors(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {row.change for row in report.layers} == {"same"} and report.mean_logits_relative_error == 0.0
     assert "relative error of logits" not in report.summary()  # with a window the same weights give other outputs
-    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    converted = load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")
     torch.testing.assert_close(
-        logits(converted), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-6, rtol=0
+        compute_logits(converted), compute_logits(load_model(transformers.BertForMaskedLM, source)), atol=1e-6, rtol=0
     )
 
 
@@ -95,10 +98,10 @@ def test_expanding_grouped_heads_changes_no_output(make_source, tmp_path, middle
     convert_checkpoint(make_source(), tmp_path / "grouped", middle)
     report = convert_checkpoint(tmp_path / "grouped", tmp_path / "expanded", final)
     grouped, expanded = (
-        loaded(transformers.AutoModelForMaskedLM, tmp_path / name) for name in ("grouped", "expanded")
+        load_model(transformers.AutoModelForMaskedLM, tmp_path / name) for name in ("grouped", "expanded")
     )
     assert expanded.config.num_key_value_heads == final
-    torch.testing.assert_close(logits(expanded), logits(grouped), atol=1e-6, rtol=0)
+    torch.testing.assert_close(compute_logits(expanded), compute_logits(grouped), atol=1e-6, rtol=0)
     assert report.mean_logits_relative_error == report.mean_value_relative_error == 0.0
 
 
@@ -107,7 +110,7 @@ def test_grouped_checkpoint_can_be_pooled_further(make_source, tmp_path):
     convert_checkpoint(source, tmp_path / "six", 6)
     convert_checkpoint(tmp_path / "six", tmp_path / "two", 2)
     convert_checkpoint(source, tmp_path / "direct", 2)
-    direct, twice = tensors_of(tmp_path / "direct"), tensors_of(tmp_path / "two")
+    direct, twice = load_tensors(tmp_path / "direct"), load_tensors(tmp_path / "two")
     for name, tensor in direct.items():
         torch.testing.assert_close(twice[name], tensor)
     assert json.loads((tmp_path / "two" / REPORT_NAME).read_text())["heads"]["num_key_value_heads"] == [6, 2]
@@ -129,7 +132,7 @@ def test_converted_head_loads_under_its_class(architecture, head, tmp_path):
 
 def test_output_folder_has_the_files_of_save_pretrained(make_source, tmp_path):
     convert_checkpoint(make_source(), tmp_path / "out", 4)
-    loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").save_pretrained(tmp_path / "saved")
+    load_model(transformers.AutoModelForMaskedLM, tmp_path / "out").save_pretrained(tmp_path / "saved")
     code = {path.name: path.read_text() for path in (tmp_path / "saved").glob("*.py")}
     assert code and code == {path.name: path.read_text() for path in (tmp_path / "out").glob("*.py")}
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("saved", "out")]
@@ -147,22 +150,22 @@ def test_sharded_checkpoint_stays_sharded(make_source, tmp_path):
     for name, file in new["weight_map"].items():
         with safe_open(tmp_path / "out" / file, "pt") as shard:
             assert name in shard.keys()
-    stored = tensors_of(tmp_path / "out")
+    stored = load_tensors(tmp_path / "out")
     assert new["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
     converted = convert_function(source, 2, talking_heads="both")
     assert all(torch.equal(stored[name], tensor) for name, tensor in converted.state_dict().items() if name in stored)
-    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").config.talking_heads == "both"
+    assert load_model(transformers.AutoModelForMaskedLM, tmp_path / "out").config.talking_heads == "both"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_dtype_changes_only_on_request(make_source, tmp_path, dtype):
     source = make_source(dtype=torch.float32)
     report = convert_checkpoint(source, tmp_path / "cast", 4, dtype=dtype)
-    assert {tensor.dtype for tensor in tensors_of(tmp_path / "cast").values()} == {getattr(torch, dtype)}
+    assert {tensor.dtype for tensor in load_tensors(tmp_path / "cast").values()} == {getattr(torch, dtype)}
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["dtype"] == dtype == report.dtype
     convert_checkpoint(tmp_path / "cast", tmp_path / "kept", 2)
-    assert {tensor.dtype for tensor in tensors_of(tmp_path / "kept").values()} == {getattr(torch, dtype)}
-    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "kept").dtype == getattr(torch, dtype)
+    assert {tensor.dtype for tensor in load_tensors(tmp_path / "kept").values()} == {getattr(torch, dtype)}
+    assert load_model(transformers.AutoModelForMaskedLM, tmp_path / "kept").dtype == getattr(torch, dtype)
 
 
 def test_integer_and_unknown_tensors_are_copied(make_source, edit_tensors, tmp_path):
@@ -170,7 +173,7 @@ def test_integer_and_unknown_tensors_are_copied(make_source, edit_tensors, tmp_p
     extra = {"bert.embeddings.position_ids": torch.arange(32)[None], "something.else": torch.randn(3)}
     edit_tensors(source, lambda tensors: tensors.update(extra))
     convert_checkpoint(source, tmp_path / "out", 4, dtype="bfloat16")
-    after = tensors_of(tmp_path / "out")
+    after = load_tensors(tmp_path / "out")
     assert torch.equal(after["bert.embeddings.position_ids"], extra["bert.embeddings.position_ids"])
     assert torch.equal(after["something.else"], extra["something.else"].bfloat16())
 
@@ -185,7 +188,7 @@ def test_tensor_names_with_and_without_the_base_prefix_are_read(make_source, edi
 
     edit_tensors(source, rename)
     convert_checkpoint(source, tmp_path / "out", 4)
-    stored = tensors_of(tmp_path / "out")
+    stored = load_tensors(tmp_path / "out")
     assert stored[f"{prefix}encoder.layer.0.attention.self.key.weight"].shape == (16, 48)
     _, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -203,7 +206,7 @@ def test_old_layer_norm_names_are_read(make_source, edit_tensors, tmp_path):
     convert_checkpoint(source, tmp_path / "out", 12)
     for model in (transformers.AutoModel.from_pretrained(tmp_path / "out"), convert_function(source, 12)):
         with torch.no_grad():
-            expected = loaded(transformers.BertModel, source)(**INPUTS).last_hidden_state
+            expected = load_model(transformers.BertModel, source)(**INPUTS).last_hidden_state
             torch.testing.assert_close(model.eval()(**INPUTS).last_hidden_state, expected, atol=1e-6, rtol=0)
 
 
@@ -211,10 +214,10 @@ def test_identity_talking_heads_of_a_conversion_change_no_output(make_source, tm
     source = make_source()
     report = convert_checkpoint(source, tmp_path / "out", talking_heads="both")
     assert report.talking_heads == {"logits_proj": (12, 12), "weights_proj": (12, 12)}
-    assert torch.equal(tensors_of(tmp_path / "out")[f"{LAYER}.self.weights_proj"], torch.eye(12))
-    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    assert torch.equal(load_tensors(tmp_path / "out")[f"{LAYER}.self.weights_proj"], torch.eye(12))
+    converted = load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")
     torch.testing.assert_close(
-        logits(converted), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-5, rtol=0
+        compute_logits(converted), compute_logits(load_model(transformers.BertForMaskedLM, source)), atol=1e-5, rtol=0
     )
 
 
@@ -229,7 +232,7 @@ def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
     report = convert_checkpoint(source, tmp_path / "out", 4, **options)
     shapes = {"logits_proj": (12, 8), "weights_proj": (8, 12), "x2l_proj": (48, 12, 8), "m2w_proj": (48, 8, 12)}
     assert report.talking_heads == shapes
-    stored = tensors_of(tmp_path / "out")
+    stored = load_tensors(tmp_path / "out")
     for name, shape in shapes.items():
         tensor = stored[f"{LAYER}.self.{name}"]
         assert tuple(tensor.shape) == shape
@@ -237,8 +240,8 @@ def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
     convert_checkpoint(source, tmp_path / "again", 4, **options)
     convert_checkpoint(source, tmp_path / "other", 4, seed=1, **options)
     name = f"{LAYER}.self.logits_proj"
-    assert torch.equal(tensors_of(tmp_path / "again")[name], stored[name])
-    assert not torch.equal(tensors_of(tmp_path / "other")[name], stored[name])
+    assert torch.equal(load_tensors(tmp_path / "again")[name], stored[name])
+    assert not torch.equal(load_tensors(tmp_path / "other")[name], stored[name])
     model, info = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and torch.equal(model.state_dict()[name], stored[name])
 
@@ -249,13 +252,13 @@ def test_talking_heads_of_the_source_stay(tmp_path):
     model = ARCHITECTURES[0].model("BertForMaskedLM", "gqa_talking", num_key_value_heads=12)
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
-    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    before, after = load_tensors(tmp_path / "source"), load_tensors(tmp_path / "out")
     assert torch.equal(before[f"{LAYER}.self.logits_proj"], after[f"{LAYER}.self.logits_proj"])
     # Twelve key heads but eight value heads, each pooled by its own group size.
     assert report.layers[0].key_heads == (12, 2) and report.layers[0].value_heads == (8, 2)
     name = f"{LAYER}.self.value.weight"
     assert torch.equal(after[name], average_heads(before[name], 8, 2))
-    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").config.num_softmax_heads == 6
+    assert load_model(transformers.AutoModelForMaskedLM, tmp_path / "out").config.num_softmax_heads == 6
     with pytest.raises(ValueError, match="`talking_heads`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "other", 2, talking_heads="logits")
 
@@ -265,7 +268,7 @@ def test_report_lists_errors_and_sizes(make_source, tmp_path):
     report = convert_checkpoint(source, tmp_path / "out", 3, seed=7)
     written = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     assert written == json.loads(json.dumps(report.to_dict()))
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    before, after = load_tensors(source), load_tensors(tmp_path / "out")
     assert written["parameters"] == {
         "before": sum(tensor.numel() for tensor in before.values()),
         "after": sum(tensor.numel() for tensor in after.values()),
@@ -305,7 +308,7 @@ def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, d
     for row in report.layers:
         changed = counts[row.site] != 12
         assert (row.change == "pool") is changed and (row.logits_relative_error > 0) is changed
-    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    before, after = load_tensors(tmp_path / "source"), load_tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     expected = dict(before)
     for module, site, *_ in rows:

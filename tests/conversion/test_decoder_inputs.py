@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fixtures.calibrations import calibration
+from fixtures.calibrations import make_calibration
 from fixtures.multilingual import LANGUAGES, TOKENIZERS
-from fixtures.tiny_t5 import lines_of_words
+from fixtures.tiny_t5 import make_lines_of_words
 from transformers import (
     BartConfig,
     BartForQuestionAnswering,
@@ -32,7 +32,7 @@ T5 = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_head
 def test_classification_head_is_calibrated_on_the_source_text(head):
     torch.manual_seed(0)
     model = head(BART).eval()
-    text = calibration()
+    text = make_calibration()
     converted = convert(model, 2, calibration=text)
     averaged = convert(model, 2, method="mean")
     batch = {"input_ids": torch.randint(2, 60, (8, 12)), "attention_mask": torch.ones(8, 12, dtype=torch.long)}
@@ -46,8 +46,8 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
 def test_encoder_decoder_without_a_head_needs_targets():
     for model in (BartModel(BART), T5Model(T5)):
         with pytest.raises(ValueError, match=r"`target_texts` .* is required"):
-            convert(model, 2, calibration=calibration())
-        converted = convert(model, 2, calibration=calibration(target_texts=calibration().texts))
+            convert(model, 2, calibration=make_calibration())
+        converted = convert(model, 2, calibration=make_calibration(target_texts=make_calibration().texts))
         assert converted.config.num_key_value_heads == 2
 
 
@@ -65,8 +65,10 @@ def test_generated_targets_use_the_requested_language(tmp_path, monkeypatch):
     monkeypatch.setattr(GenerationMixin, "generate", generate)
     text = {"tokenizer": tokenizer, "fit_steps": 0, "max_length": 12}
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
-        convert(model, 2, calibration=Calibration(lines_of_words(200), **text))
+        convert(model, 2, calibration=Calibration(make_lines_of_words(200), **text))
     source, target = LANGUAGES["m2m_100"]
-    convert(model, 2, calibration=Calibration(lines_of_words(200), **text, source_lang=source, target_lang=target))
+    convert(
+        model, 2, calibration=Calibration(make_lines_of_words(200), **text, source_lang=source, target_lang=target)
+    )
     begins = {row[1].item() for ids in written for row in ids}
     assert begins == {tokenizer.get_lang_id(target)}

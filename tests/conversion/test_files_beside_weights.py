@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from fixtures.glue.tiny_bert import make_tiny_bert
-from fixtures.speech import feature_extractor, tokenizer, whisper_checkpoint
+from fixtures.speech import make_feature_extractor, make_tokenizer, save_whisper_checkpoint
 from safetensors.torch import load_file
 
 from hf_attn_variants.conversion import convert as convert_function
@@ -18,7 +18,7 @@ from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.checkpoint.source import resolve_checkpoint_folder
 from hf_attn_variants.files import REPORT_NAME
 
-from .conftest import tensors_of
+from .conftest import load_tensors
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
@@ -48,7 +48,7 @@ def test_tokenizer_class_of_the_source_is_kept(edit_config, tmp_path):
 
 def test_whisper_without_a_processor_name_gets_one(tmp_path):
     """Check that a converted Whisper loads a processor; Transformers finds it by model_type only."""
-    source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
+    source, out = save_whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
     path = source / "preprocessor_config.json"
     settings = json.loads(path.read_text())
     assert "processor_class" not in settings and settings.pop("feature_extractor_type") == "WhisperFeatureExtractor"
@@ -69,19 +69,19 @@ def test_whisper_without_a_processor_name_gets_one(tmp_path):
 
 
 def test_whisper_saved_by_hand_has_a_processor(tmp_path):
-    source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
+    source, out = save_whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
     model = convert_function(transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source), 2)
-    for part in (model, feature_extractor(), tokenizer()):
+    for part in (model, make_feature_extractor(), make_tokenizer()):
         part.save_pretrained(out)
     assert "processor_class" not in (out / "config.json").read_text() + (out / "preprocessor_config.json").read_text()
     assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
 
 
 def test_processor_of_the_source_is_kept(tmp_path):
-    source = whisper_checkpoint(tmp_path / "source")
+    source = save_whisper_checkpoint(tmp_path / "source")
     (source / "preprocessor_config.json").unlink()
     # As transformers 5 saves it: one file, and no preprocessor_config.json.
-    transformers.WhisperProcessor(feature_extractor(), tokenizer()).save_pretrained(source)
+    transformers.WhisperProcessor(make_feature_extractor(), make_tokenizer()).save_pretrained(source)
     before = (source / "processor_config.json").read_bytes()
     convert_checkpoint(source, tmp_path / "out", 2)
     assert (tmp_path / "out" / "processor_config.json").read_bytes() == before
@@ -223,7 +223,7 @@ def test_interrupted_download_raises_an_error(monkeypatch, caplog):
     assert "pickled weights of 2_Dense" in caplog.text
 
 
-def pickled(source, shards=1):
+def pickle_checkpoint(source, shards=1):
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     if shards == 1:
@@ -242,11 +242,11 @@ def pickled(source, shards=1):
 def test_permitted_pickle_becomes_safetensors(make_source, tmp_path, shards):
     source = make_source()
     convert_checkpoint(source, tmp_path / "expected", 4)
-    pickled(source, shards)
+    pickle_checkpoint(source, shards)
     with pytest.raises(ValueError, match="is a pickle"):
         convert_checkpoint(source, tmp_path / "out", 4)
     report = convert_checkpoint(source, tmp_path / "out", 4, allow_pickle=True)
-    expected, stored = tensors_of(tmp_path / "expected"), tensors_of(tmp_path / "out")
+    expected, stored = load_tensors(tmp_path / "expected"), load_tensors(tmp_path / "out")
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
     assert not list((tmp_path / "out").glob("*.bin")) and report.files_left_out == []
     assert len(list((tmp_path / "out").glob("model*.safetensors"))) == shards

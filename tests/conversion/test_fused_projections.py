@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import LENGTH, token_ids
+from architectures import LENGTH, make_token_ids
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere
 from relatives import MODERNBERT
 from safetensors.torch import load_file, save_file
@@ -73,7 +73,7 @@ def test_identical_heads_are_pooled_without_changing_outputs_of_long_texts(sourc
             for rows in layer.attn.Wqkv.parameters():
                 groups = rows.view(3, 4, HEADS // 4, HEAD_DIM, -1)
                 groups[1:] = groups[1:, :, :1].clone()
-        batch = {"input_ids": token_ids(1, 2304)}
+        batch = {"input_ids": make_token_ids(1, 2304)}
         expected = model(**batch).logits
         grouped = convert(model, num_key_value_heads=4, method="mean").eval()
         assert grouped.model.layers[0].attn.Wqkv.weight.shape == ((HEADS + 2 * 4) * HEAD_DIM, WIDTH)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cross_product
 SIZE, HEAD_DIM = 16, 4
 
 
-def attention(heads: int, key_value_heads: int, with_bias: bool, seed: int = 0) -> AttentionTensors:
+def make_attention(heads: int, key_value_heads: int, with_bias: bool, seed: int = 0) -> AttentionTensors:
     generator = torch.Generator().manual_seed(seed)
     rows = {"query": heads, "key": key_value_heads, "value": key_value_heads}
     tensors = {f"{role}_weight": torch.randn(n * HEAD_DIM, SIZE, generator=generator) for role, n in rows.items()}
@@ -23,7 +23,7 @@ def attention(heads: int, key_value_heads: int, with_bias: bool, seed: int = 0) 
     return AttentionTensors(**tensors, output_weight=torch.randn(SIZE, heads * HEAD_DIM, generator=generator))
 
 
-def text(batches: int = 4) -> list[AttentionInputs]:
+def make_inputs(batches: int = 4) -> list[AttentionInputs]:
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(8, 10, SIZE, generator=generator) for _ in range(batches)]
     return [AttentionInputs(x, x, None, None, torch.ones(8, 10, dtype=torch.bool), HEAD_DIM**-0.5) for x in states]
@@ -34,7 +34,7 @@ def text(batches: int = 4) -> list[AttentionInputs]:
 def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
     heads = HeadCounts(6, (key_value_heads, 1), (key_value_heads, 1), 6, HEAD_DIM)
     groups = [[4, 5], [0, 1], [2, 3]] if key_value_heads == 3 else [[5, 0, 3], [2, 4, 1]]
-    before, batch = attention(6, key_value_heads, with_bias), text(1)[0]
+    before, batch = make_attention(6, key_value_heads, with_bias), make_inputs(1)[0]
     after = reorder_heads(before, heads, groups)
     assert not torch.equal(before.query_weight, after.query_weight)
     torch.testing.assert_close(compute_attention(after, batch, 6)[0], compute_attention(before, batch, 6)[0])
@@ -42,14 +42,14 @@ def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
 
 @pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
 def test_search_groups_similar_heads(pairs):
-    tensors = attention(6, 6, with_bias=True)
+    tensors = make_attention(6, 6, with_bias=True)
     for first, second in pairs:
         for role in ("key", "value"):
             for part in ("weight", "bias"):
                 heads = getattr(tensors, f"{role}_{part}").unflatten(0, (6, HEAD_DIM))
                 heads[second] = heads[first]
     groups = find_best_groups(
-        tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0)
+        tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), make_inputs(), torch.Generator().manual_seed(0)
     )
     assert groups == [list(pair) for pair in sorted(pairs)]
 
@@ -72,7 +72,10 @@ def test_search_is_skipped_if_it_exceeds_the_memory(caplog):
 
 def test_grouped_heads_stay_together():
     groups = find_best_groups(
-        attention(8, 4, False), HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM), text(), torch.Generator().manual_seed(0)
+        make_attention(8, 4, False),
+        HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM),
+        make_inputs(),
+        torch.Generator().manual_seed(0),
     )
     assert sorted(head for group in groups for head in group) == list(range(8))
     assert all((head + 1 in group) for group in groups for head in group if head % 2 == 0)

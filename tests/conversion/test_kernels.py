@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from fixtures.calibrations import bert, calibration, error, inputs, t5, text
+from fixtures.calibrations import compute_error, make_bert, make_calibration, make_inputs, make_t5, make_texts
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -17,72 +17,74 @@ pytestmark = pytest.mark.cross_product
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 
-def fields_of(kernel):
+def get_kernel_fields(kernel):
     return {"attention_kernel": kernel} | ({"attention_window": 2} if kernel == "hybrid" else {})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_conversion_without_text_initializes_the_kernel(kernel):
-    model = bert()
-    converted = convert_model(model, **fields_of(kernel), method="mean")
-    fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, **fields_of(kernel)))
+    model = make_bert()
+    converted = convert_model(model, **get_kernel_fields(kernel), method="mean")
+    fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, **get_kernel_fields(kernel)))
     fresh.load_state_dict(model.state_dict(), strict=False)
     assert converted.state_dict().keys() == fresh.state_dict().keys()
     assert all(fresh.state_dict()[name].equal(tensor) for name, tensor in converted.state_dict().items())
     with torch.no_grad():
-        assert converted(**inputs())[0].equal(fresh.eval()(**inputs())[0])
+        assert converted(**make_inputs())[0].equal(fresh.eval()(**make_inputs())[0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fitted_kernel_has_a_smaller_error(kernel):
     """Check the regression of the output projection, and fitting steps that also change the other projections."""
-    model = bert()
-    errors = [error(convert_model(model, **fields_of(kernel), method="mean"), model)]
+    model = make_bert()
+    errors = [compute_error(convert_model(model, **get_kernel_fields(kernel), method="mean"), model)]
     for steps in (0, 60):
         fitted = convert_model(
-            model, **fields_of(kernel), calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
+            model, **get_kernel_fields(kernel), calibration=make_calibration(fit_steps=steps, fit_learning_rate=0.1)
         )
-        errors.append(error(fitted, model))
+        errors.append(compute_error(fitted, model))
     # For linformer, only the regression of the output projection is fitted.
     least = {"linformer": 1.01}.get(kernel, 0.95)
     assert errors[2] < least * errors[1] < least * errors[0], errors
 
 
 def test_heads_and_kernels_convert_together():
-    model = bert()
+    model = make_bert()
     both = convert_model(
-        model, 2, attention_kernel="hedgehog", calibration=calibration(fit_steps=40, fit_learning_rate=0.1)
+        model, 2, attention_kernel="hedgehog", calibration=make_calibration(fit_steps=40, fit_learning_rate=0.1)
     )
     assert both.config.num_key_value_heads == 2
     assert both.encoder.layer[0].attention.self.key_kernel_proj.shape == (2, 8, 8)
-    assert error(both, model) < error(convert_model(model, 2, attention_kernel="hedgehog", method="mean"), model)
+    assert compute_error(both, model) < compute_error(
+        convert_model(model, 2, attention_kernel="hedgehog", method="mean"), model
+    )
 
 
 def test_cross_attention_of_t5_converts_to_a_kernel():
-    model = t5()
-    targets = {"target_texts": text(seed=1)}
+    model = make_t5()
+    targets = {"target_texts": make_texts(seed=1)}
     loose = convert_model(model, cross_attention_kernel="hedgehog", method="mean")
     fitted = convert_model(
         model,
         cross_attention_kernel="hedgehog",
-        calibration=calibration(fit_steps=40, fit_learning_rate=0.1, **targets),
+        calibration=make_calibration(fit_steps=40, fit_learning_rate=0.1, **targets),
     )
-    assert error(fitted, model) < error(loose, model)
+    assert compute_error(fitted, model) < compute_error(loose, model)
     cross_attention = fitted.decoder.block[0].layer[1].EncDecAttention
     assert cross_attention.kernel.name == "hedgehog" and fitted.decoder.block[0].layer[0].SelfAttention.kernel is None
 
 
 @pytest.fixture
 def folder(tmp_path):
-    bert().save_pretrained(tmp_path / "source")
+    make_bert().save_pretrained(tmp_path / "source")
     return tmp_path
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kernel", ["hybrid", "favor"])
 def test_folder_conversion_equals_the_in_memory_conversion(kernel, folder):
-    options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
+    options = {**get_kernel_fields(kernel), "calibration": make_calibration(fit_steps=10), "dtype": "bfloat16"}
     report = convert_checkpoint(folder / "source", folder / "made", **options)
     assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.is_reduced()
     names = {"relative_error_closed_form", "relative_error_fitted", "output_relative_error", "fit_kept"}
@@ -111,7 +113,7 @@ def test_invalid_kernel_requests_raise_before_any_work(folder):
         convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
         ("made", {"attention_kernel": "favor"}, "`attention_kernel`"),
-        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model uses a kernel"),
+        ("made", {"num_key_value_heads": 2, "calibration": make_calibration()}, "the original model uses a kernel"),
         ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings`"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel`"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot be combined"),
@@ -124,7 +126,7 @@ def test_invalid_kernel_requests_raise_before_any_work(folder):
 def test_softmax_layers_stay_unchanged_in_a_kernel_conversion(folder, capsys):
     """Check that other layers equal a conversion of all layers, because each is fitted to the source."""
     lists = {"attention_kernel": [None, "hedgehog"]}
-    options = {"calibration": calibration(fit_steps=10)}
+    options = {"calibration": make_calibration(fit_steps=10)}
     report = convert_checkpoint(folder / "source", folder / "some", per_layer_values=lists, **options)
     convert_checkpoint(folder / "source", folder / "all", attention_kernel="hedgehog", **options)
     assert [layer.change for layer in report.layers] == ["same", "kernel"]
@@ -138,7 +140,7 @@ def test_softmax_layers_stay_unchanged_in_a_kernel_conversion(folder, capsys):
     assert names == {name for name in everywhere if name.startswith(second)}
     assert all(some[name].equal(everywhere[name]) for name in names)
     model = AutoModel.from_pretrained(folder / "some")
-    assert error(model, bert()) < error(AutoModel.from_pretrained(folder / "all"), bert())
+    assert compute_error(model, make_bert()) < compute_error(AutoModel.from_pretrained(folder / "all"), make_bert())
     command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "told")]
     command += ["--per_layer_values", json.dumps(lists), "--method", "mean"]
     assert cli.main(command) == 0

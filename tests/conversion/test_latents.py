@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from architectures import ALBERT, T5
-from fixtures.calibrations import bert, calibration, error, inputs, t5, text
+from fixtures.calibrations import compute_error, make_bert, make_calibration, make_inputs, make_t5, make_texts
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cross_product
 MAPS = ("key", "value", "k", "v")
 
 
-def of_low_rank(model, rank: int):
+def make_low_rank(model, rank: int):
     """Let the key and value projections of all attention modules depend on only `rank` directions of their input."""
     directions = torch.randn(rank, model.config.hidden_size, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -39,47 +39,47 @@ def of_low_rank(model, rank: int):
     return model
 
 
-def on_text(**changes):
+def make_text_calibration(**changes):
     """Return a calibration whose targets are given, because greedy outputs of random weights repeat one token."""
-    return calibration(**{"target_texts": text(seed=1)} | changes)
+    return make_calibration(**{"target_texts": make_texts(seed=1)} | changes)
 
 
 RANKS = {"kv_lora_rank": 32, "encoder_kv_lora_rank": 32, "cross_kv_lora_rank": 32}
 
 
-@pytest.mark.parametrize(("build", "fields"), [(bert, {"kv_lora_rank": 32}), (t5, RANKS)])
+@pytest.mark.parametrize(("build", "fields"), [(make_bert, {"kv_lora_rank": 32}), (make_t5, RANKS)])
 def test_full_width_latent_equals_the_input(build, fields):
     model = build()
     converted = convert_model(model, **fields)
     assert {name: getattr(converted.config, name) for name in fields} == fields
     stored = model.state_dict()
     assert all(torch.equal(stored[name], tensor) for name, tensor in converted.state_dict().items())
-    assert error(converted, model) < 1e-5
+    assert compute_error(converted, model) < 1e-5
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "rank", "fields"),
     [
-        (bert, 8, {"kv_lora_rank": 8}),
-        (t5, 8, {"cross_kv_lora_rank": 8}),
-        (t5, 8, {"kv_lora_rank": 8, "encoder_kv_lora_rank": 8, "cross_kv_lora_rank": 8}),
+        (make_bert, 8, {"kv_lora_rank": 8}),
+        (make_t5, 8, {"cross_kv_lora_rank": 8}),
+        (make_t5, 8, {"kv_lora_rank": 8, "encoder_kv_lora_rank": 8, "cross_kv_lora_rank": 8}),
     ],
 )
 @pytest.mark.parametrize("knows_text", [False, True])
 def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields, knows_text):
-    model = of_low_rank(build(), rank)
+    model = make_low_rank(build(), rank)
     calibration_data = None
     if knows_text:
-        calibration_data = on_text() if model.config.is_encoder_decoder else calibration()
-    assert error(convert_model(model, calibration=calibration_data, **fields), model) < 1e-4
+        calibration_data = make_text_calibration() if model.config.is_encoder_decoder else make_calibration()
+    assert compute_error(convert_model(model, calibration=calibration_data, **fields), model) < 1e-4
     fewer = {name: value - 2 for name, value in fields.items()}
-    assert error(convert_model(model, calibration=calibration_data, **fewer), model) > 1e-2
+    assert compute_error(convert_model(model, calibration=calibration_data, **fewer), model) > 1e-2
 
 
 @torch.no_grad()
 def test_layers_with_a_shared_attention_share_its_latent():
-    model = of_low_rank(ALBERT.make_upstream_model("AlbertModel"), 6)
+    model = make_low_rank(ALBERT.make_upstream_model("AlbertModel"), 6)
     converted = convert_model(model, kv_lora_rank=6)
     batch = ALBERT.batch("AlbertModel")
     names = [name for name in converted.state_dict() if "kv_a_proj" in name]
@@ -88,7 +88,7 @@ def test_layers_with_a_shared_attention_share_its_latent():
 
 
 def test_heads_are_pooled_before_the_latent_is_computed():
-    model = t5()
+    model = make_t5()
     fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12}
     at_once = convert_model(model, 2, "mean", **fields)
     in_turn = convert_model(convert_model(model, 2, "mean"), method="mean", **fields)
@@ -101,12 +101,14 @@ def test_heads_are_pooled_before_the_latent_is_computed():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("build", "rank"), [(bert, "kv_lora_rank"), (t5, "cross_kv_lora_rank"), (t5, "kv_lora_rank")])
+@pytest.mark.parametrize(
+    ("build", "rank"), [(make_bert, "kv_lora_rank"), (make_t5, "cross_kv_lora_rank"), (make_t5, "kv_lora_rank")]
+)
 def test_latent_error_decreases_from_weights_to_closed_form_to_fit(build, rank):
     model = build()
-    calibration_data = on_text if model.config.is_encoder_decoder else calibration
+    calibration_data = make_text_calibration if model.config.is_encoder_decoder else make_calibration
     errors = [
-        error(convert_model(model, calibration=text, **{rank: 8}), model)
+        compute_error(convert_model(model, calibration=text, **{rank: 8}), model)
         for text in (None, calibration_data(fit_steps=0), calibration_data(fit_steps=100))
     ]
     assert errors == sorted(errors, reverse=True)
@@ -114,9 +116,9 @@ def test_latent_error_decreases_from_weights_to_closed_form_to_fit(build, rank):
 
 
 def test_fit_does_not_change_the_shared_latent():
-    model = t5()
+    model = make_t5()
     closed, fitted = (
-        convert_model(model, cross_kv_lora_rank=8, calibration=on_text(fit_steps=steps)).state_dict()
+        convert_model(model, cross_kv_lora_rank=8, calibration=make_text_calibration(fit_steps=steps)).state_dict()
         for steps in (0, 20)
     )
     assert torch.equal(closed["decoder.cross_kv_a_proj.weight"], fitted["decoder.cross_kv_a_proj.weight"])
@@ -126,9 +128,9 @@ def test_fit_does_not_change_the_shared_latent():
 
 
 def test_latent_of_a_single_attention_is_fitted():
-    model = bert()
+    model = make_bert()
     closed, fitted = (
-        convert_model(model, kv_lora_rank=8, calibration=calibration(fit_steps=steps)).state_dict()
+        convert_model(model, kv_lora_rank=8, calibration=make_calibration(fit_steps=steps)).state_dict()
         for steps in (0, 100)
     )
     name = "encoder.layer.1.attention.self.kv_a_proj.weight"
@@ -139,10 +141,10 @@ def test_latent_of_a_single_attention_is_fitted():
 def test_recording_in_several_chunks_changes_no_result(monkeypatch):
     from hf_attn_variants.conversion.calibration import recording
 
-    fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
-    expected = convert_model(t5(), 2, **fields).state_dict()
+    fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": make_text_calibration(fit_steps=3)}
+    expected = convert_model(make_t5(), 2, **fields).state_dict()
     monkeypatch.setattr(recording, "MAX_RECORDED_BYTES", 1)
-    actual = convert_model(t5(), 2, **fields).state_dict()
+    actual = convert_model(make_t5(), 2, **fields).state_dict()
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
@@ -155,9 +157,9 @@ def test_rank_changes_are_checked(before, after, expected):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, "12KB"), (torch.bfloat16, "1GB")])
 def test_latent_folder_conversion_equals_the_in_memory_conversion(tmp_path, dtype, shards):
-    model = t5().to(dtype)
+    model = make_t5().to(dtype)
     model.save_pretrained(tmp_path / "source", max_shard_size=shards)
-    fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12, "calibration": on_text(fit_steps=3)}
+    fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12, "calibration": make_text_calibration(fit_steps=3)}
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, **fields)
     stored = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
@@ -177,9 +179,13 @@ def test_latent_folder_conversion_equals_the_in_memory_conversion(tmp_path, dtyp
 
 
 def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
-    t5().save_pretrained(tmp_path / "source")
+    make_t5().save_pretrained(tmp_path / "source")
     report = convert_checkpoint(
-        tmp_path / "source", tmp_path / "out", kv_lora_rank=32, cross_kv_lora_rank=8, calibration=on_text()
+        tmp_path / "source",
+        tmp_path / "out",
+        kv_lora_rank=32,
+        cross_kv_lora_rank=8,
+        calibration=make_text_calibration(),
     )
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert stored["heads"]["cross_kv_lora_rank"] == [None, 8] and stored["heads"]["kv_lora_rank"] == [None, 32]
@@ -215,12 +221,12 @@ def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
 )
 def test_invalid_latent_conversions_raise_an_error(fields, message):
     with pytest.raises(ValueError, match=message):
-        convert_model(t5(), **fields)
+        convert_model(make_t5(), **fields)
 
 
 def test_key_side_terms_keep_the_latent_of_the_encoder_outputs(tmp_path):
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
-    source = convert_model(t5(), **fields)
+    source = convert_model(make_t5(), **fields)
     with pytest.raises(ValueError, match="`cross_kv_lora_rank`"):
         convert_model(source, cross_kv_lora_rank=8)
     assert convert_model(source, kv_lora_rank=8, method="mean").config.kv_lora_rank == 8
@@ -234,11 +240,11 @@ def test_talking_heads_get_latents_only_from_weights():
     expected, actual = source(**batch).logits, converted(**batch).logits
     assert float((actual - expected).norm() / expected.norm()) < 0.1
     with pytest.raises(ValueError, match="original model's talking heads"):
-        convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
+        convert_model(source, cross_kv_lora_rank=8, calibration=make_text_calibration())
 
 
 def test_latent_tensor_without_its_field_raises_an_error(tmp_path):
-    convert_model(t5(), kv_lora_rank=8, cross_kv_lora_rank=8, method="mean").save_pretrained(tmp_path / "source")
+    convert_model(make_t5(), kv_lora_rank=8, cross_kv_lora_rank=8, method="mean").save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
     for field in ("cross_kv_lora_rank", "kv_lora_rank"):
         config = json.loads(path.read_text())
@@ -249,7 +255,7 @@ def test_latent_tensor_without_its_field_raises_an_error(tmp_path):
 
 
 def test_ranks_can_differ_between_layers(tmp_path):
-    model = bert()
+    model = make_bert()
     model.save_pretrained(tmp_path / "source")
     values = {"kv_lora_rank": [8, None], "num_key_value_heads": [4, 2]}
     report = convert_checkpoint(tmp_path / "source", tmp_path / "mixed", per_layer_values=values, method="mean")
@@ -264,10 +270,10 @@ def test_ranks_can_differ_between_layers(tmp_path):
     assert [row.rank for row in again.layers] == [(8, 8), (None, None)]
     assert AutoModel.from_pretrained(tmp_path / "again").config.num_key_value_heads == 1
     with torch.no_grad():
-        assert mixed(**inputs()).last_hidden_state.isfinite().all()
+        assert mixed(**make_inputs()).last_hidden_state.isfinite().all()
 
 
-@pytest.mark.parametrize("build", [bert, t5])
+@pytest.mark.parametrize("build", [make_bert, make_t5])
 @pytest.mark.parametrize("num_key_value_heads", [4, 2])
 def test_per_layer_heads_convert_with_latents(build, num_key_value_heads):
     model = build() if num_key_value_heads == 4 else convert_model(build(), num_key_value_heads, "mean")
@@ -276,7 +282,7 @@ def test_per_layer_heads_convert_with_latents(build, num_key_value_heads):
     assert converted.config.per_layer_values == values and converted.config.num_key_value_heads == 2
 
 
-def attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
+def make_attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"query": (heads * d, width), "output": (width, heads * d)}
     shapes |= dict.fromkeys(("key", "value"), (kv_heads * d, width))
@@ -287,7 +293,7 @@ def attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
     return AttentionTensors(**tensors), counts
 
 
-def calls(width=10, batch=64, length=7, seed=1, scaling=0.3):
+def make_attention_inputs(width=10, batch=64, length=7, seed=1, scaling=0.3):
     states = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
     valid = torch.ones(batch, length, dtype=torch.bool)
     return [AttentionInputs(states, states, None, None, valid, scaling)]
@@ -304,7 +310,7 @@ def test_best_latent_equals_the_truncated_svd():
 
 
 def test_quadratic_form_without_text_equals_the_error_of_weight_products():
-    tensors, heads = attention(kv_heads=2)
+    tensors, heads = make_attention(kv_heads=2)
     forms = compute_error_forms_from_weights(tensors, heads)
     new = project_onto_latent(tensors, find_best_latent([forms.key, forms.value], 6), forms)
     from hf_attn_variants.conversion.report import compute_attention_errors
@@ -315,8 +321,8 @@ def test_quadratic_form_without_text_equals_the_error_of_weight_products():
 
 
 def test_dropped_value_directions_change_outputs_by_their_energy():
-    tensors, heads = attention(heads=1, kv_heads=1)
-    text = calls()
+    tensors, heads = make_attention(heads=1, kv_heads=1)
+    text = make_attention_inputs()
     forms = compute_error_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     form = forms.value
     latent = find_best_latent([form], 2)
@@ -331,7 +337,7 @@ def test_dropped_value_directions_change_outputs_by_their_energy():
 
 
 def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
-    tensors, heads = attention(heads=1, kv_heads=1)
+    tensors, heads = make_attention(heads=1, kv_heads=1)
     # One query for all: then nothing is taken as independent that is not.
     states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
     memory = torch.randn(400, 7, 10, generator=torch.Generator().manual_seed(3))
@@ -346,9 +352,9 @@ def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
 
 
 def test_mean_of_dropped_value_directions_is_in_the_bias():
-    tensors, heads = attention(kv_heads=2, bias=True)
-    states = calls()[0].states + 5.0
-    text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
+    tensors, heads = make_attention(kv_heads=2, bias=True)
+    states = make_attention_inputs()[0].states + 5.0
+    text = [AttentionInputs(states, states, None, None, make_attention_inputs()[0].valid, 0.0)]
     forms = compute_error_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     new = project_onto_latent(tensors, find_best_latent([forms.value], 2), forms)
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
@@ -362,7 +368,7 @@ class TestLatentsOfASourceWithLatents:
     fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
 
     def test_full_width_rank_is_lossless(self, tmp_path):
-        source = convert_model(t5(), method="mean", **self.fields)
+        source = convert_model(make_t5(), method="mean", **self.fields)
         source.save_pretrained(tmp_path / "source")
         ranks = dict.fromkeys(self.fields, 32)
         converted = convert_checkpoint(tmp_path / "source", tmp_path / "out", **ranks)
@@ -370,27 +376,27 @@ class TestLatentsOfASourceWithLatents:
         assert converted.mean_logits_relative_error < 1e-6
         stored = load_file(tmp_path / "out" / "model.safetensors")
         assert not any("kv_a_proj" in name for name in stored)
-        assert error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
+        assert compute_error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
 
     @pytest.mark.parametrize("knows_text", [False, True])
     @pytest.mark.thorough
     def test_smaller_rank_is_lossless_for_projections_of_that_rank(self, knows_text):
-        model = of_low_rank(t5(), 8)
+        model = make_low_rank(make_t5(), 8)
         source = convert_model(model, method="mean", **self.fields)
-        calibration_data = on_text(fit_steps=3) if knows_text else None
+        calibration_data = make_text_calibration(fit_steps=3) if knows_text else None
         smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=calibration_data)
         assert smaller.config.kv_lora_rank == 8
         assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
-        assert error(smaller, model) < 1e-4
+        assert compute_error(smaller, model) < 1e-4
 
     def test_heads_change_with_the_same_latent(self):
-        source = convert_model(t5(), method="mean", **self.fields)
-        grouped = convert_model(source, 2, calibration=on_text())
+        source = convert_model(make_t5(), method="mean", **self.fields)
+        grouped = convert_model(source, 2, calibration=make_text_calibration())
         latent = "decoder.cross_kv_a_proj.weight"
         assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
-        assert error(grouped, source) < error(convert_model(source, 2, "mean"), source)
+        assert compute_error(grouped, source) < compute_error(convert_model(source, 2, "mean"), source)
 
     def test_larger_rank_raises_an_error(self):
-        source = convert_model(t5(), method="mean", **self.fields)
+        source = convert_model(make_t5(), method="mean", **self.fields)
         with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot be converted to rank 20"):
             convert_model(source, kv_lora_rank=20)

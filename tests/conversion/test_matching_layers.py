@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from architectures import ALBERT, T5
-from fixtures.calibrations import WordTokenizer, bert, calibration, t5
+from fixtures.calibrations import WordTokenizer, make_bert, make_calibration, make_t5
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
@@ -17,12 +17,12 @@ from hf_attn_variants.conversion.layer_choice import compute_matching_shares
 from hf_attn_variants.conversion.plan import make_plan
 
 
-def small(**changes):
+def make_small_calibration(**changes):
     """Return texts of 8 to 23 letters, most of which occur twice."""
-    return calibration(**changes)
+    return make_calibration(**changes)
 
 
-def finder(layers=3, layer=1, **fields):
+def make_matching_bert(layers=3, layer=1, **fields):
     """Return a random BERT whose heads in one layer attend only to the same word."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": layers}
@@ -66,12 +66,12 @@ def shares_of(model, calibration):
 @pytest.mark.parametrize("are_pairs", [False, True])
 def test_matching_share_equals_the_formula(are_pairs, is_decoder):
     """Compare with loops over texts, words and heads; special tokens and padding are not words."""
-    texts = [*small().texts[:40], "zz"]
+    texts = [*make_small_calibration().texts[:40], "zz"]
     texts = list(zip(texts[:20], texts[20:40], strict=True)) if are_pairs else texts
-    model, tokenizer = finder(is_decoder=is_decoder), MarkedTokenizer()
+    model, tokenizer = make_matching_bert(is_decoder=is_decoder), MarkedTokenizer()
     with torch.no_grad():
         model.embeddings.token_type_embeddings.weight.mul_(3.0)
-    result, converted = shares_of(model, calibration_of(texts, tokenizer))
+    result, converted = shares_of(model, make_matching_calibration(texts, tokenizer))
     sums, count = torch.zeros(3, 4), 0
     for text in texts:
         batch = tokenizer(*([item] for item in (text if are_pairs else [text])))
@@ -87,7 +87,7 @@ def test_matching_share_equals_the_formula(are_pairs, is_decoder):
     assert result == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
 
 
-def calibration_of(texts, tokenizer=None):
+def make_matching_calibration(texts, tokenizer=None):
     return Calibration(texts, tokenizer=tokenizer or WordTokenizer(), passages=False, fit_steps=0, batch_size=16)
 
 
@@ -95,9 +95,9 @@ def calibration_of(texts, tokenizer=None):
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 2}, {"attention_kernel": "elu"}, {"kv_lora_rank": 8}])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
-    finder(layer=layer).save_pretrained(tmp_path / "source")
+    make_matching_bert(layer=layer).save_pretrained(tmp_path / "source")
     report = convert_checkpoint(
-        tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=small(), **fields
+        tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=make_small_calibration(), **fields
     )
     assert max(range(3), key=report.matching_shares.__getitem__) == layer
     assert [row.change == "same" for row in report.layers] == [item == layer for item in range(3)]
@@ -114,7 +114,13 @@ def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
 
 
 def test_several_fields_and_layers_stay_unchanged():
-    model = convert_model(finder(4, 2), 2, attention_kernel="elu", keep_matching_layers=2, calibration=small())
+    model = convert_model(
+        make_matching_bert(4, 2),
+        2,
+        attention_kernel="elu",
+        keep_matching_layers=2,
+        calibration=make_small_calibration(),
+    )
     heads, kernels = (model.config.per_layer_values[name] for name in ("num_key_value_heads", "attention_kernel"))
     assert heads[2] == 4 and kernels[2] is None and heads.count(4) == 2
     assert [item is None for item in kernels] == [item == 4 for item in heads]
@@ -123,10 +129,10 @@ def test_several_fields_and_layers_stay_unchanged():
 @pytest.mark.thorough
 def test_second_conversion_keeps_other_per_layer_values():
     """Check that lists of other fields stay, also with `per_layer_values` or a cache size."""
-    model = convert_model(finder(layer=2), 2, keep_matching_layers=1, calibration=small())
+    model = convert_model(make_matching_bert(layer=2), 2, keep_matching_layers=1, calibration=make_small_calibration())
     assert model.config.per_layer_values == {"num_key_value_heads": [2, 2, 4]}
     for options in (
-        {"attention_kernel": "elu", "keep_matching_layers": 1, "calibration": small()},
+        {"attention_kernel": "elu", "keep_matching_layers": 1, "calibration": make_small_calibration()},
         {"per_layer_values": {"attention_kernel": ["elu", "elu", None]}, "method": "mean"},
     ):
         again = convert_model(model, **options)
@@ -137,8 +143,10 @@ def test_second_conversion_keeps_other_per_layer_values():
     heads = {"per_layer_values": {"num_key_value_heads": [1, 1, 2]}}
     fewer = convert_model(again, **heads, method="mean")
     assert fewer.config.per_layer_values["attention_kernel"] == ["elu", "elu", None]
-    latent = convert_model(finder(layer=2), per_layer_values={"kv_lora_rank": [None, 16, None]}, method="mean")
-    both = convert_model(latent, 2, keep_matching_layers=1, calibration=small())
+    latent = convert_model(
+        make_matching_bert(layer=2), per_layer_values={"kv_lora_rank": [None, 16, None]}, method="mean"
+    )
+    both = convert_model(latent, 2, keep_matching_layers=1, calibration=make_small_calibration())
     ranks = both.config.per_layer_values["kv_lora_rank"]
     assert ranks == [None, 16, None] and both.config.per_layer_values["num_key_value_heads"] == [2, 2, 4]
 
@@ -149,9 +157,9 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     """Check that encoder fields keep layers, and that the decoder is converted in all layers."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
     model = architecture.make_upstream_model(head)
-    options = {"target_texts": list(small().texts), "tokenizer": WordTokenizer()}
+    options = {"target_texts": list(make_small_calibration().texts), "tokenizer": WordTokenizer()}
     converted = convert_model(
-        model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=small(**options)
+        model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=make_small_calibration(**options)
     )
     values = converted.config.per_layer_values["encoder_num_key_value_heads"]
     assert sorted(values) == [1, converted.config.get_query_heads("encoder_num_key_value_heads")]
@@ -162,24 +170,24 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
 @pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
 def test_every_encoder_supports_keep_matching_layers(architecture):
     model = architecture.make_upstream_model(next(iter(architecture.heads)))
-    converted = convert_model(model, 1, keep_matching_layers=1, calibration=small())
+    converted = convert_model(model, 1, keep_matching_layers=1, calibration=make_small_calibration())
     assert sorted(converted.config.per_layer_values["num_key_value_heads"])[0] == 1
 
 
 @pytest.mark.parametrize(
     "model, options, message",
     [
-        (bert, {"keep_matching_layers": 0}, "`keep_matching_layers`"),
-        (bert, {"keep_matching_layers": 2}, "between 1 and 1, got 2"),
-        (bert, {"keep_matching_layers": 1, "calibration": None}, "`keep_matching_layers`"),
-        (bert, {"num_key_value_heads": None, "keep_matching_layers": 1}, "nothing to convert"),
+        (make_bert, {"keep_matching_layers": 0}, "`keep_matching_layers`"),
+        (make_bert, {"keep_matching_layers": 2}, "between 1 and 1, got 2"),
+        (make_bert, {"keep_matching_layers": 1, "calibration": None}, "`keep_matching_layers`"),
+        (make_bert, {"num_key_value_heads": None, "keep_matching_layers": 1}, "nothing to convert"),
         (
-            bert,
+            make_bert,
             {"num_key_value_heads": None, "attention_pattern": "sliding_window", "attention_window": 4}
             | {"keep_matching_layers": 1},
             "`num_key_value_heads`",
         ),
-        (t5, {"keep_matching_layers": 1}, "`encoder_num_key_value_heads`"),
+        (make_t5, {"keep_matching_layers": 1}, "`encoder_num_key_value_heads`"),
         (
             lambda: ENCODER_DECODERS[0].make_upstream_model("BartForCausalLM"),
             {"keep_matching_layers": 1},
@@ -191,12 +199,12 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
             "`keep_matching_layers`",
         ),
         (
-            bert,
+            make_bert,
             {"per_layer_values": {"attention_kernel": ["elu", None]}, "keep_matching_layers": 1},
             "`per_layer_values`",
         ),
         (
-            bert,
+            make_bert,
             {"attention_pattern": "sliding_window", "attention_window": 4, "keep_matching_layers": 1},
             "`attention_pattern`",
         ),
@@ -208,7 +216,7 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
     ],
 )
 def test_invalid_keep_matching_layers_raises_an_error(model, options, message):
-    options = {"num_key_value_heads": 2, "calibration": small()} | options
+    options = {"num_key_value_heads": 2, "calibration": make_small_calibration()} | options
     with pytest.raises(ValueError, match=message):
         convert_model(model(), **options)
 
@@ -216,7 +224,7 @@ def test_invalid_keep_matching_layers_raises_an_error(model, options, message):
 def test_text_without_repeated_words_raises_an_error():
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(4)) for i in range(400)]
     with pytest.raises(ValueError, match="contain a word twice"):
-        convert_model(bert(), 2, keep_matching_layers=1, calibration=calibration_of(texts))
+        convert_model(make_bert(), 2, keep_matching_layers=1, calibration=make_matching_calibration(texts))
 
 
 def test_repeated_words_after_the_truncation_are_used():
@@ -224,5 +232,5 @@ def test_repeated_words_after_the_truncation_are_used():
     letters = "abcdefghijklmnopqrstuvwxyz"
     texts = [(letters[i % 26 :] + letters[: i % 26])[:16] * 2 for i in range(64)]
     cut = Calibration(texts, tokenizer=WordTokenizer(), passages=False, max_length=16)
-    shares, _ = shares_of(finder(layer=2), cut)
+    shares, _ = shares_of(make_matching_bert(layer=2), cut)
     assert max(range(3), key=shares.__getitem__) == 2 and shares[2] > 5 * shares[1]

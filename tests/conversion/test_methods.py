@@ -21,7 +21,7 @@ from hf_attn_variants.conversion.plan import make_seeded_generator
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 
 
-def attention(seed=0, bias=True):
+def make_attention(seed=0, bias=True):
     generator = torch.Generator().manual_seed(seed)
     inner = HEADS * HEAD_DIM
     shapes = {"query": (inner, SIZE), "key": (inner, SIZE), "value": (inner, SIZE), "output": (SIZE, inner)}
@@ -31,11 +31,11 @@ def attention(seed=0, bias=True):
     return AttentionTensors(**tensors)
 
 
-def counts(target=KV_HEADS):
+def make_head_counts(target=KV_HEADS):
     return HeadCounts(HEADS, (HEADS, target), (HEADS, target), HEADS, HEAD_DIM)
 
 
-def layer(seed=0, module="encoder.layer.0.attention", std=0.02):
+def make_layer_context(seed=0, module="encoder.layer.0.attention", std=0.02):
     return LayerContext(module, "self", make_seeded_generator(seed, module), std)
 
 
@@ -65,7 +65,7 @@ def test_groups_equal_those_of_torch_grouped_attention():
 
 @pytest.mark.parametrize("target", [1, 2, 4])
 def test_mean_pooling_averages_consecutive_heads(target):
-    weight = attention().key_weight
+    weight = make_attention().key_weight
     group = HEADS // target
     expected = torch.cat(
         [
@@ -90,7 +90,7 @@ def test_repeated_heads_keep_their_weights():
 
 
 def test_pooling_in_two_steps_equals_pooling_in_one():
-    weight = attention().value_weight
+    weight = make_attention().value_weight
     twice = average_heads(average_heads(weight, 12, 4), 4, 2)
     torch.testing.assert_close(twice, average_heads(weight, 12, 2))
 
@@ -98,9 +98,9 @@ def test_pooling_in_two_steps_equals_pooling_in_one():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", ["mean", "first", "random"])
 def test_methods_change_only_keys_and_values(name, bias):
-    before = attention(bias=bias)
-    copy = attention(bias=bias)
-    after = resolve_method(name).pool(before, counts(), layer())
+    before = make_attention(bias=bias)
+    copy = make_attention(bias=bias)
+    after = resolve_method(name).pool(before, make_head_counts(), make_layer_context())
     assert after.key_weight.shape == after.value_weight.shape == (KV_HEADS * HEAD_DIM, SIZE)
     assert after.query_weight is before.query_weight and after.output_weight is before.output_weight
     assert (after.key_bias is None) is not bias
@@ -115,7 +115,9 @@ def test_methods_change_only_keys_and_values(name, bias):
 
 def test_random_method_is_seeded_per_layer():
     draws = [
-        resolve_method("random").pool(attention(), counts(), layer(seed, module)).key_weight
+        resolve_method("random")
+        .pool(make_attention(), make_head_counts(), make_layer_context(seed, module))
+        .key_weight
         for seed, module in [(0, "layer.0"), (0, "layer.0"), (0, "layer.1"), (1, "layer.0")]
     ]
     assert torch.equal(draws[0], draws[1])
@@ -125,7 +127,9 @@ def test_random_method_is_seeded_per_layer():
 def test_random_method_uses_the_initial_scale_without_bias():
     inner = HEADS * 64
     wide = AttentionTensors(*(torch.zeros(inner, 512) for _ in range(4)), *(torch.ones(inner) for _ in range(4)))
-    after = resolve_method("random").pool(wide, HeadCounts(HEADS, (12, 4), (12, 4), HEADS, 64), layer(std=0.5))
+    after = resolve_method("random").pool(
+        wide, HeadCounts(HEADS, (12, 4), (12, 4), HEADS, 64), make_layer_context(std=0.5)
+    )
     assert after.key_weight.std().item() == pytest.approx(0.5, rel=0.02)
     assert not torch.equal(after.key_weight, after.value_weight)
     assert after.key_bias.abs().max() == 0

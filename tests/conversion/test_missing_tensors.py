@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from conversion.conftest import loaded
+from conversion.conftest import load_model
 from relatives import RELATIVES
 
 from hf_attn_variants.conversion import convert_checkpoint
@@ -41,7 +41,7 @@ def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplo
 
 def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertModel")
-    expected = loaded(transformers.BertModel, source)
+    expected = load_model(transformers.BertModel, source)
 
     def as_in_2018(tensors):
         for name in list(tensors):
@@ -56,7 +56,7 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
     edit_tensors(source, as_in_2018)
     convert_checkpoint(source, tmp_path / "out", 12)
     ids = torch.arange(5, 15)[None]
-    actual = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
+    actual = load_model(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
     torch.testing.assert_close(actual, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
     assert "draws it at random" not in caplog.text
 

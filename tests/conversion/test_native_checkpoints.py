@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conversion.conftest import loaded, tensors_of
+from conversion.conftest import load_model, load_tensors
 from fixtures.native_models import HEADS, make_eurobert, make_t5gemma
 from transformers import (
     AutoModel,
@@ -94,7 +94,7 @@ def test_converted_checkpoint_is_loaded_by_transformers_without_this_package(sav
 def test_converted_heads_are_the_means_of_each_group(save, tmp_path, name):
     _, source = save(name)
     convert(source, method="mean", output_dir=tmp_path / "out", **halve(name))
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    before, after = load_tensors(source), load_tensors(tmp_path / "out")
     for key, tensor in before.items():
         pooled = "k_proj" in key or "v_proj" in key
         expected = tensor.unflatten(0, (HEADS // 2, 2, -1)).mean(1).flatten(0, 1) if pooled else tensor
@@ -129,7 +129,7 @@ def test_checkpoint_with_equal_heads_in_each_group_does_not_change(save, tmp_pat
         source = tmp_path / f"{heads}"
         auto_class = AutoModelForSeq2SeqLM if name == "t5gemma" else AutoModelForMaskedLM
         with torch.no_grad():
-            outputs = loaded(auto_class, source)(**inputs).logits, model(**inputs).logits
+            outputs = load_model(auto_class, source)(**inputs).logits, model(**inputs).logits
         torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
@@ -138,7 +138,7 @@ def test_every_head_of_eurobert_is_converted(tmp_path, head):
     make_eurobert(model_class=head).save_pretrained(tmp_path / "source")
     report = convert(tmp_path / "source", 1, method="mean", output_dir=tmp_path / "out")
     assert report.architecture == head.__name__ and report.heads["num_key_value_heads"] == (HEADS, 1)
-    assert loaded(head, tmp_path / "out").config.num_key_value_heads == 1
+    assert load_model(head, tmp_path / "out").config.num_key_value_heads == 1
 
 
 def test_original_remote_code_of_eurobert_is_left_out(save, tmp_path, edit_config):
@@ -161,7 +161,7 @@ def test_converted_t5gemma_generates_the_same_tokens_after_saving(save, tmp_path
         options = options | {"max_new_tokens": 10, "do_sample": False}
         tokens = [
             candidate.generate(**inputs, **options)
-            for candidate in (converted, loaded(AutoModelForSeq2SeqLM, tmp_path / "out"))
+            for candidate in (converted, load_model(AutoModelForSeq2SeqLM, tmp_path / "out"))
         ]
         assert tokens[0].equal(tokens[1]) and len(tokens[0].unique()) > 3
     assert not model.generate(**inputs, max_new_tokens=10, do_sample=False).equal(tokens[0])
@@ -171,8 +171,8 @@ def test_tied_t5gemma_stays_tied(tmp_path):
     parts = {part: make_t5gemma().config.to_dict()[part] for part in ("encoder", "decoder")}
     T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=99)).save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", 1, method="mean", output_dir=tmp_path / "out")
-    assert {*tensors_of(tmp_path / "out")} == {*tensors_of(tmp_path / "source")}
-    model = loaded(AutoModelForSeq2SeqLM, tmp_path / "out")
+    assert {*load_tensors(tmp_path / "out")} == {*load_tensors(tmp_path / "source")}
+    model = load_model(AutoModelForSeq2SeqLM, tmp_path / "out")
     assert model.lm_head.out_proj.weight is model.model.decoder.embed_tokens.weight
     assert (model.config.decoder.num_key_value_heads, model.config.encoder.num_key_value_heads) == (1, HEADS)
 

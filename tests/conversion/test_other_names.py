@@ -25,7 +25,7 @@ MT5_CLASSES = [
 ]
 
 
-def mt5(name):
+def make_mt5(name):
     torch.manual_seed(0)
     return getattr(transformers, name)(transformers.MT5Config(**TINY, **SPECIAL)).eval()
 
@@ -42,7 +42,7 @@ def run(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MT5_CLASSES)
 def test_mt5_classes_convert_in_memory_and_from_a_folder(name, tmp_path):
-    model = mt5(name)
+    model = make_mt5(name)
     model.save_pretrained(tmp_path / "mt5")
     alone = name in ("MT5EncoderModel", "MT5ForTokenClassification")
     field = "encoder_num_key_value_heads" if alone else "num_key_value_heads"
@@ -58,7 +58,7 @@ def test_mt5_classes_convert_in_memory_and_from_a_folder(name, tmp_path):
 
 @pytest.mark.thorough
 def test_mt5_is_counted_and_timed_with_its_transformers_class():
-    config = mt5("MT5ForConditionalGeneration").config.to_dict()
+    config = make_mt5("MT5ForConditionalGeneration").config.to_dict()
     rows = {row.name: row for row in compute_cost_table(config).rows}
     assert rows["MQA"].kv_cache_bytes < rows["MHA"].kv_cache_bytes
     table = measure_speed(config, batch_size=1, length=4, max_new_tokens=2, rounds=1, device="cpu")

@@ -12,10 +12,10 @@ import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.files import staged_folder
 
-from .conftest import loaded
+from .conftest import load_model
 
 
-def snapshot(folder):
+def list_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
@@ -47,7 +47,7 @@ def test_output_may_be_the_working_directory(make_source, tmp_path, monkeypatch)
     assert report.output_dir == "." and os.stat(tmp_path / "here").st_ino == inode
     convert_checkpoint(source, tmp_path / "new", 4)
     assert sorted(os.listdir(".")) == sorted(os.listdir(tmp_path / "new"))
-    assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "here").config.num_key_value_heads == 4
+    assert load_model(transformers.AutoModelForMaskedLM, tmp_path / "here").config.num_key_value_heads == 4
     with pytest.raises(FileExistsError, match="is not empty"):
         convert_checkpoint(source, ".", 4)
 
@@ -164,10 +164,10 @@ class FailsInTheSecondLayer:
 )
 def test_failed_conversion_leaves_no_files(make_source, tmp_path, error):
     source = make_source()
-    before = snapshot(tmp_path)
+    before = list_files(tmp_path)
     with pytest.raises(type(error)):
         convert_checkpoint(source, tmp_path / "new" / "out", 4, FailsInTheSecondLayer(error))
-    assert snapshot(tmp_path) == before
+    assert list_files(tmp_path) == before
     (tmp_path / "empty").mkdir()
     with pytest.raises(type(error)):
         convert_checkpoint(source, tmp_path / "empty", 4, FailsInTheSecondLayer(error))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures.calibrations import WordTokenizer, bert, calibration, t5, text
+from fixtures.calibrations import WordTokenizer, make_bert, make_calibration, make_t5, make_texts
 
 from hf_attn_variants.conversion import convert_model
 from hf_attn_variants.conversion.calibration.batches import join_passages, make_batches
@@ -43,35 +43,35 @@ def test_passages_work_with_few_texts_and_positions():
     assert all(length == 9 for _, length in join_passages(TEXTS, FOUR, 9).values())
 
 
-def tokens(model, **changes):
+def count_tokens(model, **changes):
     """Return the number of tokens of each calibration example."""
-    calibration_data = calibration(**changes)
+    calibration_data = make_calibration(**changes)
     parts = make_batches(model, calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0))
     return sorted(int(count) for part in parts for batch in part for count in batch["attention_mask"].sum(1))
 
 
 def test_passages_are_the_default_only_for_encoders():
-    alone = sorted(map(len, WordTokenizer()(text(), max_length=23)["input_ids"]))
-    assert tokens(bert(), passages=False) == alone and max(alone) < 64
-    mixed = tokens(bert(), passages=None)
+    alone = sorted(map(len, WordTokenizer()(make_texts(), max_length=23)["input_ids"]))
+    assert count_tokens(make_bert(), passages=False) == alone and max(alone) < 64
+    mixed = count_tokens(make_bert(), passages=None)
     # Single texts have at most 23 tokens. Of passages of 16 to 256, log(256 / 24) / log(16) are longer.
     assert len(mixed) == 512 and sum(count > 23 for count in mixed) == pytest.approx(218, abs=4)
     assert 200 < max(mixed) < 256
-    assert max(tokens(bert(), passages=None, max_length=40)) < 40
-    short = bert()
+    assert max(count_tokens(make_bert(), passages=None, max_length=40)) < 40
+    short = make_bert()
     short.config.max_position_embeddings = 80
-    assert 64 < max(tokens(short, passages=None)) < 80
-    targets = {"target_texts": text()}
-    assert tokens(t5(), passages=None, **targets) == tokens(t5(), passages=False, **targets)
+    assert 64 < max(count_tokens(short, passages=None)) < 80
+    targets = {"target_texts": make_texts()}
+    assert count_tokens(make_t5(), passages=None, **targets) == count_tokens(make_t5(), passages=False, **targets)
 
 
 def test_fitted_passages_contain_no_held_out_text():
     texts = [chr(number) * 30 for number in range(207, 257)]  # each with one unique token
-    calibration_data = replace(calibration(passages=None), texts=texts)
+    calibration_data = replace(make_calibration(passages=None), texts=texts)
     used, held_out = (
         {int(token) for batch in part for token in batch["input_ids"].unique()}
         for part in make_batches(
-            bert(), calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0)
+            make_bert(), calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0)
         )
     )
     space = WordTokenizer()([" "])["input_ids"][0][0]
@@ -81,14 +81,14 @@ def test_fitted_passages_contain_no_held_out_text():
 def test_unsupported_passages_raise_an_error():
 
     with pytest.raises(ValueError, match="`passages`"):
-        calibration(passages=True, target_texts=text())
+        make_calibration(passages=True, target_texts=make_texts())
 
 
 @pytest.mark.thorough
 def test_much_shorter_text_than_the_model_supports_gives_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
-        convert_model(bert(), 2, calibration=calibration(passages=None))
+        convert_model(make_bert(), 2, calibration=make_calibration(passages=None))
         assert not any("The longest calibration example" in item.getMessage() for item in caplog.records)
-        convert_model(bert(), 2, calibration=calibration())
+        convert_model(make_bert(), 2, calibration=make_calibration())
     (record,) = (item for item in caplog.records if "The longest calibration example" in item.getMessage())
     assert "The longest calibration example has 22 tokens" in record.getMessage()

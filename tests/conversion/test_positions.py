@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import ALBERT, BERT, T5, token_ids
+from architectures import ALBERT, BERT, T5, make_token_ids
 from fixtures.glue.tiny_bert import make_tiny_bert
 from relatives import ENCODER_DECODERS, ENCODERS
 
@@ -13,13 +13,13 @@ from hf_attn_variants.cli import main as run
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
 
-from .conftest import loaded, tensors_of
+from .conftest import load_model, load_tensors
 
 WINDOW = {"attention_pattern": "sliding_window", "attention_window": 8, "num_global_tokens": 1}
 
 
-def positions_of(folder):
-    return next(item for name, item in tensors_of(folder).items() if "position_embeddings" in name)
+def load_positions(folder):
+    return next(item for name, item in load_tensors(folder).items() if "position_embeddings" in name)
 
 
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
@@ -31,16 +31,16 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
     first = 2 if architecture.name == "roberta" else 0
     old = source.config.max_position_embeddings
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90, **WINDOW)
-    before, after = positions_of(tmp_path / "source"), positions_of(tmp_path / "out")
+    before, after = load_positions(tmp_path / "source"), load_positions(tmp_path / "out")
     assert after.shape[0] == 90 and after[:old].equal(before)
     assert after[old:].equal(before[first:].repeat(3, 1)[: 90 - old])
     assert report.parameters["after"] - report.parameters["before"] == (90 - old) * before.shape[1]
-    model = loaded(transformers.AutoModel, tmp_path / "out")
+    model = load_model(transformers.AutoModel, tmp_path / "out")
     assert model.config.max_position_embeddings == 90 and model.config.attention_window == 8
     with torch.no_grad():
-        assert model(token_ids(2, 80)).last_hidden_state.isfinite().all()
+        assert model(make_token_ids(2, 80)).last_hidden_state.isfinite().all()
         plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # no other change
-        ids = token_ids(2, 9)
+        ids = make_token_ids(2, 9)
         expected = source(ids).last_hidden_state
         torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)
 
@@ -50,18 +50,20 @@ def test_learned_positions_are_interpolated(architecture, tmp_path):
     source = architecture.make_upstream_model(next(iter(architecture.heads)))
     source.save_pretrained(tmp_path / "source")
     first = 2 if architecture.name == "roberta" else 0
-    before = positions_of(tmp_path / "source")
+    before = load_positions(tmp_path / "source")
     old = before.shape[0] - first
     new = 3 * (old - 1) + 1  # every third one is an old one
     convert_checkpoint(
         tmp_path / "source", tmp_path / "out", max_position_embeddings=new + first, position_extension="interpolated"
     )
-    after = positions_of(tmp_path / "out")
+    after = load_positions(tmp_path / "out")
     assert after[:first].equal(before[:first])
     torch.testing.assert_close(after[first::3], before[first:])
     between = (2 * before[first:-1] + before[first + 1 :]) / 3
     torch.testing.assert_close(after[first + 1 :: 3], between)
-    assert loaded(transformers.AutoModel, tmp_path / "out")(token_ids(1, new)).last_hidden_state.isfinite().all()
+    assert (
+        load_model(transformers.AutoModel, tmp_path / "out")(make_token_ids(1, new)).last_hidden_state.isfinite().all()
+    )
 
 
 def test_saved_files_state_the_new_length(tmp_path):
@@ -76,7 +78,7 @@ def test_saved_files_state_the_new_length(tmp_path):
         "max_seq_length": 300,
         "do_lower_case": False,
     }
-    assert positions_of(out).dtype == torch.bfloat16
+    assert load_positions(out).dtype == torch.bfloat16
     config = json.loads((out / "config.json").read_text())
     assert (config["max_position_embeddings"], config["attention_window"]) == (300, 8)
 
@@ -89,8 +91,8 @@ def test_position_buffers_of_old_checkpoints_are_dropped(make_source, edit_tenso
 
     edit_tensors(source, old)
     convert_checkpoint(source, tmp_path / "out", max_position_embeddings=64)
-    assert not [name for name in tensors_of(tmp_path / "out") if name.endswith("position_ids")]
-    loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")(token_ids(1, 64))
+    assert not [name for name in load_tensors(tmp_path / "out") if name.endswith("position_ids")]
+    load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")(make_token_ids(1, 64))
 
 
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda row: row.name)

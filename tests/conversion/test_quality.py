@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from architectures import BERT, T5
-from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, text
+from fixtures.calibrations import WORDS, WordTokenizer, make_bert, make_calibration, make_t5, make_texts
 from fixtures.golden_sources import make_tokenizer
 from relatives import RELATIVES
 from transformers import BertConfig, BertModel
@@ -31,15 +31,15 @@ class MaskingTokenizer(WordTokenizer):
     mask_token_id = 1
 
 
-def source_outputs(model, **changes):
-    calibration_data = calibration(**changes)
+def make_source_outputs(model, **changes):
+    calibration_data = make_calibration(**changes)
     has_encoder = model.config.is_encoder_decoder or "Encoder" in type(model).__name__
     field = f"{'encoder_' if has_encoder else ''}num_key_value_heads"
     model = convert(model, **{field: 4}).eval()  # this package's class, the same heads
-    return model, outputs_of(model, calibration_data)
+    return model, compute_source_outputs(model, calibration_data)
 
 
-def outputs_of(model, calibration_data):
+def compute_source_outputs(model, calibration_data):
     calibration_data = set_length_statistics(calibration_data, calibration_data.tokenizer, model.config)
     held_out = make_untruncated_batches(
         model, calibration_data.tokenizer, calibration_data, torch.Generator().manual_seed(0)
@@ -60,8 +60,8 @@ CASES = [
     ("BertForQuestionAnswering", {}, "predictions", 0.0),
     ("BertForMultipleChoice", {}, "scores", 0.0),
     ("T5ForConditionalGeneration", {}, "tokens", 0.0),
-    ("T5ForConditionalGeneration", {"target_texts": text(seed=1)}, "tokens", 0.0),
-    ("T5Model", {"target_texts": text(seed=1)}, "embeddings", 1.0),
+    ("T5ForConditionalGeneration", {"target_texts": make_texts(seed=1)}, "tokens", 0.0),
+    ("T5Model", {"target_texts": make_texts(seed=1)}, "embeddings", 1.0),
     ("T5EncoderModel", {}, "embeddings", 1.0),
     ("BartForConditionalGeneration", {"max_length": 10}, "tokens", 0.0),
     ("BartForSequenceClassification", {}, "embeddings", 1.0),  # these texts have no end token, which it reads
@@ -77,7 +77,7 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
     upstream = family.make_upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
-    model, outputs = source_outputs(upstream, **calibration_options)
+    model, outputs = make_source_outputs(upstream, **calibration_options)
     result = outputs.compare_with(model)
     assert result.measure == measure and result.examples == 128
     assert result.value == pytest.approx(same, abs=1e-5) and result.is_within_tolerance
@@ -90,7 +90,7 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
 
 
 def test_nan_outputs_are_outside_tolerance():
-    model, outputs = source_outputs(bert())
+    model, outputs = make_source_outputs(make_bert())
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
     result = outputs.compare_with(model)
@@ -112,16 +112,16 @@ def test_endless_texts_are_counted_separately_from_changed_words():
 
 @pytest.mark.thorough
 def test_generation_without_an_end_is_counted():
-    model, outputs = source_outputs(t5(), max_length=40)
+    model, outputs = make_source_outputs(make_t5(), max_length=40)
     assert outputs.compare_with(model).runaway == 0
     outputs._generation.suppress_tokens = [0, model.config.eos_token_id]
     assert outputs.compare_with(model).runaway == 128
 
 
 def test_identical_examples_are_inconclusive():
-    model, calibration_data = convert(bert(), num_key_value_heads=4).eval(), calibration()
+    model, calibration_data = convert(make_bert(), num_key_value_heads=4).eval(), make_calibration()
     calibration_data = dataclasses.replace(calibration_data, texts=[calibration_data.texts[0]] * 40)
-    result = outputs_of(model, calibration_data).compare_with(model)
+    result = compute_source_outputs(model, calibration_data).compare_with(model)
     assert result.alike and result.value is None and result.verdict == "inconclusive"
     assert str(result) == "the original model gives all examples the same embedding, so the models cannot be compared"
     assert str(Quality.from_dict(result.to_dict())) == str(result)
@@ -133,7 +133,7 @@ def test_text_unknown_to_the_source_is_inconclusive(caplog):
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
     model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
-    model, outputs = source_outputs(model, target_texts=text(seed=1))
+    model, outputs = make_source_outputs(model, target_texts=make_texts(seed=1))
     result = outputs.compare_with(model)
     assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
     assert result.unknown and not result.is_within_tolerance and result.verdict == "inconclusive"
@@ -144,7 +144,7 @@ def test_text_unknown_to_the_source_is_inconclusive(caplog):
     assert Quality.from_dict(result.to_dict()).verdict == "inconclusive"
 
 
-def quality(measure, value, interval=None, examples=100):
+def make_quality(measure, value, interval=None, examples=100):
     return Quality(measure, value, TOLERANCES[measure], examples, interval=interval)
 
 
@@ -162,11 +162,11 @@ def quality(measure, value, interval=None, examples=100):
     ],
 )
 def test_interval_determines_the_verdict(measure, value, interval, verdict):
-    result = quality(measure, value, interval)
+    result = make_quality(measure, value, interval)
     assert result.verdict == Quality.from_dict(json.loads(json.dumps(result.to_dict()))).verdict == verdict
     assert result.is_within_tolerance is (verdict == "within tolerance")
     assert "(95 % interval " in str(result)
-    assert quality(measure, value, examples=1).verdict == "inconclusive"
+    assert make_quality(measure, value, examples=1).verdict == "inconclusive"
 
 
 def test_wilson_and_clustered_intervals_equal_their_formulas():
@@ -203,7 +203,7 @@ def test_intervals_have_their_nominal_coverage():
     assert 370 <= min(hits.values())
 
 
-def classifier(head, rare_words, **fields):
+def make_classifier(head, rare_words, **fields):
     """Return a model that assigns class 1 by words, and a copy that always assigns class 0."""
     model = BERT.make_upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def classifier(head, rare_words, **fields):
 
 def test_tagger_without_tags_is_outside_tolerance():
     """Check a tagger that changes less than 10% of all tokens."""
-    model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
+    model, outputs = make_source_outputs(make_classifier("BertForTokenClassification", [41]))
     same = outputs.compare_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
     tags = torch.cat(outputs._source_outputs["predictions"])
@@ -233,12 +233,12 @@ def test_tagger_without_tags_is_outside_tolerance():
 
 
 def test_majority_classifier_is_outside_tolerance():
-    calibration_data = calibration()
+    calibration_data = make_calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
     rare = calibration_data.tokenizer(["k"], max_length=9)["input_ids"][0][0]
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
     model = convert(upstream, num_key_value_heads=4).eval()
-    outputs = outputs_of(model, dataclasses.replace(calibration_data, texts=texts))
+    outputs = compute_source_outputs(model, dataclasses.replace(calibration_data, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
     assert any(is_rare)
     outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
@@ -249,9 +249,9 @@ def test_majority_classifier_is_outside_tolerance():
     assert outputs.compare_with(model).value == 0.5  # none is so frequent: all examples count
 
 
-def labels(source, converted):
+def compare_labels(source, converted):
     """Return a comparison of labels [b, labels]."""
-    _, outputs = source_outputs(
+    _, outputs = make_source_outputs(
         BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
     outputs._is_frequent = source.float().mean(0) > 0.5
@@ -263,13 +263,13 @@ def labels(source, converted):
 def test_only_labels_of_either_model_count():
     source = torch.tensor([[True, False, False], [False, True, False], [False, False, False]])
     converted = torch.tensor([[True, False, False], [False, False, True], [False, False, False]])
-    assert labels(source, converted) == pytest.approx(2 / 3)
+    assert compare_labels(source, converted) == pytest.approx(2 / 3)
 
 
 def test_frequent_label_is_measured_on_texts_without_it():
     source = torch.tensor([[True]] * 9 + [[False]])
-    assert labels(source, torch.ones(10, 1, dtype=torch.bool)) == 1.0
-    assert labels(source, source) == 0.0
+    assert compare_labels(source, torch.ones(10, 1, dtype=torch.bool)) == 1.0
+    assert compare_labels(source, source) == 0.0
 
 
 def test_label_of_all_texts_is_compared_by_scores():
@@ -277,7 +277,7 @@ def test_label_of_all_texts_is_compared_by_scores():
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
         upstream.classifier.bias.fill_(100.0)  # every text has it
-    model, outputs = source_outputs(upstream)
+    model, outputs = make_source_outputs(upstream)
     result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
@@ -286,7 +286,7 @@ def test_examples_without_labels_are_compared_by_scores():
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
-    model, outputs = source_outputs(upstream)
+    model, outputs = make_source_outputs(upstream)
     result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
@@ -319,8 +319,8 @@ def test_edit_distance_counts_changed_words(first, second, distance):
 @pytest.mark.thorough
 def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
     """A latent of two numbers holds nothing of keys and values of thirty-two."""
-    bert().save_pretrained(tmp_path / "source")
-    options = {"kv_lora_rank": 2, "calibration": calibration()}
+    make_bert().save_pretrained(tmp_path / "source")
+    options = {"kv_lora_rank": 2, "calibration": make_calibration()}
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **options)
     assert "The conversion is outside tolerance" in caplog.text and "--num_key_value_heads" in caplog.text
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
@@ -333,22 +333,22 @@ def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
     left = json.loads((tmp_path / "strict.conversion_report.json").read_text())
     assert left["quality"] == report["quality"] and left["layers"]
     with pytest.raises(ValueError, match="is outside tolerance"):
-        convert(bert(), **options, strict=True)
+        convert(make_bert(), **options, strict=True)
     with pytest.raises(ValueError, match="is outside tolerance"):
         convert(tmp_path / "source", **options, strict=True)
 
 
 def test_strict_without_held_out_text_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`strict` .*`calibration`"):
-        convert(bert(), 2, method="mean", strict=True)
+        convert(make_bert(), 2, method="mean", strict=True)
 
 
 @pytest.mark.thorough
 def test_measurement_restores_the_generation_settings():
     """Check that comparing greedy outputs keeps the generation settings of the user's model."""
-    model = t5()
+    model = make_t5()
     model.generation_config.num_beams = 3
-    converted = convert(model.train(), 2, calibration=calibration(max_length=12))
+    converted = convert(model.train(), 2, calibration=make_calibration(max_length=12))
     assert converted.generation_config.num_beams == 3 and converted.training
 
 
@@ -356,7 +356,7 @@ def test_measurement_restores_the_generation_settings():
 def test_convert_command_supports_strict_and_quiet(tmp_path, capsys):
     """Check status 1 without a folder, or a warning; attention errors appear only on request."""
     lines = tmp_path / "lines.txt"
-    lines.write_text("".join(f"{row}\n" for row in text()))
+    lines.write_text("".join(f"{row}\n" for row in make_texts()))
     source = tmp_path / "source"
     words = len(make_tokenizer("bert", lines.read_text(), source))
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -23,7 +23,7 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 
 
-def tensors(kv_heads: int) -> AttentionTensors:
+def make_tensors(kv_heads: int) -> AttentionTensors:
     generator = torch.Generator().manual_seed(0)
     rows = {"query": HEADS, "key": kv_heads, "value": kv_heads}
     parts = {}
@@ -34,7 +34,7 @@ def tensors(kv_heads: int) -> AttentionTensors:
     return AttentionTensors(**parts, output_weight=output)
 
 
-def recorded(mask: str, with_bias: bool, memory_length: int) -> AttentionInputs:
+def make_inputs(mask: str, with_bias: bool, memory_length: int) -> AttentionInputs:
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(BATCH, LENGTH, SIZE, generator=generator, dtype=torch.float64)
     memory = states
@@ -59,7 +59,7 @@ def recorded(mask: str, with_bias: bool, memory_length: int) -> AttentionInputs:
     [("none", LENGTH), ("none", 5), ("none", 1), ("padding", LENGTH), ("padding", 5), ("causal", LENGTH)],
 )
 def test_compute_attention_equals_the_formula(mask, with_bias, memory_length, kv_heads):
-    attention, inputs = tensors(kv_heads), recorded(mask, with_bias, memory_length)
+    attention, inputs = make_tensors(kv_heads), make_inputs(mask, with_bias, memory_length)
     names = [name for name, value in vars(attention).items() if isinstance(value, torch.Tensor)]
     results = []
     for fused in (True, False):
@@ -96,7 +96,7 @@ PATTERNED = [
 ]
 
 
-def contexts_of(model, batch):
+def record_contexts(model, batch):
     """Return the inputs of each attention's output projection, {path: tensors of its calls}."""
     actual = {}
     for site, path, module in model.named_attention_modules():
@@ -127,7 +127,7 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
     plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)
     paths = [module.name for module in plan.reduced_modules]
     calls = record_inputs(model, paths, [batch])
-    expected = contexts_of(model, batch)
+    expected = record_contexts(model, batch)
     patterned = {
         path for site, path, module in model.named_attention_modules() if module.get_submodule(site.core).key_range
     }

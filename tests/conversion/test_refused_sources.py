@@ -11,7 +11,7 @@ from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.checkpoint.models import convert_loading_errors
 
-from .conftest import LAYER, loaded, tensors_of
+from .conftest import LAYER, load_model, load_tensors
 
 
 def test_softmax_heads_of_t5_cannot_change(tmp_path):
@@ -136,10 +136,10 @@ def test_missing_architecture_loads_the_base_model(make_source, edit_config, tmp
     source = make_source()
     edit_config(source, architectures=None)
     assert convert_checkpoint(source, tmp_path / "out", 4).architecture == "AttnVariantBertModel"
-    converted = loaded(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    converted = load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")
     assert torch.equal(
         converted.bert.encoder.layer[1].output.dense.weight,
-        tensors_of(source)["bert.encoder.layer.1.output.dense.weight"],
+        load_tensors(source)["bert.encoder.layer.1.output.dense.weight"],
     )
 
 

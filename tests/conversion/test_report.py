@@ -10,7 +10,7 @@ from hf_attn_variants.conversion.report import compute_attention_errors
 HEADS, HEAD_DIM, SIZE, MEMORY = 6, 3, 10, 7
 
 
-def attention(kv_heads, bias=True, seed=0):
+def make_attention(kv_heads, bias=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -21,7 +21,7 @@ def attention(kv_heads, bias=True, seed=0):
     return AttentionTensors(draw(inner, SIZE), draw(kv, MEMORY), draw(kv, MEMORY), draw(SIZE, inner), *biases)
 
 
-def products(tensors, kv_heads):
+def compute_products(tensors, kv_heads):
     """Return [W_q | b_q]^T [W_k | b_k] and W_o [W_v | b_v] of every head, computed in full."""
     logits, values = [], []
     for i in range(HEADS):
@@ -43,7 +43,7 @@ def products(tensors, kv_heads):
 @pytest.mark.parametrize("source, target", [(6, 2), (6, 1), (3, 1), (2, 6)])
 def test_report_errors_equal_those_of_full_products(source, target, same_query, bias, block, monkeypatch):
     monkeypatch.setattr(report, "_COMPARED_ELEMENTS", block)
-    before, after = attention(source, bias), attention(target, bias, seed=1)
+    before, after = make_attention(source, bias), make_attention(target, bias, seed=1)
     if same_query:
         unchanged = {
             name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")
@@ -52,19 +52,19 @@ def test_report_errors_equal_those_of_full_products(source, target, same_query, 
     heads = HeadCounts(HEADS, (source, target), (source, target), HEADS, HEAD_DIM)
     expected = [
         ((old - new).norm() / old.norm()).item()
-        for old, new in zip(products(before, source), products(after, target), strict=True)
+        for old, new in zip(compute_products(before, source), compute_products(after, target), strict=True)
     ]
     assert compute_attention_errors(before, after, heads) == pytest.approx(expected, rel=1e-9)
 
 
 def test_unchanged_weights_have_zero_error():
-    before = attention(2)
+    before = make_attention(2)
     tensors = {name: value for name, value in vars(before).items() if isinstance(value, torch.Tensor)}
     copy = AttentionTensors(**{name: value.clone() for name, value in tensors.items()})
     assert compute_attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
 
 
 def test_error_relative_to_zero_is_undefined():
-    before = attention(2, bias=False)
+    before = make_attention(2, bias=False)
     zero = AttentionTensors(**(vars(before) | {"key_weight": torch.zeros_like(before.key_weight)}))
     assert compute_attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)

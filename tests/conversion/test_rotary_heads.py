@@ -63,7 +63,7 @@ def make_inputs(frequencies, layout, lengths=(9, 6), seed=1):
     return [AttentionInputs(states, states, mask[:, None, None], None, valid, 0.5, rotary=rotary)]
 
 
-def head_counts(new=2, old=QUERY_HEADS, head_dim=4):
+def make_head_counts(new=2, old=QUERY_HEADS, head_dim=4):
     return HeadCounts(QUERY_HEADS, (old, new), (old, new), QUERY_HEADS, head_dim)
 
 
@@ -110,11 +110,11 @@ def list_scores(tensors, inputs, heads):
 @FREQUENCIES
 @pytest.mark.parametrize("head_dim", [4, 6], ids=["full", "partial"])
 def test_query_factors_equal_least_squares_over_all_pairs_of_tokens(layout, frequencies, head_dim):
-    inputs, heads = make_inputs(frequencies, layout), head_counts(head_dim=head_dim)
+    inputs, heads = make_inputs(frequencies, layout), make_head_counts(head_dim=head_dim)
     tensors, new = make_attention(head_dim), make_attention(head_dim, key_heads=2, seed=5)
     pairs = inputs[0].rotary.get_pairs(head_dim)
     fitted = refit_rotary_queries(tensors, new, heads, inputs, pairs)
-    counts = head_counts(old=2, head_dim=head_dim)
+    counts = make_head_counts(old=2, head_dim=head_dim)
     # Brute force: the scores of each basis map, for all pairs of tokens.
     rest = torch.eye(len(pairs.rest) ** 2, dtype=torch.float64).unflatten(1, (len(pairs.rest), len(pairs.rest)))
     factors = torch.cat([torch.eye(2, dtype=torch.complex128), 1j * torch.eye(2, dtype=torch.complex128)])
@@ -125,7 +125,7 @@ def test_query_factors_equal_least_squares_over_all_pairs_of_tokens(layout, freq
     columns = []
     for matrix in basis:
         query = tensors.apply_to_role("query", partial(apply_maps, maps=matrix.repeat(QUERY_HEADS, 1, 1)))
-        columns.append(list_scores(AttentionTensors(**{**fields(new), **query}), inputs, counts))
+        columns.append(list_scores(AttentionTensors(**{**get_fields(new), **query}), inputs, counts))
     target = list_scores(tensors, inputs, heads)
     for head in range(QUERY_HEADS):
         features = torch.stack([column[head] for column in columns], 1)
@@ -141,14 +141,14 @@ def apply_maps(projection, maps):
     return torch.einsum("hde,he...->hd...", maps, projection.unflatten(0, (len(maps), -1))).flatten(0, 1)
 
 
-def fields(tensors):
+def get_fields(tensors):
     names = [f"{role}_{part}" for role in ("query", "key", "value", "output") for part in ("weight", "bias")]
     return {name: getattr(tensors, name) for name in names}
 
 
 @LAYOUTS
 def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
-    inputs, heads = make_inputs((1.0, 0.1), layout), head_counts(new=1)
+    inputs, heads = make_inputs((1.0, 0.1), layout), make_head_counts(new=1)
     tensors, pairs = make_attention(), inputs[0].rotary.get_pairs(4)
     moments = compute_head_moments(tensors, heads, inputs, [range(4)])
     key_maps, query_maps, energy = find_shared_rotary_head(moments.queries, moments.keys[0], pairs)
@@ -172,7 +172,7 @@ def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
     assert energy == pytest.approx(float(preserved / total))
 
 
-def tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
+def make_tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
     """Return an attention with 4 heads in two groups, in each of which the keys differ only by commuting maps."""
     tensors, pairs = make_attention(head_dim), make_rotary(1, frequencies, layout).get_pairs(head_dim)
     generator = torch.Generator().manual_seed(3)
@@ -183,7 +183,7 @@ def tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
         key, value = (getattr(tensors, f"{role}_{part}").unflatten(0, (QUERY_HEADS, -1)) for role in ("key", "value"))
         changed[f"key_{part}"] = apply_maps(key[[0, 0, 2, 2]].flatten(0, 1), maps)
         changed[f"value_{part}"] = value[[0, 0, 2, 2]].flatten(0, 1)
-    return AttentionTensors(**{**fields(tensors), **changed})
+    return AttentionTensors(**{**get_fields(tensors), **changed})
 
 
 def compute_output_error(tensors, new, inputs):
@@ -196,8 +196,8 @@ def compute_output_error(tensors, new, inputs):
 
 @LAYOUTS
 def test_aligned_heads_that_differ_by_phases_are_merged_without_a_loss(layout):
-    inputs, heads = make_inputs((1.0, 0.1), layout), head_counts(head_dim=6)
-    tensors = tied_attention(layout, modulus=False)
+    inputs, heads = make_inputs((1.0, 0.1), layout), make_head_counts(head_dim=6)
+    tensors = make_tied_attention(layout, modulus=False)
     layer = LayerContext("layer", "self", torch.Generator(), 0.02, inputs=inputs)
     assert compute_output_error(tensors, Aligned().convert_module(tensors, heads, layer), inputs) < 1e-6
 
@@ -205,8 +205,8 @@ def test_aligned_heads_that_differ_by_phases_are_merged_without_a_loss(layout):
 @LAYOUTS
 @FREQUENCIES
 def test_closed_form_merges_heads_that_differ_by_complex_factors(layout, frequencies):
-    inputs, heads = make_inputs(frequencies, layout, lengths=(30, 25, 17)), head_counts(head_dim=6)
-    tensors = tied_attention(layout, modulus=True, frequencies=frequencies)
+    inputs, heads = make_inputs(frequencies, layout, lengths=(30, 25, 17)), make_head_counts(head_dim=6)
+    tensors = make_tied_attention(layout, modulus=True, frequencies=frequencies)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
     forms = list(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms.append(refit_rotary_queries(tensors, forms[0], heads, inputs, inputs[0].rotary.get_pairs(6)))
@@ -217,26 +217,26 @@ def test_closed_form_merges_heads_that_differ_by_complex_factors(layout, frequen
 
 @LAYOUTS
 def test_groups_of_heads_that_differ_by_complex_factors_are_found(layout):
-    tensors, inputs = tied_attention(layout, modulus=True), make_inputs((1.0, 0.1), layout, lengths=(30, 25))
+    tensors, inputs = make_tied_attention(layout, modulus=True), make_inputs((1.0, 0.1), layout, lengths=(30, 25))
     order = [0, 2, 1, 3]
     changed = {}
     for role in ("query", "key", "value"):
         for part in ("weight", "bias"):
             changed[f"{role}_{part}"] = getattr(tensors, f"{role}_{part}").unflatten(0, (4, -1))[order].flatten(0, 1)
     changed["output_weight"] = tensors.output_weight.unflatten(1, (4, -1))[:, order].flatten(1)
-    shuffled = AttentionTensors(**{**fields(tensors), **changed})
-    groups = find_best_groups(shuffled, head_counts(head_dim=6), inputs, torch.Generator().manual_seed(0))
+    shuffled = AttentionTensors(**{**get_fields(tensors), **changed})
+    groups = find_best_groups(shuffled, make_head_counts(head_dim=6), inputs, torch.Generator().manual_seed(0))
     assert groups == [[0, 2], [1, 3]]
 
 
 @FREQUENCIES
 def test_fitted_factors_are_between_those_of_separate_pairs_and_the_joint_optimum(frequencies):
-    inputs, heads = make_inputs(frequencies, "half", lengths=(20, 15)), head_counts(new=1)
+    inputs, heads = make_inputs(frequencies, "half", lengths=(20, 15)), make_head_counts(new=1)
     tensors, pairs = make_attention(), inputs[0].rotary.get_pairs(4)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
     form = next(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms = form, refit_rotary_queries(tensors, form, heads, inputs, pairs)
-    counts, target = head_counts(new=1, old=1), list_scores(tensors, inputs, heads)
+    counts, target = make_head_counts(new=1, old=1), list_scores(tensors, inputs, heads)
     separate, fitted = ((list_scores(factor_set, inputs, counts) - target).norm() for factor_set in forms)
     # Brute force: all factors of keys and queries, from several random starts.
     keys, queries = (tensors.join_weight_and_bias(role).unflatten(0, (4, -1)) for role in ("key", "query"))

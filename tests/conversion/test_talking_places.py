@@ -25,7 +25,7 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def logits(model):
+def compute_logits(model):
     with torch.no_grad():
         return model.eval()(**T5.batch(HEAD), use_cache=False).logits
 
@@ -43,7 +43,7 @@ def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsy
     names = {name for name, _ in model.named_parameters() if name.endswith(("s_proj", "m2l_proj"))}
     assert len(names) == 6 and all(".EncDecAttention." in name for name in names)
     plain = transformers.T5ForConditionalGeneration.from_pretrained(source)
-    torch.testing.assert_close(logits(model), logits(plain), atol=1e-5, rtol=0)
+    torch.testing.assert_close(compute_logits(model), compute_logits(plain), atol=1e-5, rtol=0)
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["talking_heads"]["cross m2l_proj"] == [40, 12, 12]
     card = str(generate_model_card(tmp_path / "out", "me/model"))

@@ -18,15 +18,15 @@ from typing import Any
 
 import datasets
 import pytest
-from fixtures.markdown_blocks import Block, blocks_of, commands_of, inline_commands
+from fixtures.markdown_blocks import Block, find_inline_commands, read_blocks, split_commands
 from fixtures.named_checkpoints import (
     CheckpointShelf,
-    architecture_of,
+    guess_architecture,
     write_glue_folder,
     write_hub_datasets,
     write_text,
 )
-from fixtures.speech import recordings
+from fixtures.speech import write_recordings
 from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 }
-BLOCKS = {name: blocks_of(path, name) for name, path in DOCUMENTS.items()}
+BLOCKS = {name: read_blocks(path, name) for name, path in DOCUMENTS.items()}
 
 # Blocks that are something to read, by their document and how they begin.
 SHOWN = {
@@ -137,16 +137,16 @@ class Reader:
         if block.is_python:
             self.run_python(block)
         elif block.is_shell:
-            for words in commands_of(block):
+            for words in split_commands(block):
                 self.run_command(words, block)
         self.monkeypatch.chdir(self.folder)
 
     def run_python(self, block: Block) -> None:
         # Errors show the document's own line.
         tree = ast.parse("\n" * block.line + block.text, filename=block.document)
-        for name in checkpoint_names(tree):
+        for name in find_checkpoint_names(tree):
             self.provide_checkpoint(name, block.document)
-        for path in keyword_texts(tree, "calibration"):
+        for path in find_keyword_texts(tree, "calibration"):
             provide_file(Path(path))
         names = {"__name__": "__main__"} | self.introduced(block.document)
         exec(compile(tree, block.document, "exec"), names)
@@ -165,18 +165,18 @@ class Reader:
         return {name: makers[name]() for name in INTRODUCED.get(document, ())}
 
     def run_command(self, words: list[str], block: Block) -> None:
-        if reason_not_to_run(words):
+        if get_reason_not_to_run(words):
             self.check(words)
             return
-        words = without_launcher(filled_in(words))
+        words = remove_launcher(fill_in_placeholders(words))
         args = self.parse(words)
         self.provide(args, block.document)
-        status = self.start([*words, *fewer_steps(args)])
+        status = self.start([*words, *get_short_run_flags(args)])
         assert status in (0, None), f"{block}: {' '.join(words)} ended with {status}"
 
     def check(self, words: list[str]) -> argparse.Namespace | None:
         """Check the arguments of a command that is not run."""
-        words = filled_in(words)
+        words = fill_in_placeholders(words)
         if words[:2] == ["accelerate", "config"]:
             return None
         if words[0] == "make":
@@ -195,7 +195,7 @@ class Reader:
             paths = [ROOT / word.removesuffix("...") for word in words[3:] if word.startswith("tests")]
             assert all(path.exists() for path in paths), f"not there: {paths}"
             return None
-        return self.parse(without_launcher(words))
+        return self.parse(remove_launcher(words))
 
     def parse(self, words: list[str]) -> argparse.Namespace | None:
         """Parse a command with the parser of its script."""
@@ -241,12 +241,12 @@ class Reader:
                 for path in map(Path, [value] if isinstance(value, str) else value):
                     provide_file(path)
             elif name == "calibration_audio_dir" and value and not Path(value).exists():
-                recordings(Path(value), 60, seconds=0.1)
+                write_recordings(Path(value), 60, seconds=0.1)
             elif name == "data_dir" and value and not Path(value).exists():
                 write_glue_folder(Path(value), get_task(args.task_name).folder)
 
     def provide_checkpoint(self, name: str, document: str) -> None:
-        if Path(name).exists() or architecture_of(name) is None:
+        if Path(name).exists() or guess_architecture(name) is None:
             return
         checkpoint = GIVEN.get(document)
         assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: nothing before it makes {name!r}"
@@ -267,17 +267,17 @@ def provide_file(path: Path) -> None:
         write_text(path)
 
 
-def reason_not_to_run(words: list[str]) -> str | None:
+def get_reason_not_to_run(words: list[str]) -> str | None:
     command = " ".join(words)
     return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
 
 
-def filled_in(words: list[str]) -> list[str]:
+def fill_in_placeholders(words: list[str]) -> list[str]:
     pattern = re.compile(r"\b(" + "|".join(PLACEHOLDERS) + r")\b")
     return [pattern.sub(lambda match: PLACEHOLDERS[match[1]], word) for word in words]
 
 
-def without_launcher(words: list[str]) -> list[str]:
+def remove_launcher(words: list[str]) -> list[str]:
     """Return the command that `accelerate launch` or `torchrun` would start, after parsing its arguments."""
     if words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser
@@ -293,7 +293,7 @@ def without_launcher(words: list[str]) -> list[str]:
     return ["python", args.training_script, *args.training_script_args]
 
 
-def fewer_steps(args: argparse.Namespace) -> list[str]:
+def get_short_run_flags(args: argparse.Namespace) -> list[str]:
     """Return arguments that reduce a command to few rows and steps."""
     more: dict[str, Any] = {}
     if hasattr(args, "max_train_steps"):
@@ -327,20 +327,20 @@ def make_targets() -> set[str]:
     return set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split())
 
 
-def checkpoint_names(tree: ast.AST) -> list[str]:
+def find_checkpoint_names(tree: ast.AST) -> list[str]:
     """Return the texts in calls of a program, except those that it writes to."""
-    names, written = [], keyword_texts(tree, "output_dir")
+    names, written = [], find_keyword_texts(tree, "output_dir")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if called.startswith(("save", "print")):
             continue
         arguments = [*call.args, *(word.value for word in call.keywords if word.arg != "output_dir")]
         texts = [node.value for node in arguments if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        names += [text for text in texts if re.fullmatch(r"[\w./-]+", text) and architecture_of(text)]
+        names += [text for text in texts if re.fullmatch(r"[\w./-]+", text) and guess_architecture(text)]
     return [name for name in names if name not in written]
 
 
-def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
+def find_keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
     """Return the texts that calls of a program pass under a keyword."""
     words = [word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
     arguments = [word.value for word in words if word.arg == keyword]
@@ -396,8 +396,8 @@ def test_every_block_runs_or_is_listed_as_not_run():
 
 
 def test_blocks_listed_as_not_run_exist():
-    commands = [" ".join(words) for path in DOCUMENTS.values() for words in inline_commands(path)]
-    commands += [" ".join(w) for blocks in BLOCKS.values() for b in blocks if b.is_shell for w in commands_of(b)]
+    commands = [" ".join(words) for path in DOCUMENTS.values() for words in find_inline_commands(path)]
+    commands += [" ".join(w) for blocks in BLOCKS.values() for b in blocks if b.is_shell for w in split_commands(b)]
     for start in NOT_RUN:
         assert any(command.startswith(start) for command in commands), (
             f"NOT_RUN names {start!r}, which no document has"
@@ -406,7 +406,7 @@ def test_blocks_listed_as_not_run_exist():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_inline_commands_are_accepted_by_their_parsers(document, reader):
-    for words in inline_commands(DOCUMENTS[document]):
+    for words in find_inline_commands(DOCUMENTS[document]):
         if words[0] == "attn-variants" and words[1].startswith("--"):
             with pytest.raises(SystemExit) as stopped:
                 cli.main(words[1:])

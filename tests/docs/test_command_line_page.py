@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs/command_line_page.py"
 
 
-def words(text):
+def join_words(text):
     # Versions of Python break the lines of a help at other places.
     return "".join(text.split())
 
@@ -23,5 +23,5 @@ def test_command_line_page_is_up_to_date():
     command = [sys.executable, "-c", f"import runpy; print(runpy.run_path({str(SCRIPT)!r})['page_text']())"]
     generated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     text = page["PAGE"].read_text(encoding="utf-8")
-    assert words(text) == words(generated), "run `make fields`"
+    assert join_words(text) == join_words(generated), "run `make fields`"
     assert str(ROOT) not in text

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from markdown_links import CODE, shown_links
+from markdown_links import CODE, find_links
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -16,7 +16,7 @@ PAGES = sorted(
 
 
 @cache
-def anchors(path):
+def get_anchors(path):
     """Return the anchors of a page's headings, as GitHub makes them."""
     # In a block of code "# " begins a comment; code within a line may be a heading's.
     text = CODE.sub(lambda code: "" if "\n" in code[0] else code[0], path.read_text(encoding="utf-8"))
@@ -28,11 +28,11 @@ def anchors(path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_targets(page):
     broken = []
-    for target in shown_links(page.read_text(encoding="utf-8")):
+    for target in find_links(page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
         if re.match(r"\w+:", target):
             continue  # another site
         end = (page.parent / name).resolve() if name else page
-        if not end.exists() or (anchor and end.suffix == ".md" and anchor not in anchors(end)):
+        if not end.exists() or (anchor and end.suffix == ".md" and anchor not in get_anchors(end)):
             broken.append(target)
     assert not broken

@@ -9,7 +9,7 @@ import pytest
 UPDATE = "Run `python tests/message_rules.py --write` and commit tests/docs/message_baseline.json."
 
 
-def more(first, second):
+def list_more_violations(first, second):
     """Return the places where `one` has more violations than `other`, as texts."""
     return [
         f"{path}: {rule}: {second.get(path, {}).get(rule, 0)} -> {number}"
@@ -20,8 +20,8 @@ def more(first, second):
 
 
 def test_messages_have_no_new_violations():
-    counts, baseline = message_rules.counts(), json.loads(message_rules.BASELINE.read_text(encoding="utf-8"))
-    new, fixed = more(counts, baseline), more(baseline, counts)
+    counts, baseline = message_rules.count_violations(), json.loads(message_rules.BASELINE.read_text(encoding="utf-8"))
+    new, fixed = list_more_violations(counts, baseline), list_more_violations(baseline, counts)
     assert not new, "\n".join([*new, "`python tests/message_rules.py` lists all violations of the pattern."])
     assert not fixed, "\n".join(["These files have fewer violations than the baseline:", *fixed, UPDATE])
 
@@ -44,11 +44,11 @@ def test_messages_have_no_new_violations():
     ],
 )
 def test_message_rules_find_violations(code, rules):
-    result = [rule for _, rule, _ in message_rules.violations(code)]
+    result = [rule for _, rule, _ in message_rules.iterate_violations(code)]
     assert [rule for rule in result if rule != "glossary term"] == rules
 
 
 def test_messages_of_all_kinds_are_read():
     code = "raise errors.LoadError(f'a {b} ' 'c')\nlogger.warning_once('d e')\nraise ValueError(text)\n"
-    texts = [(kind, text) for _, kind, text in message_rules.messages(ast.parse(code))]
+    texts = [(kind, text) for _, kind, text in message_rules.iterate_messages(ast.parse(code))]
     assert texts == [("LoadError", "a {} c"), ("warning", "d e")]

@@ -11,7 +11,7 @@ MOST_UNCLEAR_NAMES = 20
 
 @pytest.fixture(scope="module")
 def counts():
-    return prose_rules.counts()
+    return prose_rules.count_violations()
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def baseline():
     return json.loads(prose_rules.BASELINE.read_text(encoding="utf-8"))
 
 
-def changed(old, new):
+def list_more_violations(old, new):
     """Return the places where `one` has more violations than `other`, as texts."""
     return [
         f"{path}: {rule}: {new.get(path, {}).get(rule, 0)} -> {number}"
@@ -30,14 +30,14 @@ def changed(old, new):
 
 
 def test_text_has_no_new_violations(counts, baseline):
-    more = changed(counts, baseline)
+    more = list_more_violations(counts, baseline)
     assert not more, "\n".join(
         [*more, "Reword the text (`python tests/prose_rules.py FILE` lists the violations of a file)."]
     )
 
 
 def test_prose_baseline_is_up_to_date(counts, baseline):
-    fewer = changed(baseline, counts)
+    fewer = list_more_violations(baseline, counts)
     assert not fewer, "\n".join(["These files have fewer violations than the baseline:", *fewer, UPDATE])
 
 
@@ -69,7 +69,9 @@ def test_prose_rule_finds_its_violation(rule, text, tmp_path, monkeypatch):
     monkeypatch.setattr(prose_rules, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{text}\n\n```\n{text}\n```\n", encoding="utf-8")
-    assert [(line, name) for line, name, _ in prose_rules.violations(page.relative_to(tmp_path))] == [(3, rule)]
+    assert [(line, name) for line, name, _ in prose_rules.iterate_violations(page.relative_to(tmp_path))] == [
+        (3, rule)
+    ]
 
 
 def test_python_rules_find_names_docstrings_and_comments(tmp_path, monkeypatch):
@@ -80,7 +82,7 @@ def test_python_rules_find_names_docstrings_and_comments(tmp_path, monkeypatch):
         '"""Which file."""\n\n\ndef test_the_file(told):\n    # It is no file.\n    for each in told:\n        pass\n'
     )
     module.write_text(source, encoding="utf-8")
-    rules = [(line, rule) for line, rule, _ in prose_rules.violations(module.relative_to(tmp_path))]
+    rules = [(line, rule) for line, rule, _ in prose_rules.iterate_violations(module.relative_to(tmp_path))]
     assert sorted(rules) == [
         (1, "first word"),
         (4, "test name"),
@@ -95,4 +97,4 @@ def test_repeated_names_are_found(tmp_path, monkeypatch):
     (tmp_path / prose_rules.PACKAGE / "reference").mkdir(parents=True)
     for name in ("one.py", "two.py", "reference/three.py"):
         (tmp_path / prose_rules.PACKAGE / name).write_text("SIZE = 1\nlogger = 2\n_own = 3\n", encoding="utf-8")
-    assert prose_rules.repeated_names() == {"SIZE": ["one.py", "two.py"]}
+    assert prose_rules.find_repeated_names() == {"SIZE": ["one.py", "two.py"]}

@@ -71,13 +71,13 @@ def has_time(value):
     return isinstance(value, list) and any(map(has_time, value))
 
 
-def silent(reports, is_of_speed):
+def find_reports_without_setting(reports, is_of_speed):
     """Return the names of reports with times that lack the allocator setting."""
     timed = {name: report for name, report in reports.items() if is_of_speed(name) or has_time(report)}
-    return [name for name, report in timed.items() if not says_memory(report, is_of_speed(name))]
+    return [name for name, report in timed.items() if not records_memory_setting(report, is_of_speed(name))]
 
 
-def says_memory(report, is_of_speed):
+def records_memory_setting(report, is_of_speed):
     memory = report.get("memory")
     if memory == "not recorded":
         return True
@@ -87,14 +87,16 @@ def says_memory(report, is_of_speed):
 def test_every_speed_report_states_its_allocator_setting(load):
     is_of_speed = load("benchmarks.speed_claims").is_of_speed
     reports = {name: read(name) for name in REPORTS}
-    assert not silent(reports, is_of_speed), 'each needs "memory": as kept_memory.run writes it, or "not recorded"'
+    assert not find_reports_without_setting(reports, is_of_speed), (
+        'each needs "memory": as kept_memory.run writes it, or "not recorded"'
+    )
     both = {"memory": {"glibc": {}, "kept": {}}}
     one = {"memory": {"glibc": {}}, "seconds": 1}
     wrong = {"decode_a": {}, "decode_b": one, "decode_c": both, "other": one, "training": {"rows": [{"seconds": 1}]}}
-    assert silent(wrong, is_of_speed) == ["decode_a", "decode_b", "training"]
+    assert find_reports_without_setting(wrong, is_of_speed) == ["decode_a", "decode_b", "training"]
 
 
-def sections(text):
+def iterate_sections(text):
     """Yield each heading and the text up to the next heading of any level; code blocks have no headings."""
     heading, lines, in_code = "", [], False
     for line in text.splitlines():
@@ -107,7 +109,7 @@ def sections(text):
     yield heading, "\n".join(lines)
 
 
-def sources(document, heading, text, load):
+def find_section_reports(document, heading, text, load):
     """Return the speed reports of a section: those that it links to, those of its tables, and those named above."""
     of_speed, tables = load("benchmarks.speed_claims").is_of_speed, load("benchmarks.speed_tables").TABLES
     linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
@@ -116,11 +118,11 @@ def sources(document, heading, text, load):
     return linked | set(WITHOUT_LINKS.get((document, heading), ()))
 
 
-def faults_of(document, text, load, is_recorded):
+def iterate_faults(document, text, load, is_recorded):
     """Yield the faults in the marks of a document."""
     marks = (load("benchmarks.kept_memory").UNRECORDED_NOTE, load("benchmarks.kept_memory").SHORT_UNRECORDED_NOTE)
-    for heading, part in sections(text):
-        names, is_marked = sources(document, heading, part, load), any(mark in part for mark in marks)
+    for heading, part in iterate_sections(text):
+        names, is_marked = find_section_reports(document, heading, part, load), any(mark in part for mark in marks)
         unrecorded = sorted(name for name in names if not is_recorded(read(name)))
         if unrecorded and not is_marked:
             yield f"{document}, {heading!r}: no mark, and these say not recorded: {', '.join(unrecorded)}"
@@ -133,16 +135,16 @@ def faults_of(document, text, load, is_recorded):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_figures_without_page_fault_records_are_marked(document, load):
     text = DOCUMENTS[document].read_text(encoding="utf-8")
-    assert not list(faults_of(document, text, load, load("benchmarks.kept_memory").is_recorded))
+    assert not list(iterate_faults(document, text, load, load("benchmarks.kept_memory").is_recorded))
 
 
 def test_missing_marks_stale_marks_and_unknown_ratios_are_detected(load):
     mark = load("benchmarks.kept_memory").UNRECORDED_NOTE
     link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
-    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
+    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, load, lambda report: False)]
     assert result == ["no mark", "a ratio of speed from nowhere"]
-    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
+    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, load, lambda report: True)]
     assert result == ["marked", "a ratio of speed from nowhere"]
 
 

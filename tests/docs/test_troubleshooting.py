@@ -131,11 +131,11 @@ MISTAKES = [
 ]
 
 
-def plain(text):
+def remove_markup(text):
     return " ".join(text.replace("`", "").split())
 
 
 @pytest.mark.parametrize(("heading", "mistake"), list(zip(HEADINGS, MISTAKES, strict=True)))
 def test_mistake_gives_the_message_of_the_page(heading, mistake, user):
-    pattern = ".*".join(map(re.escape, plain(heading).split("...")))
-    assert re.search(pattern, plain(mistake(user)), re.I)
+    pattern = ".*".join(map(re.escape, remove_markup(heading).split("...")))
+    assert re.search(pattern, remove_markup(mistake(user)), re.I)

@@ -36,7 +36,7 @@ def load(tmp_path):
     return call
 
 
-def rows_of(split):
+def get_rows(split):
     return {name: split.data[name][:] for name in ("text1", "text2", "label") if name in split.data.column_names}
 
 
@@ -49,19 +49,19 @@ def test_race_format_is_detected_by_its_columns(load):
         {"article": "It rains.", "question": "What falls?", "options": ["rain", "snow"], "answer": "B", "x": "2"},
     ]
     result = load({"train.jsonl.gz": rows, "test.jsonl": [{k: v for k, v in rows[0].items() if k != "answer"}]})
-    assert rows_of(result.splits["train"]) == {
+    assert get_rows(result.splits["train"]) == {
         "text1": ["It rains.", "It rains."],
         "text2": [["It is wet .", "It is dry ."], ["What falls? rain", "What falls? snow"]],
         "label": [0, 1],
     }
-    assert result.answer_format == "letter" and "label" not in rows_of(result.splits["test"])
+    assert result.answer_format == "letter" and "label" not in get_rows(result.splits["test"])
 
 
 def test_swag_format_is_detected_by_its_columns(load):
     header = ",video-id,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
     rows = "0,v,A man. He,A man.,He,gold,runs.,sits.,eats.,sleeps.,1\n1,v,s,A dog.,It,gold,a.,b.,c.,d.,2\n"
     result = load({"train.csv": header + rows, "dev.csv": header + rows})
-    assert rows_of(result.splits["validation"]) == {
+    assert get_rows(result.splits["validation"]) == {
         "text1": ["A man.", "A dog."],
         "text2": [["He runs.", "He sits.", "He eats.", "He sleeps."], ["It a.", "It b.", "It c.", "It d."]],
         "label": [1, 2],
@@ -96,7 +96,7 @@ def test_nested_choices_are_read(monkeypatch):
     hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
     monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
     result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
-    assert rows_of(result["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
+    assert get_rows(result["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 
 
 # A user's own columns
@@ -106,7 +106,7 @@ def test_column_names_and_choice_counts_are_free(load):
     text = "about\tasked\tone\ttwo\tthree\tright\nA cat.\tWho?\tcat\tdog\t\t2\nA dog.\tWho?\tcat\tdog\thorse\t3\n"
     flags = "--context_column", "about", "--question_column", "asked", "--choices_columns", "one", "two", "three"
     result = load({"train.tsv": text}, *flags, "--answer_column", "right")
-    assert rows_of(result.splits["train"]) == {
+    assert get_rows(result.splits["train"]) == {
         "text1": ["A cat.", "A dog."],
         "text2": [["Who? cat", "Who? dog"], ["Who? cat", "Who? dog", "Who? horse"]],
         "label": [1, 2],
@@ -117,7 +117,7 @@ def test_column_names_and_choice_counts_are_free(load):
 def test_csv_lists_are_json_and_contexts_are_optional(load):
     text = 'question,choices,answer\nWho?,"[""a cat"", ""a dog""]",a dog\n'
     result = load({"train.csv": text})
-    assert rows_of(result.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
+    assert get_rows(result.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
     assert result.answer_format == "text"
     with pytest.raises(ValueError, match=r"line 2, row 1: choices must contain .* 2 choices.* \"\['a', 'b'\]\""):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
@@ -133,7 +133,7 @@ def test_numbered_columns_are_choices(load):
 # Formats of answers
 
 
-def rows_with(answers, choices):
+def make_rows(answers, choices):
     pairs = enumerate(zip(answers, choices, strict=True))
     return [
         ChoiceRow(TableRow(f"row {i}", {}, "f", None, "f", i), None, None, texts, answer)
@@ -152,7 +152,7 @@ def rows_with(answers, choices):
 )
 def test_answer_format_is_detected_from_all_rows(answers, count, expected):
     choices = [[f"t{i}" for i in range(count)]] * len(answers)
-    result = find_answer_format(rows_with(answers, choices))
+    result = find_answer_format(make_rows(answers, choices))
     places = [find_choice(answer, row, result) for answer, row in zip(answers, choices, strict=True)]
     assert (result, places) == expected
     shown = [str(format_answer(place, choices[0], result)).lower() for place in places]
@@ -173,7 +173,7 @@ def test_answer_format_is_detected_from_all_rows(answers, count, expected):
 )  # fmt: skip
 def test_ambiguous_or_unknown_answer_formats_raise_an_error(answers, choices, message):
     with pytest.raises(ValueError, match=f"^row 0: --answer_format.*{message}"):
-        find_answer_format(rows_with(answers, choices))
+        find_answer_format(make_rows(answers, choices))
 
 
 def test_training_rows_determine_the_answer_format(load):
@@ -219,7 +219,7 @@ def test_partly_labeled_test_rows_raise_an_error(load):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
     named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
     result = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
-    assert rows_of(result.splits["test"])["text1"] == ["c", "c"]
+    assert get_rows(result.splits["test"])["text1"] == ["c", "c"]
 
 
 @pytest.mark.parametrize(

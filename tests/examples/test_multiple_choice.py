@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from architectures import ALBERT, BERT, token_ids
+from architectures import ALBERT, BERT, make_token_ids
 from choice_models import ChoiceCollator, ChoiceHead
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_bert
@@ -23,7 +23,7 @@ SCRIPT = "../examples/multiple_choice/run_multiple_choice"
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 
 
-def questions(count=16):
+def write_questions(count=16):
     """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
@@ -34,7 +34,7 @@ def questions(count=16):
 
 @pytest.fixture
 def files(tmp_path):
-    rows = list(questions())
+    rows = list(write_questions())
     unanswered = [{name: value for name, value in row.items() if name != "answer"} for row in rows]
     for name, chosen in (("train", rows), ("dev", rows[::2]), ("test", unanswered)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
@@ -58,7 +58,7 @@ def run(flags, tmp_path):
     return lambda *more, out="out", **kwargs: (main(parse_args(flags(*more, out=out, **kwargs))), tmp_path / out)
 
 
-def lines_of(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -71,7 +71,7 @@ def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith("ForMultipleChoice"))
     model = row.model(head, variant)
     torch.manual_seed(1)
-    ids = token_ids(3, 4, 9)  # [b, c, n]
+    ids = make_token_ids(3, 4, 9)  # [b, c, n]
     mask = (torch.arange(9) < torch.randint(3, 10, (3, 4, 1))).long()
     batch, labels = {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 2, 1])
     output = model(**batch, labels=labels)
@@ -123,8 +123,8 @@ def test_variant_learns_choices_and_predicts_probabilities(run, tiny_bert, tmp_p
     assert results["answer_format"] == "letter" and results["choices_columns"] == ("choices",)
     model, tokenizer = AutoModelForMultipleChoice.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    rows = list(questions())
-    for i, (row, printed) in enumerate(zip(rows, lines_of(out / "predictions_test.jsonl"), strict=True), start=1):
+    rows = list(write_questions())
+    for i, (row, printed) in enumerate(zip(rows, read_lines(out / "predictions_test.jsonl"), strict=True), start=1):
         seconds = [f"{row['question']} {choice}" for choice in row["choices"]]
         inputs = tokenizer([row["context"]] * len(seconds), seconds, padding=True, return_tensors="pt")
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_variant_learns_choices_and_predicts_probabilities(run, tiny_bert, tmp_p
         assert printed["probabilities"] == pytest.approx(shares, abs=1e-4) and "answer" not in printed
         assert (printed["row"], printed["prediction"], printed["choice"]) == (i, "ABCD"[best], row["choices"][best])
         assert all(printed[name] == row[name] for name in ("context", "question", "choices"))
-    scored = lines_of(out / "predictions_dev.jsonl")
+    scored = read_lines(out / "predictions_dev.jsonl")
     right = np.mean([row["answer"] == row["prediction"] for row in scored])
     assert right == pytest.approx(results["eval_accuracy"]) and (out / "training_curves.png").is_file()
     losses = [-np.log(row["probabilities"]["ABCD".index(row["answer"])]) for row in scored]
@@ -149,7 +149,7 @@ def test_saved_model_evaluates_and_predicts(run, files, capsys):
     capsys.readouterr()
     alone, folder = run("--num_train_epochs", 0, model=out, out="alone", train=None, dev=None)
     assert not [name for name in alone if name.startswith("eval_")] and alone["test_samples"] == 16
-    assert len(lines_of(folder / "predictions_test.jsonl")) == 16
+    assert len(read_lines(folder / "predictions_test.jsonl")) == 16
     assert "multiple choice test (16 rows); 0 steps" in capsys.readouterr().out
     cut, _ = run("--max_train_steps", 1, "--max_train_samples", 3, "--max_eval_samples", 2, out="cut")
     assert (cut["train_samples"], cut["eval_samples"]) == (3, 2)
@@ -179,7 +179,7 @@ def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_pat
     for weights in (actual, expected):
         weights.pop("classifier.bias")  # it is added to each choice alike: its gradient is nothing but rounding
     assert_close(actual, expected, rtol=1e-3, atol=1e-4)
-    one, two = (lines_of(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
+    one, two = (read_lines(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 

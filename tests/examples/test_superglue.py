@@ -36,7 +36,7 @@ def run(tiny_bert, tmp_path):
     return call
 
 
-def lines_of(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -48,7 +48,7 @@ def test_every_superglue_task_trains_and_writes_all_outputs(run, tiny_bert, tmp_
     spec = TASKS[task]
     assert results["task_name"] == task and results["dataset"]["dataset_config"] == task and results["steps"] == 2
     assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
-    test, dev = (lines_of(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
+    test, dev = (read_lines(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
     assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
     assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
     head = AutoModelForMultipleChoice if task == "copa" else AutoModelForSequenceClassification
@@ -69,7 +69,7 @@ def test_model_learns_copa_and_boolq(run, tiny_bert, tmp_path):
     flags = "--num_train_epochs", 20, "--dropout_rate", 0
     results, out = run("copa", *flags, model=learner)
     assert results["eval_accuracy"] == 1.0  # an animal each time
-    assert [row["label"] for row in lines_of(out / "predictions_COPA.jsonl")] == [1, 0] * 4
+    assert [row["label"] for row in read_lines(out / "predictions_COPA.jsonl")] == [1, 0] * 4
     results, _ = run("boolq", *flags, model=learner, out="boolq")
     assert results["eval_accuracy"] > 0.7
 
@@ -80,7 +80,9 @@ def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(out).eval(),
         AutoTokenizer.from_pretrained(out),
     )
-    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(
+        read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl"), strict=True
+    ):
         with torch.no_grad():
             logits = model(**tokenizer(row["premise"], row["hypothesis"], return_tensors="pt")).logits
         assert printed == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
@@ -89,7 +91,7 @@ def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
 def test_first_rows_are_whole_questions(run):
     results, out = run("multirc", "--max_train_steps", 1, "--max_eval_samples", 3, "--max_train_samples", 2)
     assert results["eval_samples"] == 7 and results["train_samples"] == 4
-    assert len(lines_of(out / "predictions_dev_MultiRC.jsonl")) == 2
+    assert len(read_lines(out / "predictions_dev_MultiRC.jsonl")) == 2
 
 
 @pytest.mark.thorough
@@ -102,7 +104,7 @@ def test_resumed_superglue_run_is_bitwise_equal(run, task):
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def diagnostic_rows(name, count=12):
+def make_diagnostic_rows(name, count=12):
     """Return rows in the official form: AX-b with GLUE's field names, AX-g with pairs that differ in a pronoun."""
     for i in range(count):
         label = ("entailment", "not_entailment")[i // 2 % 2]
@@ -120,11 +122,11 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     model = tiny_bert if architecture == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
     for name in ("AX-b", "AX-g"):
         (tmp_path / name).mkdir()
-        lines = (json.dumps(row) + "\n" for row in diagnostic_rows(name))
+        lines = (json.dumps(row) + "\n" for row in make_diagnostic_rows(name))
         (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
     results, out = run("rte", "--max_train_steps", 6, model=model)
-    truth = [row["label"] for row in diagnostic_rows("AX-b")]
-    result = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
+    truth = [row["label"] for row in make_diagnostic_rows("AX-b")]
+    result = {name: read_lines(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
     assert all([row["idx"] for row in rows] == [*range(12)] for rows in result.values())
     printed = {name: [row["label"] for row in rows] for name, rows in result.items()}
     assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, printed["AX-b"]))
@@ -132,11 +134,11 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     pairs = zip(printed["AX-g"][::2], printed["AX-g"][1::2], strict=True)
     assert results["axg_gender_parity"] == np.mean([first == second for first, second in pairs])
     # Without labels, and without pairs.
-    rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
+    rows = [{k: v for k, v in row.items() if k != "label"} for row in make_diagnostic_rows("AX-g")]
     (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     again, folder = run("rte", "--num_train_epochs", 0, model=out, out="again")
     assert "axb_matthews_correlation" in again and not [name for name in again if name.startswith("axg_")]
-    assert len(lines_of(folder / "predictions_AX-g.jsonl")) == 11
+    assert len(read_lines(folder / "predictions_AX-g.jsonl")) == 11
 
 
 def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
@@ -144,7 +146,7 @@ def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
 
     def load(dataset, name, split):
         loaded.append((dataset, name, split))
-        rows = diagnostic_rows({"axb": "AX-b"}.get(name, "AX-g"))
+        rows = make_diagnostic_rows({"axb": "AX-b"}.get(name, "AX-g"))
         return [{**row, "label": i % 2} for i, row in enumerate(rows)]
 
     monkeypatch.setattr(superglue_data, "load_dataset", load)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import superglue_data
 from datasets import Dataset, DatasetDict
-from fixtures.superglue import hub_rows, official_rows, write_superglue
+from fixtures.superglue import make_hub_rows, make_official_rows, write_superglue
 from sklearn.metrics import f1_score
 from superglue_scores import choose_candidates, compute_superglue_metrics, format_submission
 from superglue_tasks import TASKS, SuperGlueSettings, get_superglue_task
@@ -61,13 +61,13 @@ def load(task, data_dir):
     ],
 )
 def test_row_becomes_the_expected_texts(tmp_path, task, texts):
-    assert read(tmp_path, task, official_rows(task, 1))[0].texts == texts
+    assert read(tmp_path, task, make_official_rows(task, 1))[0].texts == texts
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_hub_rows_equal_the_official_rows(tmp_path, monkeypatch, task):
     official = load(task, write_superglue(tmp_path / "official", task))
-    rows = Dataset.from_list(hub_rows(task))
+    rows = Dataset.from_list(make_hub_rows(task))
     hub = DatasetDict({"train": rows, "validation": rows.select(range(2)), "test": rows})
     monkeypatch.setattr(superglue_data, "load_dataset", lambda name, config, split: hub[split])
     result = load(task, None)
@@ -105,7 +105,7 @@ def test_span_nearest_to_its_index_is_marked(tmp_path, index, text, expected):
     ],
 )
 def test_invalid_data_error_names_the_row(tmp_path, task, change, message):
-    rows = official_rows(task, 1)
+    rows = make_official_rows(task, 1)
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1, row 1.*{message}"):
         read(tmp_path, task, [{**rows[0], **change}])
 
@@ -113,19 +113,19 @@ def test_invalid_data_error_names_the_row(tmp_path, task, change, message):
 # Metrics, compared with separate formulas
 
 
-def scores_for(labels, count):
+def make_scores(labels, count):
     """Return logits whose largest value is at each label."""
     return np.eye(count)[np.asarray(labels)] + np.random.default_rng(0).normal(0, 0.1, (len(labels), count))
 
 
 def test_cb_score_is_the_mean_of_accuracy_and_macro_f1(tmp_path):
-    task, examples = get_superglue_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
+    task, examples = get_superglue_task("cb"), read(tmp_path, "cb", make_official_rows("cb", 9))
     true, printed = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
     f1 = []
     for label in range(3):
         hits = sum(t == s == label for t, s in zip(true, printed, strict=True))
         f1.append(2 * hits / (true.count(label) + printed.count(label)))
-    result = compute_superglue_metrics(task, examples, scores_for(printed, 3))
+    result = compute_superglue_metrics(task, examples, make_scores(printed, 3))
     accuracy = np.mean(np.equal(true, printed))
     assert result["accuracy"] == pytest.approx(accuracy) and result["f1_macro"] == pytest.approx(np.mean(f1))
     assert result["f1_macro"] == pytest.approx(f1_score(true, printed, average="macro"))
@@ -133,11 +133,11 @@ def test_cb_score_is_the_mean_of_accuracy_and_macro_f1(tmp_path):
 
 
 def test_multirc_scores_answers_and_whole_questions(tmp_path):
-    task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
+    task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", make_official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
     printed = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
     printed[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
-    result = compute_superglue_metrics(task, examples, scores_for(printed, 2))
+    result = compute_superglue_metrics(task, examples, make_scores(printed, 2))
     hits = sum(t and s for t, s in zip(true, printed, strict=True))
     precision, recall = hits / sum(printed), hits / sum(true)
     assert result["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
@@ -169,10 +169,10 @@ def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path)
 
 @pytest.mark.parametrize("task", ["boolq", "rte", "wic", "wsc"])
 def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
-    examples = read(tmp_path, task, official_rows(task))
+    examples = read(tmp_path, task, make_official_rows(task))
     printed = [0, 1, 1, 1, 0, 0, 1, 0]
     expected = np.mean([example.labels[0] == item for example, item in zip(examples, printed, strict=True)])
-    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(printed, 2)) == {
+    assert compute_superglue_metrics(get_superglue_task(task), examples, make_scores(printed, 2)) == {
         "accuracy": expected
     }
 
@@ -210,7 +210,7 @@ def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
     ],
 )  # fmt: skip
 def test_submission_has_the_official_format(tmp_path, task, printed, expected):
-    rows = [row for row in official_rows(task, 2)]
+    rows = [row for row in make_official_rows(task, 2)]
     examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
     count = len(get_superglue_task(task).labels)
     text = format_submission(get_superglue_task(task), examples, np.eye(count)[printed])

@@ -8,12 +8,12 @@ import pytest
 import run_multiple_choice
 import run_superglue
 import torch
-from architectures import T5, token_ids
+from architectures import T5, make_token_ids
 from choice_models import compute_choice_log_probabilities
 from choice_task import format_question
 from fixtures.multilingual import TOKENIZERS
 from fixtures.processes import run_processes, run_script
-from fixtures.superglue import official_rows, write_superglue
+from fixtures.superglue import make_official_rows, write_superglue
 from fixtures.worded import make_writer
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
@@ -46,7 +46,7 @@ def writer(tmp_path_factory):
     return make_writer("t5", TEXT, tmp_path_factory.mktemp("writer"))
 
 
-def lines_of(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -79,12 +79,12 @@ def lines_of(path):
     ],
 )
 def test_rows_are_worded_like_t5(task, t5_texts):
-    [example] = make_examples(get_superglue_task(task), [("row 1", official_rows(task, 1)[0])])
+    [example] = make_examples(get_superglue_task(task), [("row 1", make_official_rows(task, 1)[0])])
     assert list(example.t5_texts) == t5_texts
 
 
 def test_multirc_paragraphs_have_no_html():
-    row = official_rows("multirc", 1)[0]
+    row = make_official_rows("multirc", 1)[0]
     row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
     [example] = make_examples(get_superglue_task("multirc"), [("row 1", row)])
     assert example.t5_texts[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
@@ -93,7 +93,9 @@ def test_multirc_paragraphs_have_no_html():
 def test_record_query_has_one_training_row_per_right_answer():
     training = SuperGlueChoice.__new__(SuperGlueChoice)
     training.task, training.config = get_superglue_task("record"), SimpleNamespace(is_encoder_decoder=True)
-    examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
+    examples = make_examples(
+        training.task, [(f"row {i}", row) for i, row in enumerate(make_official_rows("record", 2))]
+    )
     training.examples = {"train": examples, "validation": examples}
     train, dev = training._make_questions("train"), training._make_questions("validation")
     assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
@@ -117,7 +119,7 @@ def test_questions_are_worded_like_unifiedqa():
 def test_choice_log_probabilities_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith(("ForConditionalGeneration", "MTModel")))
     model = row.model(head, variant)
-    sources, choices = token_ids(2, 9), token_ids(2, 3, 4)
+    sources, choices = make_token_ids(2, 9), make_token_ids(2, 3, 4)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     choices[0, 1, 2:] = choices[1, 2] = -100  # a shorter choice, and one that is not there
@@ -139,7 +141,7 @@ def test_choice_log_probabilities_are_independent(row, variant):
 # Multiple choice
 
 
-def questions(count=16):
+def write_questions(count=16):
     """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
@@ -150,7 +152,7 @@ def questions(count=16):
 
 @pytest.fixture
 def flags(tmp_path, writer):
-    rows = list(questions())
+    rows = list(write_questions())
     unanswered = [{name: value for name, value in row.items() if name != "answer"} for row in rows]
     for name, chosen in (("train", rows), ("dev", rows[::2]), ("test", unanswered)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
@@ -183,7 +185,7 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
     assert results["eval_accuracy"] > 0.9 and results["worded"] is True
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    for row, printed in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
+    for row, printed in zip(write_questions(), read_lines(out / "predictions_test.jsonl"), strict=True):
         listed = " ".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=False))
         inputs = tokenizer(rf"What is it? \n {listed} \n A man sees it.", return_tensors="pt")
         actual = []
@@ -193,7 +195,7 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
                 actual.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
         assert printed["probabilities"] == pytest.approx(np.exp(log_softmax(actual)), abs=1e-4)
         assert printed["choice"] == row["choices"][int(np.argmax(actual))]
-    scored = lines_of(out / "predictions_dev.jsonl")
+    scored = read_lines(out / "predictions_dev.jsonl")
     losses = [-np.log(row["probabilities"]["ABCD".index(row["answer"])]) for row in scored]
     assert results["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
     again, _ = choose("--num_train_epochs", 0, model=out, out="again")
@@ -218,7 +220,7 @@ def test_two_processes_equal_one_process_with_a_double_batch_in_words(choose, fl
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4), name
-    one, two = (lines_of(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
+    one, two = (read_lines(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
@@ -261,7 +263,7 @@ def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, ca
     assert results["task_name"] == task and results["worded"] is True
     assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
     assert results["eval_loss"] > 0 and "same tokens" not in caplog.text
-    test, dev = (lines_of(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
+    test, dev = (read_lines(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
     assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
     assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
     again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
@@ -273,7 +275,9 @@ def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, ca
 def test_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(
+        read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl"), strict=True
+    ):
         inputs = tokenizer(f"cb hypothesis: {row['hypothesis']} premise: {row['premise']}", return_tensors="pt")
         actual = {}
         for label in ("entailment", "contradiction", "neutral"):

@@ -14,13 +14,13 @@ from architectures import BERT, T5
 from fixtures.ctranslate2_models import (
     ROWS,
     WRITERS,
+    cut_generated_tokens,
+    generate_with_ctranslate2,
+    make_word_tokenizer,
     save_writer,
-    word_tokenizer,
-    written_by,
-    written_to_the_end,
 )
 from fixtures.multilingual import LANGUAGES, TOKENIZERS
-from fixtures.speech import whisper_checkpoint
+from fixtures.speech import save_whisper_checkpoint
 
 import hf_attn_variants
 from hf_attn_variants import cli
@@ -47,8 +47,8 @@ def assert_same_tokens(model, folder, tokenizer, batch, **options):
     """Check that `generate` and CTranslate2 give equal tokens, greedily and with four beams; return the tokens."""
     end = model.config.eos_token_id
     for search, same in SEARCHES:
-        expected = written_to_the_end(model.generate(**batch, do_sample=False, **search, **OURS), end)
-        assert written_by(folder, tokenizer, batch, **same, **THEIRS, **options) == expected
+        expected = cut_generated_tokens(model.generate(**batch, do_sample=False, **search, **OURS), end)
+        assert generate_with_ctranslate2(folder, tokenizer, batch, **same, **THEIRS, **options) == expected
     return expected
 
 
@@ -72,7 +72,7 @@ def test_ctranslate2_generates_the_tokens_of_generate(name, variant, tmp_path):
     assert len({token for row in result for token in row}) > 2
 
 
-def heads_of(folder):
+def read_heads(folder):
     """Return the key/value heads of each attention in a `model.bin`, by the file's names."""
     data, result = (folder / "model.bin").read_bytes(), {}
     for match in re.finditer(rb"\x00?([\w/]+/num_heads_kv)\x00", data):
@@ -96,14 +96,14 @@ def test_exported_attention_modules_have_their_own_head_counts(tmp_path):
         f"decoder/layer_{layer}/self_attention/num_heads_kv": heads for layer, heads in enumerate([1, 6])
     }
     source = {f"encoder/layer_{layer}/self_attention/num_heads_kv": 3 for layer in range(2)}
-    assert heads_of(tmp_path / "ct2") == cross | expected_heads | source
-    tokenizer = word_tokenizer()
+    assert read_heads(tmp_path / "ct2") == cross | expected_heads | source
+    tokenizer = make_word_tokenizer()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
 
 
-def first_logits(folder, tokenizer, lines):
+def compute_first_logits(folder, tokenizer, lines):
     """Return CTranslate2's logits [b, vocabulary] of the first token."""
     import ctranslate2
 
@@ -131,7 +131,7 @@ def test_t5_output_scaling_is_exported(kind, tmp_path):
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields, **more)).eval()
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
+    make_word_tokenizer().save_pretrained(tmp_path / "model")
     written = export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
     assert written.agreement.first is None
     scale = b"scale_outputs" in (tmp_path / "ct2/model.bin").read_bytes()
@@ -142,7 +142,9 @@ def test_t5_output_scaling_is_exported(kind, tmp_path):
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
     # A factor changes no greedy token: the logits too.
     expected = model(**batch, decoder_input_ids=torch.full((len(LINES), 1), 2)).logits[:, 0]
-    torch.testing.assert_close(first_logits(tmp_path / "ct2", tokenizer, LINES), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        compute_first_logits(tmp_path / "ct2", tokenizer, LINES), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @needs_engine
@@ -152,8 +154,8 @@ def test_latents_are_exported_as_full_projections(name, tmp_path):
     ranks = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
     folder = save_writer(tmp_path / "model", name, "latent", **ranks)
     export_ctranslate2(folder, tmp_path / "ct2")
-    assert set(heads_of(tmp_path / "ct2").values()) == {4, 12} or name == "marian"
-    tokenizer = word_tokenizer()
+    assert set(read_heads(tmp_path / "ct2").values()) == {4, 12} or name == "marian"
+    tokenizer = make_word_tokenizer()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
@@ -194,7 +196,7 @@ def test_target_language_is_generated_first(kind, tmp_path):
 @pytest.mark.parametrize("heads", [None, 2])
 @torch.no_grad()
 def test_exported_whisper_gives_equal_transcripts(heads, tmp_path, capsys):
-    folder = whisper_checkpoint(
+    folder = save_whisper_checkpoint(
         tmp_path / "model", {"pad_token_id": 1}, suppress_tokens=[5, 6, *range(30, 60)], begin_suppress_tokens=[7, 8]
     )
     if heads is not None:
@@ -275,7 +277,7 @@ HEARD = [
 @needs_engine
 @pytest.mark.parametrize("settings, output_text", HEARD, ids=lambda item: "-".join(item) or "none")
 def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_text, tmp_path, capsys):
-    folder = whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
+    folder = save_whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
@@ -294,7 +296,7 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
     """Check a Marian, which must not generate its padding token, at any position of its vocabulary."""
     folder = save_writer(tmp_path / "model", "marian", "gqa")
     settings = json.loads((folder / "generation_config.json").read_text())
-    tokenizer = word_tokenizer()
+    tokenizer = make_word_tokenizer()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     free = {token for row in model.generate(**batch, max_new_tokens=NEW).tolist() for token in row[1:]}
@@ -303,9 +305,9 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
         json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
     )
     export_ctranslate2(folder, tmp_path / "ct2")
-    result = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
+    result = generate_with_ctranslate2(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
     expected = model.generate(**batch, max_new_tokens=NEW, num_beams=1, do_sample=False)
-    assert result == written_to_the_end(expected, 2)
+    assert result == cut_generated_tokens(expected, 2)
     assert not free & {token for row in result for token in row}
 
 
@@ -358,7 +360,7 @@ def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def table_fields():
+def iterate_table_fields():
     """Yield each field without a counterpart in Transformers, with its prefix, for an encoder-decoder."""
     known = T5.config_class.get_variant_fields()
     for row in VARIANT_FIELDS:
@@ -366,7 +368,7 @@ def table_fields():
             yield from ((name, row) for name in row.names if name in known)
 
 
-@pytest.mark.parametrize("name, row", list(table_fields()), ids=[name for name, _ in table_fields()])
+@pytest.mark.parametrize("name, row", list(iterate_table_fields()), ids=[name for name, _ in iterate_table_fields()])
 def test_fields_except_heads_and_latents_raise_an_error(name, row):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
@@ -405,7 +407,7 @@ def test_unsupported_models_raise_before_weights_are_read(row, head, fields, mes
 
 def test_exported_tokens_have_unique_names(caplog):
     """Check that unused token ids get a name, and that tokens beyond the embeddings are dropped with a message."""
-    tokenizer = word_tokenizer(53)
+    tokenizer = make_word_tokenizer(53)
     config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
     generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
     tokens = read_tokenizer_vocab(tokenizer, config, generation)

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from architectures import BERT, T5
-from export.test_ctranslate2 import LINES, assert_same_tokens, heads_of, needs_engine
+from export.test_ctranslate2 import LINES, assert_same_tokens, needs_engine, read_heads
 from export.test_onnx import ROWS
-from fixtures.ctranslate2_models import save_writer, word_tokenizer
-from fixtures.extensions import EXTENSION_ROWS, extension_parameters, random_model
+from fixtures.ctranslate2_models import make_word_tokenizer, save_writer
+from fixtures.extensions import EXTENSION_ROWS, get_extension_parameters, make_random_model
 from relatives import ENCODER_DECODERS, ENCODERS, MODERNBERT
 from safetensors.torch import load_file, save_file
 
@@ -34,8 +34,8 @@ def test_knocking_heads_are_folded_into_a_plain_checkpoint(row, variant, fields,
     if row is MODERNBERT and variant == "latent":
         pytest.skip("latents cannot be combined with rotary positions")
     fields |= RANKS if variant == "latent" and is_pair else {}
-    model = random_model(row, head, variant, **fields)
-    assert extension_parameters(model)
+    model = make_random_model(row, head, variant, **fields)
+    assert get_extension_parameters(model)
     model.save_pretrained(tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert written.architecture == head
@@ -60,8 +60,8 @@ def test_knocking_heads_are_folded_for_ctranslate2(tmp_path):
             tensors[name] += 0.3 * torch.randn_like(tensors[name])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     export_ctranslate2(folder, tmp_path / "ct2")
-    assert {4, 12} == set(heads_of(tmp_path / "ct2").values())
-    tokenizer = word_tokenizer()
+    assert {4, 12} == set(read_heads(tmp_path / "ct2").values())
+    tokenizer = make_word_tokenizer()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
@@ -75,7 +75,7 @@ def test_other_extensions_raise_an_error_that_names_the_field(name, tmp_path):
     )
     with pytest.raises(ValueError, match=f"`{field}`"):
         export_transformers(tmp_path / "t5", tmp_path / "plain")
-    word_tokenizer().save_pretrained(tmp_path / "t5")
+    make_word_tokenizer().save_pretrained(tmp_path / "t5")
     if needs_engine.args[0]:
         return
     with pytest.raises(ValueError, match=f"`{field}`"):
@@ -87,7 +87,7 @@ def test_other_extensions_raise_an_error_that_names_the_field(name, tmp_path):
 @pytest.mark.parametrize("name", EXTENSION_ROWS)
 @torch.no_grad()
 def test_onnx_graph_equals_the_model(name, tmp_path):
-    model = random_model(ROWS["bert"], "BertForMaskedLM", "gqa", **EXTENSION_ROWS[name]).float()
+    model = make_random_model(ROWS["bert"], "BertForMaskedLM", "gqa", **EXTENSION_ROWS[name]).float()
     model.save_pretrained(tmp_path / "model")
     export_onnx(tmp_path / "model", tmp_path / "onnx")
     batch = ROWS["bert"].batch("BertForMaskedLM")
@@ -102,7 +102,7 @@ def test_onnx_graph_equals_the_model(name, tmp_path):
 @torch.no_grad()
 def test_onnx_decoder_with_gates_equals_the_model(tmp_path):
     """Check the graphs with a cache, which the export compares with the model."""
-    model = random_model(T5, "T5ForConditionalGeneration", "gqa", output_gate="element", num_layers=1).float()
+    model = make_random_model(T5, "T5ForConditionalGeneration", "gqa", output_gate="element", num_layers=1).float()
     model.save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "onnx")
     assert max(error for error, _ in written.graphs.values()) < 1e-4

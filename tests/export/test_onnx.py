@@ -43,7 +43,7 @@ def test_old_torch_raises_before_reading_the_model(tmp_path, monkeypatch):
         export_onnx(tmp_path / "nothing", tmp_path / "out")
 
 
-def writer(name, variant="gqa", **fields):
+def make_generating_model(name, variant="gqa", **fields):
     fields |= {field: value for field, value in VARIANTS[variant].items() if "heads" not in field or "t5" not in name}
     # Tied to its random embeddings, and with weights this small, a model would repeat one token.
     fields |= {} if "t5" in name else {"tie_word_embeddings": False}
@@ -57,7 +57,7 @@ def writer(name, variant="gqa", **fields):
 @pytest.mark.parametrize("name, variant", DECODED)
 @torch.no_grad()
 def test_onnx_graphs_equal_the_model(name, variant):
-    model = writer(name, variant)
+    model = make_generating_model(name, variant)
     model.set_attn_implementation("eager")
     encoder, first, step = build_model_graphs(model)
     assert [graph.name for graph in (encoder, first, step)] == [
@@ -107,7 +107,7 @@ def test_onnx_graphs_equal_the_model(name, variant):
     ],
 )
 def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tmp_path, capsys):
-    model = writer(name, variant, **({"num_layers": 1} if layers == 1 else {}))
+    model = make_generating_model(name, variant, **({"num_layers": 1} if layers == 1 else {}))
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(tmp_path / "model")
@@ -328,7 +328,7 @@ def test_classifiers_are_quantized(head, tmp_path):
 
 @pytest.mark.thorough
 def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path):
-    writer("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
+    make_generating_model("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
     files = [f"onnx/{name}_quantized.onnx" for name in DECODER_FILES]
     assert written.int8.files == files and written.int8.measure == "equal tokens" and written.int8.agreement > 0.5
@@ -346,7 +346,7 @@ def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path)
 def test_large_graphs_have_data_files_for_transformers_js(kind, tmp_path, monkeypatch):
     """Check the names, because ONNX Runtime itself would also load files with other names."""
     monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
-    model = BERT.model("BertModel", "gqa") if kind == "bert" else writer("t5", "gqa", num_layers=1)
+    model = BERT.model("BertModel", "gqa") if kind == "bert" else make_generating_model("t5", "gqa", num_layers=1)
     model.save_pretrained(tmp_path / "model")
     export = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
     graphs = {path.name for path in (tmp_path / "out/onnx").glob("*.onnx")}

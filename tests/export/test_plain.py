@@ -36,15 +36,15 @@ def is_pair(row):
     return hasattr(row.config_class, "encoder_decoder_layers")
 
 
-def fields_of(row, variant):
+def get_variant_fields(row, variant):
     return RANKS if variant == "latent" and is_pair(row) else {}
 
 
 WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 
 
-def saved(row, head, variant, folder, **fields):
-    row.model(head, variant, **fields_of(row, variant), **fields).double().save_pretrained(folder)
+def save_and_load(row, head, variant, folder, **fields):
+    row.model(head, variant, **get_variant_fields(row, variant), **fields).double().save_pretrained(folder)
     return getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder).eval()
 
 
@@ -52,7 +52,7 @@ def saved(row, head, variant, folder, **fields):
 @pytest.mark.parametrize("row, head, variant", HEADS, ids=[f"{head}-{variant}" for _, head, variant in HEADS])
 @torch.no_grad()
 def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
-    variant_model = saved(row, head, variant, tmp_path / "ours")
+    variant_model = save_and_load(row, head, variant, tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["model_type"] in row.config_class.transformers_model_types and config["architectures"] == [head]
@@ -157,7 +157,7 @@ def test_shards_are_kept_and_half_precision_gives_a_note(tmp_path, caplog):
 
 
 def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
-    saved(BERT, "BertForSequenceClassification", "gqa", tmp_path / "ours")
+    save_and_load(BERT, "BertForSequenceClassification", "gqa", tmp_path / "ours")
     (tmp_path / "ours/README.md").write_text(str(generate_model_card(tmp_path / "ours", "me/ours")))
     (tmp_path / "ours/tokenizer_config.json").write_text("{}")
     (tmp_path / "ours/own.py").write_text("pass")
@@ -178,7 +178,7 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_exported_model_loads_without_this_package(tmp_path):
-    variant_model = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
+    variant_model = save_and_load(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
     export_transformers(tmp_path / "ours", tmp_path / "plain")
     script = """
 import sys

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.test_kills import DATA, assert_readable, contents
+from faults.test_kills import DATA, assert_readable, read_contents
 from fixtures.full_disk import full_disk
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.processes import run_processes
-from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
 
 from hf_attn_variants import cli
 
@@ -41,7 +41,7 @@ if importlib.util.find_spec("ctranslate2") is None:
 QUICK = ("convert", "export, transformers")
 
 
-def argv_of(command, source, flags, out):
+def make_argv(command, source, flags, out):
     named = command in ("glue", "visualize")
     return [
         str(item) for item in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
@@ -75,7 +75,7 @@ class DiskFullAtOpen:
             self.number = None
 
 
-def called(argv):
+def call_command(argv):
     """Return the exit status of a command and its stderr without warnings."""
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
@@ -88,9 +88,9 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room, failed = DiskFullAtOpen(folder), []
     with no_room.at(0):
-        status, errors = called(argv_of(command, source, flags, folder / "whole"))
+        status, errors = call_command(make_argv(command, source, flags, folder / "whole"))
     assert status == 0, errors
-    opened, complete_contents = no_room.seen, contents(folder / "whole")
+    opened, complete_contents = no_room.seen, read_contents(folder / "whole")
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
     sizes = sorted({len(content) for content in complete_contents.values()})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes if size]
@@ -99,9 +99,9 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
         before = sorted(folder.iterdir())
         out = folder / f"out {name}"
         with fault():
-            status, errors = called(argv_of(command, source, flags, out))
+            status, errors = call_command(make_argv(command, source, flags, out))
         if status == 0:  # that file need not be there
-            assert contents(out).keys() == complete_contents.keys(), name
+            assert read_contents(out).keys() == complete_contents.keys(), name
             continue
         failed.append(name)
         assert status == 2 and len(errors) == 1 and errors[0].startswith("error: "), (name, status, errors)
@@ -123,7 +123,7 @@ def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_pat
     kind, flags, whole_or_nothing = COMMANDS[command]
     sources = tmp_path / "sources"
     (sources / "text").mkdir(parents=True)
-    (sources / "text/lines.txt").write_text("\n".join(lines_of_words(64)))
+    (sources / "text/lines.txt").write_text("\n".join(make_lines_of_words(64)))
     source = make_tiny_t5(sources / "t5") if kind == "t5" else make_tiny_bert(sources / "bert")
     if kind == "gqa":
         assert (
@@ -143,8 +143,8 @@ def test_push_dry_run_writes_no_file(tmp_path):
     """Check that `push --dry_run` needs no disk space."""
     bert = make_tiny_bert(tmp_path / "bert")
     assert cli.main(["convert", str(bert), "--output_dir", str(tmp_path / "gqa"), "--num_key_value_heads", "2"]) == 0
-    before = contents(tmp_path)
+    before = read_contents(tmp_path)
     with full_disk(0):
-        status, errors = called(["push", str(tmp_path / "gqa"), "--repo_id", "me/gqa", "--dry_run"])
-    assert (status, errors) == (0, []) and contents(tmp_path) == before
+        status, errors = call_command(["push", str(tmp_path / "gqa"), "--repo_id", "me/gqa", "--dry_run"])
+    assert (status, errors) == (0, []) and read_contents(tmp_path) == before
     assert Path(tmp_path / "gqa").is_dir()

@@ -32,7 +32,7 @@ def bert(tmp_path_factory):
     return make_tiny_bert(tmp_path_factory.mktemp("kills") / "bert")
 
 
-def contents(folder):
+def read_contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -65,7 +65,7 @@ def log_of(out):
 def test_killed_training_resumes(bert, tmp_path):
     uninterrupted = tmp_path / "whole"
     things, seconds = run_watched(train, bert, uninterrupted)
-    expected = contents(uninterrupted)
+    expected = read_contents(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, 20, "training")):
         out = tmp_path / f"out-{number}"
         run_killed(at, train, bert, out)
@@ -78,7 +78,7 @@ def test_killed_training_resumes(bert, tmp_path):
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
         assert log_of(out) == log_of(uninterrupted), at
-        result = contents(out)
+        result = read_contents(out)
         assert result["model.safetensors"] == expected["model.safetensors"], at
         assert result.keys() == expected.keys(), at
         shutil.rmtree(out)
@@ -96,14 +96,14 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
     if exists:
         uninterrupted.mkdir()
     things, seconds = run_watched(convert_to, bert, uninterrupted)
-    expected = contents(uninterrupted)
+    expected = read_contents(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, count, f"conversion {exists}")):
         out = tmp_path / f"out-{number}"
         if exists:
             out.mkdir()
         run_killed(at, convert_to, bert, out)
         if (out / "config.json").exists() and not describe_unfinished_model(out):
-            assert without_names(contents(out), out) == without_names(expected, uninterrupted), at
+            assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), at
         elif exists:
             # The next run raises an error that names the leftovers, and no leftover is a checkpoint.
             if any(out.iterdir()):
@@ -115,7 +115,7 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
         else:
             assert not out.exists()
             convert_to(bert, out)
-        assert without_names(contents(out), out) == without_names(expected, uninterrupted), at
+        assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), at
 
 
 def assert_refused(folder):
@@ -134,8 +134,8 @@ def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
     (tmp_path / "whole").mkdir()
     convert_to(bert, tmp_path / "model")
     things, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
-    assert contents(tmp_path / "whole") == contents(tmp_path / "model")
-    moves = len(contents(tmp_path / "model")) + 3  # a notice is opened and renamed, and the stage is removed
+    assert read_contents(tmp_path / "whole") == read_contents(tmp_path / "model")
+    moves = len(read_contents(tmp_path / "model")) + 3  # a notice is opened and renamed, and the stage is removed
     for at in range(things - moves, things + 1):
         out = tmp_path / f"out-{at}"
         out.mkdir()
@@ -146,7 +146,7 @@ def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
             AttnVariantBertModel.from_pretrained(out)
 
 
-def without_names(files, folder):
+def remove_names(files, folder):
     """Return files without times and the card, and with one name for the folder.
 
     A kill can come between the move of the checkpoint and the write of its card, which contains the folder's name.
@@ -168,7 +168,7 @@ def push(folder, url):
 @COUNTS
 def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
     convert_to(bert, tmp_path / "bert-gqa2")
-    before = contents(tmp_path / "bert-gqa2")
+    before = read_contents(tmp_path / "bert-gqa2")
     with LocalHub() as hub:
         things, seconds = run_watched(push, tmp_path / "bert-gqa2", hub.url)
         expected = hub.files(REPO)
@@ -182,4 +182,4 @@ def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
             assert hub.files(REPO) == expected, at
             # Once more changes nothing, so there is one commit of ours, however often it was tried.
             assert len(hub.repositories[REPO].log) == 2, at
-    assert contents(tmp_path / "bert-gqa2") == before
+    assert read_contents(tmp_path / "bert-gqa2") == before

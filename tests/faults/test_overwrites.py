@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.test_full_disk import DiskFullAtOpen, called
-from faults.test_kills import contents
+from faults.test_full_disk import DiskFullAtOpen, call_command
+from faults.test_kills import read_contents
 from fixtures.full_disk import full_disk
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.kills import CHANGES, draw_points, run_killed, run_watched
@@ -97,18 +97,18 @@ def make_old(sources, out):
     return out
 
 
-def argv_of(command, sources, out):
+def make_argv(command, sources, out):
     argv = [sources / item if isinstance(item, str) and item.isupper() else item for item in TRAININGS[command]]
     return [str(item) for item in (command, *argv, *QUIET, "--output_dir", out)]
 
 
-def model_of(folder):
+def read_model_files(folder):
     """Return the files that make up the model in a folder, without hidden files."""
-    result = contents(folder)
+    result = read_contents(folder)
     return {name: result[name] for name in result if MODEL.fullmatch(name) and not name.startswith(".")}
 
 
-def judged(folder, old, new):
+def identify_model(folder, old, new):
     """Return which model a folder contains for every loader; fail if models are mixed or lost without an error."""
     from transformers import AutoConfig, AutoModel, BertModel
 
@@ -119,10 +119,10 @@ def judged(folder, old, new):
                 loader.from_pretrained(folder)
         check_tokenizer(folder, old, new)
         for argv in (["push", str(folder), "--repo_id", "me/x", "--dry_run"], ["inspect", str(folder)]):
-            status, errors = called(argv)
+            status, errors = call_command(argv)
             assert status == 2 and "killed while it replaced this model. `mv" in errors[0], errors
         return "refused"
-    result, results = model_of(folder), (folder / "all_results.json")
+    result, results = read_model_files(folder), (folder / "all_results.json")
     AutoModel.from_pretrained(folder)
     which = "old" if result == old else "new" if result == new else "mixed"
     assert which != "mixed", {name for name in {*old, *new, *result} if result.get(name) not in (old.get(name),)}
@@ -138,7 +138,7 @@ def check_tokenizer(folder, old, new):
     from transformers import AutoTokenizer
 
     result = {
-        name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)
+        name: content for name, content in read_contents(folder).items() if re.match("tokenizer|vocab|special_", name)
     }
     try:
         AutoTokenizer.from_pretrained(folder)
@@ -174,20 +174,20 @@ class Copies:
 
 def copy_at_each_change(command, sources, folder):
     out = make_old(sources, folder / "out")
-    old = model_of(out)
+    old = read_model_files(out)
     copies = Copies(out, folder / "copies")
-    status, errors = called(argv_of(command, sources, out))
+    status, errors = call_command(make_argv(command, sources, out))
     copies.folder = None
     assert status == 0, errors
-    new, seen = model_of(out), []
+    new, seen = read_model_files(out), []
     assert not any(name.startswith(".") for name in os.listdir(out)), os.listdir(out)
-    assert judged(out, old, new) == "new" and "spiece.model" not in new and not (out / "README.md").exists()
+    assert identify_model(out, old, new) == "new" and "spiece.model" not in new and not (out / "README.md").exists()
     for copy in sorted((folder / "copies").iterdir()):
-        seen.append(judged(copy, old, new))
+        seen.append(identify_model(copy, old, new))
         if seen[-1] == "refused":  # what is advised gives a whole one
             command = re.search("`(mv .*?)`", describe_unfinished_model(copy))[1]
             subprocess.run(command, shell=True, check=True)
-            assert judged(copy, old, new) in ("old", "new")
+            assert identify_model(copy, old, new) in ("old", "new")
     print(json.dumps(seen))
 
 
@@ -205,7 +205,7 @@ def test_kill_at_each_change_leaves_one_model(command, sources, tmp_path):
 
 
 def run_here(command, sources, out):
-    assert cli.main(argv_of(command, sources, out)) == 0
+    assert cli.main(make_argv(command, sources, out)) == 0
 
 
 @pytest.mark.thorough
@@ -214,13 +214,13 @@ def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
     uninterrupted = shutil.copytree(before, tmp_path / "whole")
     things, seconds = run_watched(run_here, "glue", sources, uninterrupted)
-    old, new = model_of(before), model_of(uninterrupted)
+    old, new = read_model_files(before), read_model_files(uninterrupted)
     for number, at in enumerate(draw_points(things, seconds, count, "overwrite")):
         out = shutil.copytree(before, tmp_path / f"out-{number}")
         run_killed(at, run_here, "glue", sources, out)
-        judged(out, old, new)
+        identify_model(out, old, new)
         run_watched(run_here, "glue", sources, out)  # the next run goes its way
-        assert judged(out, old, new) == "new"
+        assert identify_model(out, old, new) == "new"
         assert not any(name.startswith(".") for name in os.listdir(out)), at
 
 
@@ -228,21 +228,21 @@ def fill_at_each_write(command, sources, folder, most):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
-    old, complete_folder = model_of(before), shutil.copytree(before, folder / "whole")
+    old, complete_folder = read_model_files(before), shutil.copytree(before, folder / "whole")
     with no_room.at(0):
-        status, errors = called(argv_of(command, sources, complete_folder))
+        status, errors = call_command(make_argv(command, sources, complete_folder))
     assert status == 0, errors
-    opened, new = no_room.seen, model_of(complete_folder)
+    opened, new = no_room.seen, read_model_files(complete_folder)
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
-    sizes = sorted({len(content) for content in contents(complete_folder).values()} - {0})
+    sizes = sorted({len(content) for content in read_contents(complete_folder).values()} - {0})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes]
     tries = tries[:: max(1, len(tries) // most)] if most else tries
     seen = []
     for name, fault in tries:
         out = shutil.copytree(before, folder / f"out {name}")
         with fault():
-            status, errors = called(argv_of(command, sources, out))
-        seen.append(judged(out, old, new))
+            status, errors = call_command(make_argv(command, sources, out))
+        seen.append(identify_model(out, old, new))
         assert status == 0 or (status == 2 and len(errors) == 1), (name, status, errors)
         assert status == 2 or seen[-1] == "new", name
         assert seen[-1] != "refused", (name, errors)  # moving needs no disk space
@@ -264,7 +264,7 @@ def test_run_in_its_own_folder_keeps_the_files_of_its_model(sources, tmp_path):
     (model_folder / "README.md").write_text("---\nlicense: mit\n---\n")
     argv = [
         item if item != str(sources / "SENTENCES") else str(model_folder)
-        for item in argv_of("uptrain", sources, model_folder)
+        for item in make_argv("uptrain", sources, model_folder)
     ]
     assert cli.main(argv) == 0
     assert (

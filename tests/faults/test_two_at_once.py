@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from faults.test_kills import contents, convert_to, log_of, train, without_names
+from faults.test_kills import convert_to, log_of, read_contents, remove_names, train
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.processes import run_processes
 
@@ -12,7 +12,7 @@ from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 
-def at_once(*calls):
+def run_at_once(*calls):
     """Return the exit statuses and outputs of simultaneous calls (a function and its arguments) in new processes."""
     results = [None] * len(calls)
 
@@ -38,26 +38,26 @@ def test_simultaneous_conversions_into_one_folder_are_not_mixed(bert, tmp_path, 
     convert_to(bert, tmp_path / "whole")
     if exists:
         (tmp_path / "out").mkdir()
-    statuses, outputs = at_once(*[(convert_to, bert, tmp_path / "out")] * 2)
+    statuses, outputs = run_at_once(*[(convert_to, bert, tmp_path / "out")] * 2)
     # Into a folder that is there, each may see the other's work, and leave it.
     assert sum(status == 0 for status in statuses) in ((0, 1) if exists else (1,)), outputs
     for status, output in zip(statuses, outputs, strict=True):
         assert status == 0 or "FileExistsError" in output.splitlines()[-1], output
     if 0 in statuses:
-        result, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
-        assert without_names(result, tmp_path / "out") == without_names(expected, tmp_path / "whole")
+        result, expected = read_contents(tmp_path / "out"), read_contents(tmp_path / "whole")
+        assert remove_names(result, tmp_path / "out") == remove_names(expected, tmp_path / "whole")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.slow
 def test_simultaneous_trainings_into_one_folder_are_not_mixed(bert, tmp_path):
     train(bert, tmp_path / "whole")
-    statuses, outputs = at_once(*[(train, bert, tmp_path / "out")] * 2)
+    statuses, outputs = run_at_once(*[(train, bert, tmp_path / "out")] * 2)
     assert sorted(statuses) == [0, 1], outputs
     refused = outputs[statuses.index(1)].splitlines()[-1]
     assert "is not empty" in refused or "is in use" in refused, refused
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
-    result, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    result, expected = read_contents(tmp_path / "out"), read_contents(tmp_path / "whole")
     assert result.keys() == expected.keys() and result["model.safetensors"] == expected["model.safetensors"]
 
 

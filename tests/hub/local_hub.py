@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits.get(repository.resolve(revision) or "", {})
         prefix = f"{folder.strip('/')}/" if folder else ""
         result = [
-            {"type": "file", "path": name, "size": len(content), "oid": _blob_id(content)}
+            {"type": "file", "path": name, "size": len(content), "oid": _compute_blob_id(content)}
             for name, content in sorted(files.items())
             if name.startswith(prefix)
         ]
@@ -229,7 +229,13 @@ class _Handler(BaseHTTPRequestHandler):
         for item in json.loads(self.body)["files"]:
             is_lfs = item["size"] > LFS_BYTES or item["path"].endswith(".safetensors")
             content = existing.get(item["path"])
-            oid = None if content is None else hashlib.sha256(content).hexdigest() if is_lfs else _blob_id(content)
+            oid = (
+                None
+                if content is None
+                else hashlib.sha256(content).hexdigest()
+                if is_lfs
+                else _compute_blob_id(content)
+            )
             mode = "lfs" if is_lfs else "regular"
             files.append({"path": item["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": files})
@@ -287,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', **headers)
 
 
-def _blob_id(content: bytes) -> str:
+def _compute_blob_id(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import yaml
 from architectures import BERT, T5
-from fixtures.speech import feature_extractor, tokenizer
+from fixtures.speech import make_feature_extractor, make_tokenizer
 from fixtures.uptraining import make_t5, make_text
 from huggingface_hub import ModelCard
 from relatives import RELATIVES, WHISPER
@@ -42,7 +42,7 @@ def folder(converted, tmp_path):
     return shutil.copytree(converted, tmp_path / "bert-gqa2")
 
 
-def front_matter(card):
+def read_front_matter(card):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
 
 
@@ -59,7 +59,7 @@ def test_card_describes_the_conversion_report(folder):
     assert ATTN_VARIANTS_VERSION in text
     # the source is a folder here, and means nothing elsewhere
     assert str(folder.parent) not in text and report["source"] not in text
-    data = front_matter(text)
+    data = read_front_matter(text)
     assert data["base_model"] == "me/tiny" and data["license"] == "mit"
     assert data["tags"] == ["attn-variants", "grouped-query-attention"] and data["library_name"] == "transformers"
     assert "model-index" not in data
@@ -69,7 +69,7 @@ def test_training_scores_are_in_the_model_index(folder):
     (folder / "all_results.json").write_text(json.dumps(RESULTS))
     card = generate_model_card(folder, "me/bert-sst2")
     text = str(card)
-    [entry] = front_matter(text)["model-index"]
+    [entry] = read_front_matter(text)["model-index"]
     metrics = {m["type"]: m["value"] for result in entry["results"] for m in result["metrics"]}
     assert metrics == {"accuracy": 0.8125, "f1": 0.5}
     assert entry["results"][0]["dataset"] == {
@@ -78,7 +78,7 @@ def test_training_scores_are_in_the_model_index(folder):
         "config": "sst2",
         "split": "validation",
     }
-    data = front_matter(text)
+    data = read_front_matter(text)
     assert data["base_model"] == "google-bert/bert-base-uncased" and data["datasets"] == ["nyu-mll/glue"]
     assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimizer steps" in text
     assert "/home/somebody" not in text
@@ -94,7 +94,7 @@ def test_card_omits_unused_features(folder):
         json.dumps(RESULTS | {"arguments": arguments | {"model_name_or_path": local}})
     )
     text = str(generate_model_card(folder, "me/bert-sst2"))
-    assert front_matter(text)["datasets"] == ["nyu-mll/glue"] and "base_model" not in front_matter(text)
+    assert read_front_matter(text)["datasets"] == ["nyu-mll/glue"] and "base_model" not in read_front_matter(text)
     assert "| max_train_steps | 1200 |" in text and "num_train_epochs" not in text
 
 
@@ -152,10 +152,10 @@ def test_further_evaluations_are_validated(folder):
 
 def test_license_and_languages_of_the_source_are_kept(folder):
     (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# Source\n")
-    data = front_matter(generate_model_card(folder, "me/x"))
+    data = read_front_matter(generate_model_card(folder, "me/x"))
     assert data["license"] == "apache-2.0" and data["language"] == ["en", "de"]
     (folder / "README.md").unlink()
-    assert "license" not in front_matter(generate_model_card(folder, "me/x"))
+    assert "license" not in read_front_matter(generate_model_card(folder, "me/x"))
     assert "do not state a license" in str(generate_model_card(folder, "me/x"))
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(ValueError, match=r"Cannot read the metadata of"):
@@ -217,7 +217,7 @@ def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
     assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
     assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
     assert "An encoder has no cache" in text and "The smaller cache helps" not in text
-    assert front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
+    assert read_front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
 
 
 def test_card_of_a_decoder_without_a_cache_states_no_cache(tmp_path):
@@ -233,13 +233,13 @@ def test_card_of_a_transformers_model_mentions_no_remote_code(plain_bert):
     text = str(generate_model_card(plain_bert, "me/plain"))
     assert "multi-head attention" in text and "trust_remote_code" not in text
     assert "AutoModelForSequenceClassification.from_pretrained" in text
-    assert front_matter(text)["pipeline_tag"] == "text-classification"
+    assert read_front_matter(text)["pipeline_tag"] == "text-classification"
 
 
 def test_card_of_a_sentence_transformers_folder_shows_its_usage(folder):
     (folder / "modules.json").write_text("[]")
     text = str(generate_model_card(folder, "me/x"))
-    data = front_matter(text)
+    data = read_front_matter(text)
     assert data["library_name"] == "sentence-transformers" and data["pipeline_tag"] == "sentence-similarity"
     assert 'SentenceTransformer("me/x", trust_remote_code=True)' in text
 
@@ -273,10 +273,10 @@ def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path)
     ],
 )
 def test_audio_example_of_the_card_uses_a_recording(head, tag, tmp_path):
-    for part in (WHISPER.model(f"Whisper{head}", "gqa"), feature_extractor(), tokenizer()):
+    for part in (WHISPER.model(f"Whisper{head}", "gqa"), make_feature_extractor(), make_tokenizer()):
         part.save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/x"))
-    assert front_matter(text)["pipeline_tag"] == tag
+    assert read_front_matter(text)["pipeline_tag"] == tag
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("me/x", str(tmp_path))
     exec(compile(block, "card", "exec"), {})
 
@@ -304,7 +304,7 @@ def test_card_contains_no_local_folders(folder):
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "steps": 3, "arguments": arguments}))
     text = str(generate_model_card(folder, "me/x"))
     assert "secret" not in text and "priv/" not in text
-    data = front_matter(text)
+    data = read_front_matter(text)
     assert "datasets" not in data and data["model-index"][0]["results"][0]["dataset"]["name"] == "corpus"
 
 
@@ -314,14 +314,14 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
         f"---\nlicense: other\nlicense_name: terms\nlicense_link: {link}\nlanguage:\n- en\n- no\n---\n"
     )
     text = str(generate_model_card(folder, "me/x"))
-    data = front_matter(text)
+    data = read_front_matter(text)
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "terms", link)
     assert data["language"] == ["en", "no"] and f"{link}. The code files are Apache-2.0." in text
     card = str(generate_model_card(folder, "me/x", CardOptions(base_model="me/tiny", license="mit")))
-    assert "mit. The code files" in card and "license_name" not in front_matter(card)
+    assert "mit. The code files" in card and "license_name" not in read_front_matter(card)
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: no\n---\n")
     text = str(generate_model_card(folder, "me/x"))
-    assert "mit, the license of the original model." in text and front_matter(text)["language"] == "no"
+    assert "mit, the license of the original model." in text and read_front_matter(text)["language"] == "no"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
 def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
     T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5-latent"))
-    assert front_matter(text)["tags"] == ["attn-variants", *tags]
+    assert read_front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
     assert printed in text
     if "cross_kv_lora_rank" in fields:

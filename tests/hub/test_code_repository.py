@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import BERT, T5
 from fixtures.elsewhere import WITHOUT_PACKAGE
-from fixtures.speech import feature_extractor
+from fixtures.speech import make_feature_extractor
 from hub.local_hub import TOKEN
 from relatives import WHISPER
 from safetensors.torch import save_file
@@ -38,11 +38,11 @@ def push(folder, api, repo_id=REPO, card_options=None, **options):
     return push_checkpoint(plan_push(folder, repo_id, card_options, code_repo=CODE), api=api, **options)
 
 
-def auto_map_on(hub, repo_id):
+def get_auto_map(hub, repo_id):
     return json.loads(hub.files(repo_id)["config.json"])["auto_map"]
 
 
-def messages(hub, repo_id):
+def get_commit_messages(hub, repo_id):
     return [message for _, _, message in hub.repositories[repo_id].log[1:]]
 
 
@@ -70,7 +70,7 @@ def test_code_is_pushed_to_its_own_repository(folder, hub, api):
     references = {
         auto: f"{CODE}--{name}" for auto, name in json.loads((folder / "config.json").read_text())["auto_map"].items()
     }
-    assert auto_map_on(hub, REPO) == references and "AutoModel" in references
+    assert get_auto_map(hub, REPO) == references and "AutoModel" in references
     before, after = json.loads((folder / "config.json").read_text()), json.loads(remote_files["config.json"])
     assert after == before | {"auto_map": references}
     assert result.code_commit == hub.head(CODE) and hub.files(CODE).keys() == {*code}
@@ -91,17 +91,17 @@ def test_card_shows_both_commits(folder, hub, api):
 
 def test_repeated_push_creates_no_commits(folder, t5_variant, hub, api):
     first = push(folder, api)
-    assert len(messages(hub, REPO)) == 2 and len(messages(hub, CODE)) == 1
+    assert len(get_commit_messages(hub, REPO)) == 2 and len(get_commit_messages(hub, CODE)) == 1
     second = push(folder, api)
     assert (second.commit, second.code_commit, second.changed) == (first.commit, first.code_commit, False)
     assert push(t5_variant, api, "me/t5").code_commit == first.code_commit
-    assert len(messages(hub, REPO)) == 2 and len(messages(hub, CODE)) == 1
+    assert len(get_commit_messages(hub, REPO)) == 2 and len(get_commit_messages(hub, CODE)) == 1
 
 
 def test_changed_card_keeps_the_commit_of_the_model(folder, hub, api):
     first = push(folder, api)
     second = push(folder, api, card_options=CardOptions(license="mit"))
-    assert second.commit == first.commit and second.changed and len(messages(hub, REPO)) == 3
+    assert second.commit == first.commit and second.changed and len(get_commit_messages(hub, REPO)) == 3
     assert b"license: mit" in hub.files(REPO)["README.md"]
     # If somebody else changes the model in between, the earlier commit no longer contains it.
     hub.repositories[REPO].commit("main", {**hub.files(REPO), "notes.txt": b"new"}, "notes")
@@ -188,7 +188,7 @@ def test_downloaded_checkpoint_can_be_pushed_again(folder, hub, api, tmp_path):
     for name, content in hub.files(REPO).items():
         (tmp_path / "copy" / name).write_bytes(content)
     push(tmp_path / "copy", api, "me/copy")
-    assert auto_map_on(hub, "me/copy") == auto_map_on(hub, REPO)
+    assert get_auto_map(hub, "me/copy") == get_auto_map(hub, REPO)
     with pytest.raises(ValueError, match="must refer to code in the folder"):
         plan_push(tmp_path / "copy", "me/copy")
 
@@ -343,7 +343,7 @@ def test_example_of_the_card_runs_without_this_package(kind, converted, hub, api
         "t5": lambda: T5.model("T5ForConditionalGeneration", "gqa", vocab_size=len(tokenizer)),
         "whisper": lambda: WHISPER.model("WhisperModel", "latent"),
     }[kind]()
-    for part in (model, tokenizer, *([feature_extractor()] if kind == "whisper" else [])):
+    for part in (model, tokenizer, *([make_feature_extractor()] if kind == "whisper" else [])):
         part.save_pretrained(folder)
     if kind == "sentences":  # whose SentenceTransformer must run the pinned code, too
         library = pytest.importorskip("sentence_transformers")

@@ -6,7 +6,7 @@ from architectures import BERT, T5
 from hf_attn_variants.hub.card import format_heads_diagram
 
 
-def cells(line):
+def split_cells(line):
     return [cell.split() for cell in line.split("|")[1:-1]]
 
 
@@ -14,8 +14,8 @@ def cells(line):
 def test_diagram_shows_each_group_above_its_head(kv_heads):
     queries, keys = format_heads_diagram(BERT.config(num_key_value_heads=kv_heads)).splitlines()
     size = 12 // kv_heads
-    assert cells(queries) == [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
-    assert cells(keys) == [[f"kv{g}"] for g in range(kv_heads)]
+    assert split_cells(queries) == [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
+    assert split_cells(keys) == [[f"kv{g}"] for g in range(kv_heads)]
     assert [at for at, c in enumerate(queries) if c == "|"] == [at for at, c in enumerate(keys) if c == "|"]
 
 
@@ -40,9 +40,9 @@ def test_diagram_groups_layers_with_equal_heads():
     )
     first, second = diagram.split("\n\n")
     assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
-    assert cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and cells(second.splitlines()[2]) == [
-        ["kv0"]
-    ]
+    assert split_cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and split_cells(
+        second.splitlines()[2]
+    ) == [["kv0"]]
 
 
 def test_diagram_names_latents_below_the_heads():

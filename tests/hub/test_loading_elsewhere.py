@@ -203,10 +203,10 @@ def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, 
     for name, text in files.items():
         assert text == (tmp_path / name).read_text(encoding="utf-8")
         assert {f"{item}.py" for item in get_relative_imports(tmp_path / name)} <= files.keys(), name
-        assert not undefined_names(text), name
+        assert not find_undefined_names(text), name
 
 
-def undefined_names(text):
+def find_undefined_names(text):
     """Return the names that a file uses without a definition anywhere in the file."""
     tree = ast.parse(text)
     defined = {*dir(builtins), "__file__", "__name__"}

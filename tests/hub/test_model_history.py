@@ -52,7 +52,7 @@ def run(*argv):
     assert cli.main([str(item) for item in argv]) == 0
 
 
-def front_matter(card):
+def read_front_matter(card):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
 
 
@@ -85,7 +85,7 @@ def tuned(tiny, tmp_path_factory):
 
 def test_card_describes_all_steps_of_the_readme(tuned):
     plan = push(push_arguments(["--model_name_or_path", str(tuned), "--repo_id", "me/tuned", "--dry_run"]))
-    card, data = plan.card, front_matter(plan.card)
+    card, data = plan.card, read_front_matter(plan.card)
     # Three steps of a tiny model may or may not lower the loss.
     chain = r"converted, then distilled \(3 steps(, without a lower held-out loss)?\), then fine-tuned \(2 steps\)"
     assert re.search(chain, card)
@@ -140,7 +140,7 @@ def test_conversion_after_training_keeps_the_history_without_scores(tuned, tmp_p
     assert "4. `tuned` was converted with `--method mean`.\n" in card
     assert "## Conversion (step 1)" in card and "## Conversion (step 4)" in card
     assert card.count("`conversion_report.json` has") == 1
-    data = front_matter(card)
+    data = read_front_matter(card)
     assert "model-index" not in data and data["license"] == "mit" and "captions" in data["tags"]
     assert "The model was not trained after the conversion" in card
     assert '"Dogs are running outside."' in card  # still a model of pairs
@@ -207,7 +207,7 @@ def test_overwriting_removes_the_old_history_and_license(tuned, tiny, tmp_path):
     source = shutil.copytree(tiny, tmp_path / "b")
     (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nbase_model: big/b\n---\n")
     run("glue", "--model_name_or_path", source, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
-    data = front_matter(generate_model_card(folder, "me/x"))
+    data = read_front_matter(generate_model_card(folder, "me/x"))
     assert (data["license"], data["base_model"]) == ("cc-by-nc-4.0", "big/b")
     assert [step["kind"] for step in read_history(folder).steps] == ["training"]
 
@@ -231,14 +231,14 @@ def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     assert (
         is_unedited_card(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
     )
-    assert {name: front_matter(card)[name] for name in ("license", "base_model", "language")} == {
+    assert {name: read_front_matter(card)[name] for name in ("license", "base_model", "language")} == {
         "license": "mit", "base_model": "big/tiny", "language": ["en"],
     }  # fmt: skip
     run("convert", tmp_path / "gqa2", "--num_key_value_heads", 1, "--method", "mean", "--output_dir", tmp_path / "mqa")
     assert "2. `gqa2` was converted" in (tmp_path / "mqa/README.md").read_text()
     convert(tiny, num_key_value_heads=2, output_dir=tmp_path / "python")
     assert not (tmp_path / "python/README.md").exists()
-    assert front_matter(plan_push(tmp_path / "python", "me/x").card)["license"] == "mit"
+    assert read_front_matter(plan_push(tmp_path / "python", "me/x").card)["license"] == "mit"
 
 
 def test_broken_readme_of_the_source_is_kept(tiny, tmp_path, caplog):
@@ -270,7 +270,7 @@ def test_card_describes_a_conversion_after_training(tmp_path):
         "--max_train_steps", "2", "--max_length", "16", "--output_dir", tmp_path / "tuned")  # fmt: skip
     card = str(generate_model_card(tmp_path / "tuned", "me/t5"))
     assert "1. `t5` was converted with `--method mean`.\n2. The model was fine-tuned on source.txt for 2 steps" in card
-    assert front_matter(card)["license"] == "cc-by-4.0"
+    assert read_front_matter(card)["license"] == "cc-by-4.0"
 
 
 HOSTILE = {
@@ -335,7 +335,7 @@ def test_training_from_a_broken_readme_gives_a_warning(tiny, tmp_path, caplog):
 def test_license_argument_replaces_an_unreadable_readme(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
-    assert front_matter(generate_model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
+    assert read_front_matter(generate_model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
 
 
 def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
@@ -350,7 +350,7 @@ def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
         (folder / "model_history.json").write_text(json.dumps({"format": 1, "steps": [step]}))
         card = generate_model_card(folder, "me/x")
         assert f"1. `{name}` was converted" in str(card) and f"\n`{name}` was converted" in str(card)
-        assert front_matter(card)["base_model"] == "me/bert-gqa4"
+        assert read_front_matter(card)["base_model"] == "me/bert-gqa4"
         assert str(card).count("me/bert-gqa4") == 1  # the summary too tells of the first
         assert "1. `big/a` was converted" in str(generate_model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
@@ -359,7 +359,7 @@ def test_several_licenses_are_kept(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
     card = generate_model_card(folder, "me/x")
-    assert front_matter(card)["license"] == [
+    assert read_front_matter(card)["license"] == [
         "mit",
         "apache-2.0",
     ] and "mit, apache-2.0, the license of the original" in str(card)

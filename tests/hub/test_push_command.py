@@ -40,7 +40,7 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 )
 
 
-def environment(hub, home):
+def make_environment(hub, home):
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
     return variables | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
@@ -49,7 +49,7 @@ def environment(hub, home):
 def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted, hub, tmp_path):
     flags = ["--model_name_or_path", str(converted), "--repo_id", "me/bert-gqa2", "--private"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600}
-    env = environment(hub, tmp_path / "home") | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    env = make_environment(hub, tmp_path / "home") | {"PYTHONPATH": str(SCRIPT.parents[1])}
     pushed = subprocess.run([sys.executable, str(SCRIPT), *flags], env=env, **options)
     assert pushed.returncode == 0, pushed.stderr[-3000:]
     pinned = hub.head("me/bert-gqa2")
@@ -63,7 +63,7 @@ def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted,
     save_file({"input_ids": ids, "expected": expected}, tmp_path / "tensors.safetensors")
     (tmp_path / "cwd").mkdir()
     command = [sys.executable, "-c", ELSEWHERE, "me/bert-gqa2", pinned, str(tmp_path / "tensors.safetensors")]
-    options |= {"cwd": tmp_path / "cwd", "env": environment(hub, tmp_path / "other-home")}
+    options |= {"cwd": tmp_path / "cwd", "env": make_environment(hub, tmp_path / "other-home")}
     loaded = subprocess.run(command, **options)
     assert loaded.returncode == 0, loaded.stderr[-3000:]
     from transformers import AutoTokenizer

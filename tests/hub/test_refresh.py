@@ -35,18 +35,18 @@ def old(converted, tmp_path):
     return folder
 
 
-def refreshed(source, output, *options):
+def refresh_folder(source, output, *options):
     return refresh.main(refresh.parse_args([str(source), "--output_dir", str(output), *options]))
 
 
-def contents(folder):
+def read_contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
-    before = contents(old)
-    assert refreshed(old, tmp_path / "new") == tmp_path / "new"
-    after = contents(tmp_path / "new")
+    before = read_contents(old)
+    assert refresh_folder(old, tmp_path / "new") == tmp_path / "new"
+    after = read_contents(tmp_path / "new")
     config_class = hf_attn_variants.AttnVariantBertConfig
     mechanisms = get_used_mechanisms(config_class.from_pretrained(old))
     code = get_code_files(config_class, "modeling_attn_variant_bert", mechanisms)
@@ -58,14 +58,14 @@ def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
     assert configs[0] == configs[1]
     same = before.keys() - code.keys() - {"model.safetensors", "config.json", "README.md", "checkpoint-3/state.json"}
     assert {name: after[name] for name in same} == {name: before[name] for name in same} and "own.py" in same
-    assert "checkpoint-3/state.json" not in after and contents(old) == before
+    assert "checkpoint-3/state.json" not in after and read_contents(old) == before
     assert "The largest difference between the outputs before and after saving is 0." in capsys.readouterr().out
 
 
 def test_refresh_keeps_an_edited_card(old, tmp_path):
     card = (old / "README.md").read_text()
     assert not is_unedited_card(card)
-    refreshed(old, tmp_path / "new")
+    refresh_folder(old, tmp_path / "new")
     assert (tmp_path / "new/README.md").read_text() == card
 
 
@@ -78,20 +78,20 @@ def test_refresh_with_mismatched_weights_raises_an_error(old, tmp_path, change, 
         del tensors[name]
     save_file(tensors, old / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=message):
-        refreshed(old, tmp_path / "new")
+        refresh_folder(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_refresh_with_other_outputs_raises_an_error(old, tmp_path, monkeypatch):
     monkeypatch.setattr(refresh, "_measure_difference", lambda *models: float("nan"))
     with pytest.raises(ValueError, match="outputs differ"):
-        refreshed(old, tmp_path / "new")
+        refresh_folder(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_refresh_of_a_plain_checkpoint_raises_an_error(plain_bert, tmp_path):
     with pytest.raises(ValueError, match="must be a repository created with this package, got model type 'bert'"):
-        refreshed(plain_bert, tmp_path / "new")
+        refresh_folder(plain_bert, tmp_path / "new")
 
 
 def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
@@ -101,12 +101,12 @@ def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_api.api, "endpoint", hub.url, raising=False)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda token=None: api)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.create("me/old", files={n: c for n, c in contents(old).items() if not n.startswith("checkpoint")})
-    result = refreshed("me/old", tmp_path / "new", "--push_to_hub")
+    hub.create("me/old", files={n: c for n, c in read_contents(old).items() if not n.startswith("checkpoint")})
+    result = refresh_folder("me/old", tmp_path / "new", "--push_to_hub")
     files = hub.files("me/old")
     assert result.repo_id == "me/old" and len(hub.repositories["me/old"].log) == 2
     assert OLD_CODE.encode() not in files.values() and files["own.py"] == b"MINE = 1\n"
-    assert refreshed(old, tmp_path / "again", "--push_to_hub", "--hub_model_id", "me/other", "--private").changed
+    assert refresh_folder(old, tmp_path / "again", "--push_to_hub", "--hub_model_id", "me/other", "--private").changed
     assert hub.repositories["me/other"].private
 
 

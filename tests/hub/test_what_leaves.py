@@ -31,7 +31,7 @@ def edit(path, **fields):
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
 
 
-def sent(plan, folder):
+def list_uploaded_files(plan, folder):
     """Return each uploaded file."""
     result = {name: _get_payload(plan.folder, name) for name in plan.files}
     read = {name: item if isinstance(item, bytes) else open(item, "rb").read() for name, item in result.items()}
@@ -88,7 +88,7 @@ def test_model_and_tokenizer_files_name_no_folder(folder):
     (folder / "setup.txt").write_text("git clone https://me:pw@example.org/x")
     (folder / "notes.txt").write_text(f"see {HOME}/x\n")
     plan = plan_push(folder, "me/x")
-    files = sent(plan, folder)
+    files = list_uploaded_files(plan, folder)
     outcome = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
     assert outcome == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
     assert (
@@ -106,7 +106,7 @@ def test_labels_and_words_like_paths_are_unchanged(folder):
     edit(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
     other_folder = folder.parent / "there"
     other_folder.mkdir()
-    for name, content in sent(plan_push(folder, "me/x"), folder).items():
+    for name, content in list_uploaded_files(plan_push(folder, "me/x"), folder).items():
         (other_folder / name).write_bytes(content)
     assert AutoModel.from_pretrained(other_folder).config.id2label == {int(i): name for i, name in labels.items()}
     assert AutoTokenizer.from_pretrained(other_folder).cls_token == "/a/b/c"
@@ -116,7 +116,7 @@ def test_labels_and_words_like_paths_are_unchanged(folder):
 def test_files_without_local_paths_are_uploaded_unchanged(folder):
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(f"\n{text}\n")
-    assert sent(plan_push(folder, "me/x"), folder)["config.json"].decode() == f"\n{text}\n"
+    assert list_uploaded_files(plan_push(folder, "me/x"), folder)["config.json"].decode() == f"\n{text}\n"
 
 
 HOSTILE = "a <img src=x onerror=alert(1)> | b ](http://evil) `c` *d* _e_ [f](g) $h$ \n# i"

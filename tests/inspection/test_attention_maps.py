@@ -38,7 +38,7 @@ def make_model(architecture="bert", variant="gqa_talking"):
     return row.model(HEADS[architecture], variant)
 
 
-def maps_of(tokenizer, architecture="bert", variant="gqa_talking"):
+def make_maps(tokenizer, architecture="bert", variant="gqa_talking"):
     target = TARGET if architecture == "t5" else None
     return attention_maps(make_model(architecture, variant), tokenizer, TEXT, target)
 
@@ -55,7 +55,7 @@ def test_last_stage_equals_the_returned_weights(tokenizer, architecture, variant
         names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     with torch.no_grad():
         outputs = model(**inputs, output_attentions=True, **({"use_cache": False} if architecture == "t5" else {}))
-    result = maps_of(tokenizer, architecture, variant).attentions
+    result = make_maps(tokenizer, architecture, variant).attentions
     assert len(result) == sum(len(getattr(outputs, name)) for name in names.values())
     for maps in result:
         expected = getattr(outputs, names[maps.site])[maps.layer][0]
@@ -102,7 +102,7 @@ def test_block_summaries_are_shown_before_the_tokens(tokenizer):
 
 @pytest.mark.parametrize("architecture", ["bert", "albert"])
 def test_each_stage_follows_from_the_previous_one(tokenizer, architecture):
-    for maps in maps_of(tokenizer, architecture).attentions:
+    for maps in make_maps(tokenizer, architecture).attentions:
         assert_stages_follow(maps)
 
 
@@ -130,20 +130,20 @@ def assert_stages_follow(maps):
     ],
 )
 def test_stages_match_the_variant(tokenizer, variant, names):
-    for maps in maps_of(tokenizer, variant=variant).attentions:
+    for maps in make_maps(tokenizer, variant=variant).attentions:
         assert [stage.name for stage in maps.stages] == names
         assert maps.dynamic == (("x2l", "m2l", "x2w", "m2w") if variant == "dynamic" else ())
 
 
 def test_talking_heads_labels_name_key_value_heads(tokenizer):
-    stages = maps_of(tokenizer).attentions[0].stages
+    stages = make_maps(tokenizer).attentions[0].stages
     assert [stage.kv_heads for stage in stages[1:3]] == [(), ()]
     assert stages[0].kv_heads == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
     assert stages[3].kv_heads == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 def test_decoder_attends_to_no_later_token(tokenizer):
-    maps = next(maps for maps in maps_of(tokenizer, "t5").attentions if maps.site == "decoder")
+    maps = next(maps for maps in make_maps(tokenizer, "t5").attentions if maps.site == "decoder")
     ahead = torch.ones(maps.stages[0].maps.shape[1:], dtype=torch.bool).triu(1)
     for stage in maps.stages:
         values = stage.maps[:, ahead]
@@ -152,7 +152,7 @@ def test_decoder_attends_to_no_later_token(tokenizer):
 
 
 def test_axis_labels_are_the_tokens_of_each_side(tokenizer):
-    by_site = {maps.site: maps for maps in maps_of(tokenizer, "t5").attentions}
+    by_site = {maps.site: maps for maps in make_maps(tokenizer, "t5").attentions}
     text, target = (*TEXT.split(), "</s>"), ("<pad>", *TARGET.split())
     assert (by_site["encoder"].query_tokens, by_site["encoder"].key_tokens) == (text, text)
     assert (by_site["decoder"].query_tokens, by_site["decoder"].key_tokens) == (target, target)
@@ -204,7 +204,7 @@ def test_invalid_attention_map_arguments_raise_an_error(tokenizer):
 
 @pytest.mark.parametrize("architecture, variant", [("bert", "gqa_talking"), ("t5", "gqa"), ("albert", "talking")])
 def test_page_contains_every_value(tokenizer, architecture, variant):
-    maps = maps_of(tokenizer, architecture, variant)
+    maps = make_maps(tokenizer, architecture, variant)
     page = render_attention_page(maps, "</script><b>model</b>")
     assert "http" not in page and page.count("</script>") == 2
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import make_tiny_bert
-from fixtures.speech import feature_extractor, recordings, whisper_checkpoint
-from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from fixtures.speech import make_feature_extractor, save_whisper_checkpoint, write_recordings
+from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
 from relatives import RELATIVES
 from torch import nn
 from transformers import AutoTokenizer
@@ -50,15 +50,15 @@ def t5(tmp_path_factory):
 def source(t5):
     """The model of that folder, and calibration text with targets."""
     model, tokenizer = load_source_model(str(t5), Calibration(["a", "b"]))
-    return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
+    return model, Calibration(make_lines_of_words(160), make_lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
 
 
-def of_head(head):
+def get_architecture(head):
     """Return the architecture that has a head."""
     return next(architecture for architecture in (BERT, T5, *RELATIVES) if head in architecture.heads)
 
 
-def same_tensors(first, second):
+def has_same_tensors(first, second):
     first_tensors, second_tensors = first.state_dict(), second.state_dict()
     assert first_tensors.keys() == second_tensors.keys()
     return all(torch.equal(first_tensors[name], second_tensors[name]) for name in first_tensors)
@@ -81,7 +81,7 @@ def test_combined_conversions_equal_a_single_conversion(source):
         models_by_fields[str(fields)] = pieces.build_model(fields)
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
-        assert same_tensors(models_by_fields[str(fields)], at_once), fields
+        assert has_same_tensors(models_by_fields[str(fields)], at_once), fields
         combined_config, single_config = (
             item.config.to_diff_dict() for item in (models_by_fields[str(fields)], at_once)
         )
@@ -147,9 +147,9 @@ def tokenizer(tmp_path_factory):
     ],
 )
 def test_each_head_has_its_own_measure(head, measure, tokenizer):
-    size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
+    size, architecture = {"vocab_size": len(tokenizer)}, get_architecture(head)
     model = architecture.model(head, **size)
-    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
+    text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(12), batch_size=5))
     losses = text.compute_losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
@@ -176,7 +176,7 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
     models = [
         BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
     ]
-    text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
+    text = make_held_out_set(models[0], tokenizer, Calibration(make_lines_of_words(7), batch_size=4))
     source_logits, logits = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
     if fields is ONE_SCORE:
         expected = ((logits - source_logits).square() / source_logits.var(correction=0)).squeeze(1)
@@ -190,14 +190,14 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
 
 def test_constant_scores_are_inconclusive(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
-    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(1) * 3))
+    text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
         text.compute_losses(model)
 
 
 def test_divergence_equals_kullback_leibler(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
-    text = make_held_out_set(models[0], tokenizer, Calibration(lines_of_words(6)))
+    text = make_held_out_set(models[0], tokenizer, Calibration(make_lines_of_words(6)))
     [batch] = text.batches
     source_log_probs, log_probs = (model(**batch).logits.log_softmax(-1) for model in models)
     expected = nn.functional.kl_div(log_probs, source_log_probs, log_target=True, reduction="none").sum(-1)
@@ -207,13 +207,13 @@ def test_divergence_equals_kullback_leibler(tokenizer):
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_unmeasurable_head_raises_an_error(head, tokenizer):
     with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
-        make_held_out_set(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
+        make_held_out_set(get_architecture(head).model(head), tokenizer, Calibration(make_lines_of_words(4)))
 
 
 @pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
 def test_bart_relative_is_measured_with_targets(head, tokenizer):
-    model = of_head(head).model(head, vocab_size=len(tokenizer))
-    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
+    model = get_architecture(head).model(head, vocab_size=len(tokenizer))
+    text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(4), make_lines_of_words(4, 1)))
     [batch] = text.batches
     losses = text.compute_losses(model).sum(0)
     assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
@@ -228,7 +228,7 @@ def test_standard_error_is_computed_over_texts():
 
 def test_measured_text_is_never_fitted(source):
     model, calibration = source
-    everything = Calibration(lines_of_words(400), lines_of_words(400, 1))
+    everything = Calibration(make_lines_of_words(400), make_lines_of_words(400, 1))
     subset = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
     held_out = select_held_out_examples(subset, everything, size=100)
     pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
@@ -241,13 +241,13 @@ def test_measured_text_is_never_fitted(source):
     assert ids == {tuple(calibration.tokenizer(text).input_ids) for text in held_out.texts} and len(ids) == 40
 
 
-def row(name, size, loss, **others):
+def make_row(name, size, loss, **others):
     return FrontierRow(name, {"kv_lora_rank": size}, loss, loss, 0.0, 0.1, 5, {}, size, 1.0, **others)
 
 
 def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss():
     sizes = {"source": (100, 0.0), "a": (50, 0.1), "beaten": (60, 0.2), "b": (10, 0.3), "twin": (10, 0.3)}
-    rows = [row(name, *size) for name, size in {**sizes, "worse": (10, 0.4)}.items()]
+    rows = [make_row(name, *size) for name, size in {**sizes, "worse": (10, 0.4)}.items()]
     marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
@@ -343,7 +343,7 @@ def test_invalid_frontier_option_raises_before_any_work(source):
         measure_frontier(model, [{"num_key_value_heads": 3}], calibration, calibration)
 
 
-def frontier_of(folder, tmp_path, *flags):
+def run_frontier(folder, tmp_path, *flags):
     out = tmp_path / "frontier"
     argv = ["frontier", str(folder), "--calibration_file", str(tmp_path / "text.txt"), "--output_dir", str(out)]
     try:
@@ -354,11 +354,11 @@ def frontier_of(folder, tmp_path, *flags):
 
 @pytest.mark.thorough
 def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, monkeypatch):
-    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
-    (tmp_path / "targets.txt").write_text("\n".join(lines_of_words(300, 1)) + "\n")
+    (tmp_path / "text.txt").write_text("\n".join(make_lines_of_words(300)) + "\n")
+    (tmp_path / "targets.txt").write_text("\n".join(make_lines_of_words(300, 1)) + "\n")
     targets = ("--calibration_target_file", str(tmp_path / "targets.txt"), "--seed", "3")
     ranks = ("--cross_kv_lora_rank", "32", "12", "--kv_lora_rank", "8", "4", "--num_key_value_heads", "2")
-    status, out = frontier_of(t5, tmp_path, *targets, *ranks, "--loss", "100")
+    status, out = run_frontier(t5, tmp_path, *targets, *ranks, "--loss", "100")
     assert status == 0
     printed = capsys.readouterr().out
     assert (out / "frontier.png").stat().st_size > 10_000
@@ -370,7 +370,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     command = shlex.split(result["chosen"]["command"])
     assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
     converted, tokenizer = load_source_model(command[-1], Calibration(["a", "b"]))
-    texts, answers = lines_of_words(300), lines_of_words(300, 1)
+    texts, answers = make_lines_of_words(300), make_lines_of_words(300, 1)
     everything = Calibration(texts, answers)
     indices = sorted(random.Random(3).sample(range(300), 160))
     used = Calibration([texts[i] for i in indices], [answers[i] for i in indices], tokenizer=tokenizer)
@@ -389,8 +389,8 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
 @pytest.mark.thorough
 def test_encoder_frontier_uses_parameters(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
-    status, out = frontier_of(folder, tmp_path, "--json", "--kv_lora_rank", "16", "--num_key_value_heads", "2")
+    (tmp_path / "text.txt").write_text("\n".join(make_lines_of_words(160)) + "\n")
+    status, out = run_frontier(folder, tmp_path, "--json", "--kv_lora_rank", "16", "--num_key_value_heads", "2")
     assert status == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads((out / "frontier.json").read_text())
@@ -406,16 +406,16 @@ def test_encoder_frontier_uses_parameters(tmp_path, capsys):
 @pytest.mark.thorough
 def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
-    (tmp_path / "other.txt").write_text("\n".join(lines_of_words(9, seed=5)) + "\n")
+    (tmp_path / "text.txt").write_text("\n".join(make_lines_of_words(300)) + "\n")
+    (tmp_path / "other.txt").write_text("\n".join(make_lines_of_words(9, seed=5)) + "\n")
     flags = ("--json", "--num_key_value_heads", "2", "--held_out_file", str(tmp_path / "other.txt"))
-    status, _ = frontier_of(folder, tmp_path, *flags)
+    status, _ = run_frontier(folder, tmp_path, *flags)
     result = json.loads(capsys.readouterr().out)
     assert status == 0 and result["held_out_texts"] == 9
     model, tokenizer = load_source_model(str(folder), Calibration(["a", "b"]))
     indices = sorted(random.Random(0).sample(range(300), 160))
-    used = Calibration([lines_of_words(300)[i] for i in indices], tokenizer=tokenizer, fit_steps=0)
-    text = make_held_out_set(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
+    used = Calibration([make_lines_of_words(300)[i] for i in indices], tokenizer=tokenizer, fit_steps=0)
+    text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
     assert result["rows"][1]["loss"] == pytest.approx(float(text.compute_losses(converted)[:, 0].mean()), rel=1e-4)
 
@@ -430,8 +430,8 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
 )
 def test_invalid_frontier_flags_raise_before_any_work(flags, message, tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
-    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
-    status, out = frontier_of(folder, tmp_path, *flags)
+    (tmp_path / "text.txt").write_text("\n".join(make_lines_of_words(160)) + "\n")
+    status, out = run_frontier(folder, tmp_path, *flags)
     assert status and message in capsys.readouterr().err and not out.exists()
 
 
@@ -439,7 +439,9 @@ def test_invalid_frontier_flags_raise_before_any_work(flags, message, tmp_path, 
 def whisper(tmp_path_factory):
     """A tiny Whisper's folder, and a folder of recordings."""
     root = tmp_path_factory.mktemp("whisper")
-    return whisper_checkpoint(root / "whisper", suppress_tokens=[1, 2]), recordings(root / "audio", 40, seconds=0.5)
+    return save_whisper_checkpoint(root / "whisper", suppress_tokens=[1, 2]), write_recordings(
+        root / "audio", 40, seconds=0.5
+    )
 
 
 @pytest.mark.thorough
@@ -459,7 +461,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
     # The expected loss: files outside of the sample, transcripts of the source, and the converted model.
-    extractor = feature_extractor()
+    extractor = make_feature_extractor()
     calibration = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in calibration.audio]
     source, _ = load_source_model(str(checkpoint), calibration)
@@ -479,11 +481,11 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
 @pytest.mark.thorough
 def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
-    calibration = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
+    calibration = read_audio_calibration(audio, feature_extractor=make_feature_extractor(), fit_steps=0)
     source, _ = load_source_model(str(checkpoint), calibration)
     pieces, text = (
         LazyConvertedAttention(source, calibration),
-        make_held_out_set(source, feature_extractor(), calibration),
+        make_held_out_set(source, make_feature_extractor(), calibration),
     )
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.build_model(decoder), pieces.model(encoder)]
@@ -503,7 +505,7 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
 
 def test_audio_and_text_inputs_cannot_be_swapped(whisper, t5, tmp_path, capsys):
     checkpoint, audio = whisper
-    (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
+    (tmp_path / "text.txt").write_text("\n".join(make_lines_of_words(160)) + "\n")
     for folder, flags, message in (
         (checkpoint, ["--calibration_file", str(tmp_path / "text.txt")], "--calibration_audio_dir"),
         (t5, ["--calibration_audio_dir", str(audio)], "--calibration_file"),

@@ -8,7 +8,7 @@ from collections import Counter
 import onnxruntime
 import pytest
 import torch
-from architectures import ALBERT, BERT, T5, token_ids
+from architectures import ALBERT, BERT, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache
@@ -37,14 +37,14 @@ ONNX_CASES = [
 ONNX_IDS = [f"{case.values[0].name}-{case.values[1]}-opset{case.values[2]}" for case in ONNX_CASES]
 
 
-def sentences(batch, length):
+def make_sentences(batch, length):
     torch.manual_seed(batch)
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, length - 2 :] = 0
-    return {"input_ids": token_ids(batch, length), "attention_mask": mask}
+    return {"input_ids": make_token_ids(batch, length), "attention_mask": mask}
 
 
-def any_size():
+def make_dynamic_sizes():
     sizes = {0: Dim("batch"), 1: Dim("length", min=2, max=32)}
     return {"input_ids": sizes, "attention_mask": sizes}
 
@@ -68,16 +68,16 @@ def test_torch_export_supports_windows(architecture):
 
 
 def check_export(model):
-    program = torch.export.export(model, (), kwargs=sentences(*EXPORTED), dynamic_shapes=any_size())
+    program = torch.export.export(model, (), kwargs=make_sentences(*EXPORTED), dynamic_shapes=make_dynamic_sizes())
     namespaces = {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
     assert namespaces == {"aten"}
     for size in OTHERS:
-        inputs = sentences(*size)
+        inputs = make_sentences(*size)
         actual = program.module()(**inputs).last_hidden_state
         torch.testing.assert_close(actual, model(**inputs).last_hidden_state, atol=1e-5, rtol=0)
 
 
-def onnx_session(program):
+def make_onnx_session(program):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     serialized = program.model_proto.SerializeToString()
@@ -89,16 +89,16 @@ def onnx_session(program):
 @torch.no_grad()
 def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
     model = architecture.model(BASES[architecture.name], variant)
-    inputs = sentences(*EXPORTED)
+    inputs = make_sentences(*EXPORTED)
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
-    program = torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=any_size(), **options)
+    program = torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=make_dynamic_sizes(), **options)
     operators = Counter(node.op_type for node in program.model.graph)
     # Opset 23 has an operator for grouped attention: one a layer, and nothing is repeated. Talking heads need two
     # matrix products more between the softmax and its neighbours.
     assert operators["Attention"] == (2 if opset == 23 and variant != "talking" else 0)
-    session = onnx_session(program)
+    session = make_onnx_session(program)
     for size in OTHERS:
-        inputs = sentences(*size)
+        inputs = make_sentences(*size)
         actual = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
         expected = model(**inputs).last_hidden_state
         torch.testing.assert_close(torch.from_numpy(actual), expected, atol=1e-4, rtol=0)
@@ -131,14 +131,14 @@ class DecodingStep(torch.nn.Module):
         return output.logits[:, -1], [layer.keys for layer in get_cache(output).self_attention_cache.layers]
 
 
-def latent_model(cross_rank, variant="mha"):
+def make_latent_model(cross_rank, variant="mha"):
     return T5.model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=cross_rank, kv_lora_rank=16)
 
 
-def decoding_step(model, batch, source, past):
+def make_decoding_step(model, batch, source, past):
     """Return the inputs of the step after `past` tokens, and its expected logits."""
     torch.manual_seed(batch)
-    tokens, ids = token_ids(batch, past + 1), token_ids(batch, source)
+    tokens, ids = make_token_ids(batch, past + 1), make_token_ids(batch, source)
     mask = torch.ones(batch, source, dtype=torch.long)
     mask[0, source - 2 :] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -164,11 +164,11 @@ def step_sizes():
 @pytest.mark.parametrize("cross_rank, variant", [(40, "mha"), (24, "gqa")])
 @torch.no_grad()
 def test_decoding_step_with_a_latent_cache_can_be_exported(cross_rank, variant):
-    model = latent_model(cross_rank, variant)
-    inputs, _ = decoding_step(model, 2, 9, 5)
+    model = make_latent_model(cross_rank, variant)
+    inputs, _ = make_decoding_step(model, 2, 9, 5)
     program = torch.export.export(DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes())
     for size in ((1, 4, 2), (10, 30, 7)):
-        inputs, expected = decoding_step(model, *size)
+        inputs, expected = make_decoding_step(model, *size)
         logits, self_attention_keys = program.module()(**inputs)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
         assert [c.shape for c in self_attention_keys] == [(size[0], 1, size[2] + 1, 16)] * 2
@@ -178,15 +178,15 @@ def test_decoding_step_with_a_latent_cache_can_be_exported(cross_rank, variant):
 @pytest.mark.parametrize("opset", [18, pytest.param(23, marks=SLOW)])
 @torch.no_grad()
 def test_decoding_step_with_a_latent_cache_runs_in_onnx(opset):
-    model = latent_model(40)
-    inputs, _ = decoding_step(model, 2, 9, 5)
+    model = make_latent_model(40)
+    inputs, _ = make_decoding_step(model, 2, 9, 5)
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
     program = torch.onnx.export(
         DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes(), input_names=NAMES, **options
     )
-    session = onnx_session(program)
+    session = make_onnx_session(program)
     for size in ((1, 4, 2), (10, 30, 7)):
-        inputs, expected = decoding_step(model, *size)
+        inputs, expected = make_decoding_step(model, *size)
         model_inputs = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
         actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, model_inputs, strict=True)})
         torch.testing.assert_close(torch.from_numpy(actual[0]), expected, atol=1e-4, rtol=0)

@@ -159,8 +159,8 @@ def test_lora_finds_its_target_modules(architecture):
     model = architecture.model(next(iter(architecture.heads)), "gqa_talking")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
     expected = {"q", "v"} if architecture is T5 else {"query", "value"}
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(adapted)} == expected
-    assert len(trainable(adapted)) == 2 * 2 * len(list(model.named_attention_modules()))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in get_trainable_names(adapted)} == expected
+    assert len(get_trainable_names(adapted)) == 2 * 2 * len(list(model.named_attention_modules()))
 
 
 @pytest.mark.parametrize("config_class", ["IA3Config", "AdaLoraConfig", "LoHaConfig", "VeraConfig"])
@@ -172,15 +172,15 @@ def test_peft_methods_adapt_the_same_modules_as_in_transformers(architecture, co
         peft.get_peft_model(model, getattr(peft, config_class)(**settings))
         for model in (architecture.model(head, "mha"), architecture.make_upstream_model(head))
     )
-    assert trainable(adapted) == trainable(upstream_adapted) != []
+    assert get_trainable_names(adapted) == get_trainable_names(upstream_adapted) != []
 
 
 @FOR_BOTH
 def test_transformers_adapters_find_their_target_modules():
     model = ALBERT.model("AlbertModel", "gqa")
     model.add_adapter(peft.LoraConfig(r=2))
-    assert any("lora_" in name for name in trainable(model))
+    assert any("lora_" in name for name in get_trainable_names(model))
 
 
-def trainable(model):
+def get_trainable_names(model):
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

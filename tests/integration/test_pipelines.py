@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fixtures.speech import whisper_checkpoint
+from fixtures.speech import save_whisper_checkpoint
 from transformers import (
     AutoFeatureExtractor,
     AutoModel,
@@ -84,7 +84,7 @@ def test_zero_shot_pipeline_equals_the_model(heads):
 @pytest.mark.parametrize("seconds, times", [(1, False), (1, "word"), (2.6, True)])
 def test_speech_recognition_pipeline_equals_transformers(seconds, times, tmp_path):
     """Compare with Transformers' Whisper, also for long audio and with timestamps."""
-    folder = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=None if times else [*range(39, 60)])
+    folder = save_whisper_checkpoint(tmp_path / "whisper", suppress_tokens=None if times else [*range(39, 60)])
     sound = np.random.default_rng(0).normal(0, 0.1, int(16000 * seconds)).astype(np.float32)
     parts = {
         "tokenizer": AutoTokenizer.from_pretrained(folder),

@@ -49,7 +49,7 @@ def test_sentence_transformer_equals_our_embeddings(minilm_gqa4, expected):
     torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
 
 
-def encoded_elsewhere(folder, tmp_path):
+def encode_elsewhere(folder, tmp_path):
     """Return the embeddings of `SENTENCES` from a process without this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
@@ -67,7 +67,7 @@ def encoded_elsewhere(folder, tmp_path):
 @pytest.mark.thorough
 def test_sentence_transformer_loads_without_this_package(minilm_gqa4, expected, tmp_path):
     pytest.importorskip("sentence_transformers")
-    torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(encode_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
 
 
 # Fields that the encoder of Transformers would ignore or could not load.
@@ -82,7 +82,7 @@ T5_FIELDS = {
 T5_SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
 
-def saved_t5(folder, name, fields):
+def save_t5(folder, name, fields):
     """A sentence-transformers folder with a whole encoder-decoder, and the embeddings of `SENTENCES`."""
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     words = dict.fromkeys(word for sentence in SENTENCES for word in sentence.split())
@@ -116,15 +116,15 @@ def saved_t5(folder, name, fields):
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
 @pytest.mark.parametrize("fields", T5_FIELDS.values(), ids=T5_FIELDS)
 def test_t5_encoder_of_a_sentence_transformer_is_ours(name, fields, tmp_path):
-    model, expected = saved_t5(tmp_path, name, fields)
+    model, expected = save_t5(tmp_path, name, fields)
     torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
 def test_t5_encoder_loads_without_this_package(name, tmp_path):
-    _, expected = saved_t5(tmp_path, name, T5_FIELDS["windows"])
-    actual = encoded_elsewhere(tmp_path / "saved", tmp_path)
+    _, expected = save_t5(tmp_path, name, T5_FIELDS["windows"])
+    actual = encode_elsewhere(tmp_path / "saved", tmp_path)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -141,7 +141,7 @@ def test_sentence_transformer_trainer_saves_the_code(minilm_gqa4, expected, tmp_
     trained = torch.tensor(model.encode(SENTENCES))
     assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # their label was 0
     model.save_pretrained(str(tmp_path / "trained"))
-    torch.testing.assert_close(encoded_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
+    torch.testing.assert_close(encode_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
 
 
 # Loads a pushed model by both libraries, elsewhere, and scores it on pairs.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import T5, token_ids
+from architectures import T5, make_token_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_attn_variants import AttnVariantBertLMHeadModel, convert
@@ -36,7 +36,7 @@ def test_multi_query_assistant_changes_no_token(seed):
     original.config.tie_word_embeddings = False
     assistant = convert(original, num_key_value_heads=1, copy=True)
     torch.manual_seed(seed)
-    inputs = {"input_ids": token_ids(1, 8), "max_new_tokens": 16, "do_sample": False}
+    inputs = {"input_ids": make_token_ids(1, 8), "max_new_tokens": 16, "do_sample": False}
     for model in (original, assistant):
         model.generation_config.eos_token_id = None
     greedy = original.generate(**inputs)

@@ -17,12 +17,12 @@ SHAPE |= {"decoder_start_token_id": 0}
 SENTENCES = ["Two dogs run in the snow.", "The stock market fell sharply on Monday."]
 
 
-def in_int8(folder):
+def load_in_int8(folder):
     config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
     return AutoModel.from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
 
 
-def error(model, quantized, inputs):
+def compute_error(model, quantized, inputs):
     expected, actual = (item(**inputs).last_hidden_state for item in (model, quantized))
     return (actual - expected).norm() / expected.norm()
 
@@ -32,15 +32,15 @@ def error(model, quantized, inputs):
 def test_torchao_int8_error_is_as_small_as_for_multi_head(talking_heads, minilm, tmp_path):
     convert(minilm, num_key_value_heads=4, talking_heads=talking_heads, output_dir=tmp_path / "gqa4")
     model = AutoModel.from_pretrained(tmp_path / "gqa4").eval()
-    quantized = in_int8(tmp_path / "gqa4")
+    quantized = load_in_int8(tmp_path / "gqa4")
     assert type(quantized) is AttnVariantBertModel
     attention = quantized.encoder.layer[0].attention.self
     assert "Int8" in type(attention.key.weight.data).__name__ and attention.key.weight.shape == (128, 384)
     if talking_heads:
         assert type(attention.logits_proj.data) is torch.Tensor
     inputs = AutoTokenizer.from_pretrained(tmp_path / "gqa4")(SENTENCES, padding=True, return_tensors="pt")
-    of_the_original = error(AutoModel.from_pretrained(minilm).eval(), in_int8(minilm), inputs)
-    assert 0 < error(model, quantized, inputs) < 1.5 * of_the_original < 0.1
+    of_the_original = compute_error(AutoModel.from_pretrained(minilm).eval(), load_in_int8(minilm), inputs)
+    assert 0 < compute_error(model, quantized, inputs) < 1.5 * of_the_original < 0.1
 
 
 @pytest.mark.parametrize("rank", [256, 64], ids=["exact", "low rank"])

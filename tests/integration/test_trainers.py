@@ -41,7 +41,7 @@ CLASSIFIERS = [
 ]
 
 
-def changed(before, model):
+def get_changed_names(before, model):
     return [name for name, p in model.named_parameters() if not torch.equal(before[name], p)]
 
 
@@ -53,7 +53,7 @@ def assert_close(actual, expected):
         )
 
 
-def copies(model):
+def copy_parameters(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -63,7 +63,7 @@ def test_trainer_takes_a_step(heads, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
     )
-    before = copies(model)
+    before = copy_parameters(model)
     trainer = Trainer(
         model,
         TrainingArguments(tmp_path / "out", **SETTINGS, **{CHECKPOINTING: True}),
@@ -73,7 +73,7 @@ def test_trainer_takes_a_step(heads, tmp_path):
         processing_class=tokenizer,
     )
     assert trainer.train().training_loss > 0
-    moved = changed(before, model)
+    moved = get_changed_names(before, model)
     assert any("self.key.weight" in name for name in moved) and any("classifier" in name for name in moved)
     assert trainer.evaluate()["eval_loss"] > 0
     trainer.save_model(tmp_path / "saved")
@@ -170,19 +170,19 @@ def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
     plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
     for model in (upstream, plain, architecture.model(head, num_key_value_heads=4)):
-        before = copies(model)
+        before = copy_parameters(model)
         arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
         for module in model.modules():  # dropout is drawn in another order where kernels differ
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         Trainer(model, arguments, train_dataset=rows).train()
-        assert changed(before, model)
+        assert get_changed_names(before, model)
     assert_close(dict(plain.named_parameters()), dict(upstream.named_parameters()))
 
 
 def test_seq2seq_trainer_takes_a_step_and_generates(tiny_t5, tmp_path):
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tiny_t5), AutoTokenizer.from_pretrained(tiny_t5)
-    before = copies(model)
+    before = copy_parameters(model)
     rows = [
         {"input_ids": tokenizer(text).input_ids, "attention_mask": tokenizer(text).attention_mask}
         | {"labels": tokenizer(text[::-1]).input_ids}
@@ -197,7 +197,7 @@ def test_seq2seq_trainer_takes_a_step_and_generates(tiny_t5, tmp_path):
         processing_class=tokenizer,
     )
     assert trainer.train().training_loss > 0
-    assert any("EncDecAttention.k" in name for name in changed(before, model))
+    assert any("EncDecAttention.k" in name for name in get_changed_names(before, model))
     predictions = torch.tensor(trainer.predict(rows, max_new_tokens=4, num_beams=2).predictions)
     batch = DataCollatorForSeq2Seq(tokenizer, model)([dict(row) for row in rows])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}

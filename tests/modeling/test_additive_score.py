@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BERT, T5, token_ids
+from architectures import ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, RELATIVES, ROTARY, WHISPER
 
@@ -84,7 +84,9 @@ def test_compiled_additive_scores_equal_eager_ones():
     torch.testing.assert_close(compiled(query, key), score(query, key))
 
 
-def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs):
+def compute_by_formula(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs
+):
     """The attention function of an architecture, by the formula; masks are boolean or None."""
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
@@ -108,7 +110,7 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
 
     def counted(*args, **options):
         calls.append(args)
-        return formula(*args, **options)
+        return compute_by_formula(*args, **options)
 
     with torch.no_grad():
         actual = [model(**batch)[0]]
@@ -142,7 +144,7 @@ def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
         options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
         actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
         assert actual[0].equal(actual[1])
-    weights = model(**batch, decoder_input_ids=token_ids(), output_attentions=True).decoder_attentions
+    weights = model(**batch, decoder_input_ids=make_token_ids(), output_attentions=True).decoder_attentions
     assert weights[0].shape == (3, 12, 9, 9) and not weights[0].triu(1).any()
 
 
@@ -153,10 +155,10 @@ def test_additive_scores_work_with_patterns(pattern, monkeypatch):
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
     monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
     with torch.no_grad():
-        result = model(token_ids(2, 23), output_attentions=True)
+        result = model(make_token_ids(2, 23), output_attentions=True)
         assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()
         model.set_attn_implementation("sdpa")
-        ids = token_ids(2, 23)
+        ids = make_token_ids(2, 23)
         by_blocks = model(ids)[0]
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
@@ -174,7 +176,7 @@ def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
                 assert parameter.std().item() == pytest.approx(48**-0.5, rel=0.2)
     loaded.save_pretrained(tmp_path / "additive")
     again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "additive").eval()
-    ids = token_ids()
+    ids = make_token_ids()
     with torch.no_grad():
         assert again(ids)[0].equal(loaded.eval()(ids)[0])
 
@@ -211,10 +213,10 @@ PLACES = {
 }
 
 
-def by_the_formula_of_each(module, query, key, value, attention_mask, **options):
+def compute_by_formula_of_each(module, query, key, value, attention_mask, **options):
     """The attention function of an architecture whose scores differ between its attention modules."""
     if module.score is not None:
-        return formula(module, query, key, value, attention_mask, **options)
+        return compute_by_formula(module, query, key, value, attention_mask, **options)
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
     if attention_mask is None and module.is_causal and n > 1:
@@ -244,10 +246,10 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     monkeypatch.setattr(
         hf_attn_variants.modeling.architectures.t5_family,
         "get_attention_function",
-        lambda name: by_the_formula_of_each,
+        lambda name: compute_by_formula_of_each,
     )
     interface = hf_attn_variants.modeling.attention.attention_interface
-    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)
+    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, compute_by_formula_of_each)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch)[0], actual, atol=1e-5, rtol=0)
 

@@ -24,7 +24,7 @@ def make_random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def masks(queries=QUERIES, batch=BATCH):
+def make_masks(queries=QUERIES, batch=BATCH):
     """Return the boolean masks and position biases that models pass, as a dictionary."""
     padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3]).repeat(batch // 2)[:, None])[:, None, None]
     per_query = torch.rand(batch, 1, queries, KEYS) > 0.4
@@ -62,7 +62,7 @@ def test_eager_attention_equals_the_formula(heads, mask_name, bias, projections)
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
     inputs = make_random_inputs(h_k, k, h_v)
-    mask = masks()[mask_name]
+    mask = make_masks()[mask_name]
     position_bias = torch.randn(1, h, QUERIES, KEYS, dtype=torch.float64, requires_grad=True) if bias else None
     mixes = {}
     if projections != "plain":
@@ -100,7 +100,7 @@ def test_fused_attention_equals_the_formula(heads, mask_name, bias, queries, bat
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
     inputs = make_random_inputs(h_k, k, h_v, torch.float32, queries, batch)
-    mask = masks(queries, batch)[mask_name]
+    mask = make_masks(queries, batch)[mask_name]
     position_bias = torch.randn(1, h, queries, KEYS, requires_grad=True) if bias else None
 
     output = fused_attention(*inputs, mask, position_bias, scaling=0.3)

@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BERT, T5, token_ids
-from fixtures.decoding import at_once, decoder_batch, in_steps
+from architectures import ARCHITECTURES, BERT, T5, make_token_ids
+from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
 from fixtures.extensions import (
     ALL_FIELDS,
     EXTENSION_ROWS,
     check_attention_modules,
-    extension_parameters,
-    random_model,
+    get_extension_parameters,
+    make_random_model,
 )
-from modeling.test_composition import ALONE, SAMPLES, conflicts
+from modeling.test_composition import ALONE, SAMPLES, list_conflicts
 from relatives import ENCODER_DECODERS, MODERNBERT, RELATIVES
 from transformers import StaticCache
 
@@ -41,7 +41,7 @@ PLAIN_SOFTMAX = [0.0, 1.0]
 SIDES = ("right", "left", "none")
 
 
-def batch_of(row, head, side="right"):
+def make_batch(row, head, side="right"):
     """Return float64 inputs with padding on one side."""
     batch = row.batch(head)
     if side == "left":
@@ -51,7 +51,7 @@ def batch_of(row, head, side="right"):
     return {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
 
 
-def fields_at_start(fields):
+def get_fields_at_start(fields):
     return fields | ({"clipped_softmax": PLAIN_SOFTMAX} if "clipped_softmax" in fields else {})
 
 
@@ -61,15 +61,15 @@ def fields_at_start(fields):
 def test_model_starts_with_the_outputs_of_transformers(row, name):
     head = next(iter(row.heads))
     upstream = row.make_upstream_model(head).double()
-    config = row.config(head=head, **fields_at_start(FIELD_SETS[name]))
+    config = row.config(head=head, **get_fields_at_start(FIELD_SETS[name]))
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).double().eval()
     result = variant_model.load_state_dict(upstream.state_dict(), strict=False)
-    assert not result.unexpected_keys and {*result.missing_keys} == {*extension_parameters(variant_model)}
+    assert not result.unexpected_keys and {*result.missing_keys} == {*get_extension_parameters(variant_model)}
     for implementation in ("eager", "sdpa"):
         # The eager function of ModernBERT computes the softmax in float32.
         upstream.set_attn_implementation("sdpa" if row is MODERNBERT else "eager")
         variant_model.set_attn_implementation(implementation)
-        batch = batch_of(row, head)
+        batch = make_batch(row, head)
         actual, expected = variant_model(**batch)[0], upstream(**batch)[0]
         # With a fully masked key range, the functions of Transformers differ from each other, but only at padding.
         real = (
@@ -82,9 +82,9 @@ def test_model_starts_with_the_outputs_of_transformers(row, name):
 @EACH_EXTENSION
 def test_new_parameters_have_gradients_and_change_the_logits(row, name):
     head = list(row.heads)[1]
-    fields = fields_at_start(EXTENSION_ROWS[name])
+    fields = get_fields_at_start(EXTENSION_ROWS[name])
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.config(head=head, **fields)).eval()
-    parameters, batch = extension_parameters(model), row.batch(head, labels=True)
+    parameters, batch = get_extension_parameters(model), row.batch(head, labels=True)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2) if parameters else None
     start = model(**batch)[1].detach()
     for _ in range(2 if parameters else 0):
@@ -100,7 +100,7 @@ def test_new_parameters_have_gradients_and_change_the_logits(row, name):
 
 def test_sink_at_zero_can_grow_after_it_became_negative():
     model = BERT.model("BertForMaskedLM", attention_sink=True)
-    parameters = extension_parameters(model).values()
+    parameters = get_extension_parameters(model).values()
     for parameter in parameters:
         torch.nn.init.constant_(parameter, -0.1)
     negative = model(**BERT.batch("BertForMaskedLM")).logits
@@ -116,7 +116,7 @@ def test_sink_at_zero_can_grow_after_it_became_negative():
 @EACH_SET
 def test_attention_modules_equal_the_formulas(row, side, name):
     head = next(iter(row.heads))
-    model, batch = random_model(row, head, "gqa", **FIELD_SETS[name]), batch_of(row, head, side)
+    model, batch = make_random_model(row, head, "gqa", **FIELD_SETS[name]), make_batch(row, head, side)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         assert check_attention_modules(model, batch) == len(list(model.named_attention_modules()))
@@ -126,22 +126,22 @@ def test_attention_modules_equal_the_formulas(row, side, name):
 @EACH_SET
 def test_extensions_with_value_heads_of_another_size_equal_the_formulas(row, name):
     head = next(iter(row.heads))
-    assert check_attention_modules(random_model(row, head, "values", **FIELD_SETS[name]), batch_of(row, head))
+    assert check_attention_modules(make_random_model(row, head, "values", **FIELD_SETS[name]), make_batch(row, head))
 
 
 @EACH_SET
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_fully_masked_row_stays_finite(name, implementation):
-    model = random_model(BERT, "BertForMaskedLM", **FIELD_SETS[name])
+    model = make_random_model(BERT, "BertForMaskedLM", **FIELD_SETS[name])
     model.set_attn_implementation(implementation)
-    batch = batch_of(BERT, "BertForMaskedLM")
+    batch = make_batch(BERT, "BertForMaskedLM")
     batch["attention_mask"][1] = 0
     model.train()(**batch).logits.square().sum().backward()
     assert all(item.grad is None or item.grad.isfinite().all() for item in model.parameters())
     assert model(**batch).logits.isfinite().all()
 
 
-def heads_of(row):
+def get_head_fields(row):
     return {"decoder_attention_heads": 8, "encoder_attention_heads": 8} if row is BART else {"num_heads": 8}
 
 
@@ -151,11 +151,11 @@ def heads_of(row):
 @torch.no_grad()
 def test_cached_decoding_equals_uncached_decoding(row, kv_heads, name):
     head = list(row.heads)[1]
-    fields = {**heads_of(row), "num_key_value_heads": kv_heads, **FIELD_SETS[name]}
-    model = random_model(row, head, **fields)
-    batch = decoder_batch(row, head)
-    expected = at_once(model, batch)
-    torch.testing.assert_close(in_steps(model, batch)[0], expected, atol=1e-9, rtol=0)
+    fields = {**get_head_fields(row), "num_key_value_heads": kv_heads, **FIELD_SETS[name]}
+    model = make_random_model(row, head, **fields)
+    batch = make_decoder_batch(row, head)
+    expected = decode_at_once(model, batch)
+    torch.testing.assert_close(decode_in_steps(model, batch)[0], expected, atol=1e-9, rtol=0)
     prompt = {key: item for key, item in row.batch(head).items() if key != "decoder_input_ids"}
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     for beams in (1, 4):
@@ -167,7 +167,10 @@ def test_cached_decoding_equals_uncached_decoding(row, kv_heads, name):
 @EACH_SET
 @torch.no_grad()
 def test_decoder_of_bert_uses_a_static_cache(name):
-    model, ids = random_model(BERT, "BertLMHeadModel", "gqa", is_decoder=True, **FIELD_SETS[name]), token_ids(2, 6)
+    model, ids = (
+        make_random_model(BERT, "BertLMHeadModel", "gqa", is_decoder=True, **FIELD_SETS[name]),
+        make_token_ids(2, 6),
+    )
     cache = StaticCache(model.config, max_cache_len=8)
     positions = torch.arange(6)[None]
     pieces = [
@@ -176,7 +179,7 @@ def test_decoder_of_bert_uses_a_static_cache(name):
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits, atol=1e-9, rtol=0)
 
 
-def other_mechanisms():
+def iterate_other_mechanisms():
     """Yield the fields and the classes of all mechanisms that are not extensions."""
     for name in ALONE:
         if SAMPLES[name][0].keys().isdisjoint(ALL_FIELDS):
@@ -184,25 +187,25 @@ def other_mechanisms():
 
 
 @EACH_EXTENSION
-@pytest.mark.parametrize("others, classes", list(other_mechanisms()))
+@pytest.mark.parametrize("others, classes", list(iterate_other_mechanisms()))
 @torch.no_grad()
 def test_extension_combines_with_each_mechanism(name, others, classes):
     fields = EXTENSION_ROWS[name]
     kinds = {SAMPLES[field][1][0] for field in fields}
-    if rows := conflicts(*classes, *kinds):
+    if rows := list_conflicts(*classes, *kinds):
         with pytest.raises(ValueError) as error:
             BERT.config(**others, **fields)
         assert all(f"`{field}`" in str(error.value) for field in (*fields, rows[0].second.field))
         return
-    ids, mask = token_ids(2, 9), torch.ones(2, 9).long()
+    ids, mask = make_token_ids(2, 9), torch.ones(2, 9).long()
     mask[1, 6:] = 0
     plain = BERT.model("BertModel", **others).double()
-    model = hf_attn_variants.AttnVariantBertModel(BERT.config(**others, **fields_at_start(fields))).double().eval()
+    model = hf_attn_variants.AttnVariantBertModel(BERT.config(**others, **get_fields_at_start(fields))).double().eval()
     missing = model.load_state_dict(plain.state_dict(), strict=False)
-    assert not missing.unexpected_keys and {*missing.missing_keys} == {*extension_parameters(model)}
+    assert not missing.unexpected_keys and {*missing.missing_keys} == {*get_extension_parameters(model)}
     # Attention functions of some mechanisms sum in another order.
     torch.testing.assert_close(model(ids, mask)[0], plain(ids, mask)[0], atol=1e-9, rtol=0)
-    model = random_model(BERT, "BertModel", **others, **fields)
+    model = make_random_model(BERT, "BertModel", **others, **fields)
     outputs = {}
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
@@ -220,7 +223,7 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
 def test_weights_are_changed_in_blocks_of_patterns(pattern, name, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     fields = {"attention_pattern": pattern, size: 4, **EXTENSION_ROWS[name]}
-    model, ids = random_model(BERT, "BertModel", "gqa", **fields), token_ids(2, 23)
+    model, ids = make_random_model(BERT, "BertModel", "gqa", **fields), make_token_ids(2, 23)
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
     monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
     in_blocks = model(ids)[0]
@@ -233,12 +236,12 @@ def test_weights_are_changed_in_blocks_of_patterns(pattern, name, monkeypatch):
 def test_extensions_combine_with_summaries_and_latents_of_t5(name):
     summaries = {"attention_window": 4, "attention_block_size": 2, "attention_pattern": "transient_global"}
     for others in ({f"encoder_{key}": value for key, value in summaries.items()}, {"cross_kv_lora_rank": 16}):
-        model, batch = random_model(T5, "T5Model", "gqa", **others, **FIELD_SETS[name]), batch_of(T5, "T5Model")
+        model, batch = make_random_model(T5, "T5Model", "gqa", **others, **FIELD_SETS[name]), make_batch(T5, "T5Model")
         eager = copy.deepcopy(model)
         eager.set_attn_implementation("eager")
         torch.testing.assert_close(eager(**batch)[0], model(**batch)[0], atol=1e-9, rtol=0)
         prompt = {key: item for key, item in batch.items() if key != "decoder_input_ids"}
-        model = random_model(T5, "T5ForConditionalGeneration", "gqa", **others, **FIELD_SETS[name])
+        model = make_random_model(T5, "T5ForConditionalGeneration", "gqa", **others, **FIELD_SETS[name])
         options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3}
         assert model.generate(**prompt, **options).equal(model.generate(**prompt, **options, use_cache=False))
 
@@ -256,8 +259,8 @@ def test_gates_use_the_absorbed_form_of_latents(monkeypatch):
     )
     for name, fields in EXTENSION_ROWS.items():
         calls.clear()
-        model = random_model(BERT, "BertLMHeadModel", is_decoder=True, kv_lora_rank=8, **fields)
-        ids = token_ids(2, 24)
+        model = make_random_model(BERT, "BertLMHeadModel", is_decoder=True, kv_lora_rank=8, **fields)
+        ids = make_token_ids(2, 24)
         cached = model(ids[:, :23])
         step = model(
             ids[:, 23:], past_key_values=cached.past_key_values if "past_key_values" in cached else cached.cache
@@ -277,7 +280,7 @@ def test_fields_of_a_place_apply_only_there():
     model = hf_attn_variants.AttnVariantT5Model(config)
     assert [hasattr(module, "attention_sink") for _, _, module in model.named_attention_modules()] == [True] * 4 + [
         False
-    ] * 2 or len(extension_parameters(model)) == 4
+    ] * 2 or len(get_extension_parameters(model)) == 4
     assert T5.config().to_dict().keys().isdisjoint({*ALL_FIELDS, "cross_output_gate", "encoder_attention_sink"})
 
 
@@ -319,7 +322,7 @@ def test_other_attention_functions_raise_only_if_they_would_ignore_the_extension
 @EACH_SET
 @torch.no_grad()
 def test_weights_are_returned(name):
-    model, batch = random_model(BERT, "BertModel", "gqa", **FIELD_SETS[name]), batch_of(BERT, "BertModel")
+    model, batch = make_random_model(BERT, "BertModel", "gqa", **FIELD_SETS[name]), make_batch(BERT, "BertModel")
     weights = model(**batch, output_attentions=True).attentions[0]
     assert weights.shape == (3, 12, 9, 9) and (weights >= 0).all()
     assert name != "sink" or weights.sum(-1).max() < 1 - 1e-6
@@ -329,7 +332,7 @@ def test_weights_are_returned(name):
 def test_progress_of_clipping_starts_at_the_softmax():
     plain = BERT.model("BertModel").double()
     model = BERT.model("BertModel", clipped_softmax=[-0.2, 1.2]).double()
-    batch = batch_of(BERT, "BertModel")
+    batch = make_batch(BERT, "BertModel")
     distances = []
     for progress in (0.0, 0.5, 1.0):
         set_clipping_progress(model, progress)
@@ -343,17 +346,17 @@ def test_progress_of_clipping_starts_at_the_softmax():
 @EACH_SET
 def test_conversion_adds_extensions_without_changing_outputs(name, tmp_path):
     source = BERT.make_upstream_model("BertForMaskedLM").eval()
-    fields = fields_at_start(FIELD_SETS[name])
+    fields = get_fields_at_start(FIELD_SETS[name])
     converted = convert(source, **fields).eval()
     batch = BERT.batch("BertForMaskedLM")
     with torch.no_grad():
         torch.testing.assert_close(converted(**batch).logits, source(**batch).logits, atol=1e-5, rtol=0)
-        for parameter in extension_parameters(converted).values():
+        for parameter in get_extension_parameters(converted).values():
             parameter.add_(torch.rand_like(parameter))
     assert all(getattr(converted.config, key) == value for key, value in fields.items())
     # Existing extensions are copied when heads are pooled.
     pooled = convert(converted, num_key_value_heads=4)
-    for key, parameter in extension_parameters(converted).items():
+    for key, parameter in get_extension_parameters(converted).items():
         assert pooled.get_parameter(key).equal(parameter)
 
 
@@ -370,7 +373,7 @@ def test_parameters_and_flops_of_extensions_are_counted():
     plain, length = BERT.model("BertModel"), 16
     for fields in EXTENSION_ROWS.values():
         model = BERT.model("BertModel", **fields)
-        added = sum(parameter.numel() for parameter in extension_parameters(model).values())
+        added = sum(parameter.numel() for parameter in get_extension_parameters(model).values())
         assert count_attention_parameters(model) - count_attention_parameters(plain) == added
     d, h = 4, 12
     costs = {
@@ -400,4 +403,4 @@ def test_cards_and_names_describe_extensions(tmp_path):
 
 def test_extensions_have_no_weight_decay():
     model = BERT.model("BertModel", **ALL_FIELDS)
-    assert {*extension_parameters(model)} <= get_no_decay_parameter_names(model)
+    assert {*get_extension_parameters(model)} <= get_no_decay_parameter_names(model)

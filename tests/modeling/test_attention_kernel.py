@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from architectures import ALBERT, BERT, T5, token_ids
+from architectures import ALBERT, BERT, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.decoding import at_once, decoder_batch, in_steps
+from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from transformers import StaticCache
@@ -33,11 +33,11 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(feature_kernel, "CHUNK_LENGTH", 4)
 
 
-def attentions(model):
+def list_attentions(model):
     return [module for module in model.modules() if getattr(module, "kernel", None) is not None]
 
 
-def by_weights(model, **inputs):
+def compute_by_weights(model, **inputs):
     """Return the first outputs of an attention that computes its weights, and these weights."""
     with torch.no_grad():
         result = model(**inputs, output_attentions=True)
@@ -53,7 +53,7 @@ def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         actual = model(**batch).last_hidden_state
-        expected, result = by_weights(model, **batch)
+        expected, result = compute_by_weights(model, **batch)
         torch.testing.assert_close(actual[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
         for weights in result.attentions:
             rows = weights.sum(-1)
@@ -77,17 +77,17 @@ def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack
     for architecture in (*BART_FAMILY, *((T5, ENCODER_DECODERS[-1]) if stack == "cross" else ())):
         head = next(iter(architecture.heads))
         model = architecture.model(head, "gqa", **{field: kernel})
-        assert {name for name, *_ in changed_sites(model)} == {stack}
+        assert {name for name, *_ in iterate_changed_sites(model)} == {stack}
         batch = architecture.batch(head)
         with torch.no_grad():
             actual = model(**batch, use_cache=False)[0]
-            expected, result = by_weights(model, **batch, use_cache=False)
+            expected, result = compute_by_weights(model, **batch, use_cache=False)
         torch.testing.assert_close(actual, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
         if stack == "decoder":
             assert all(not weights.triu(1).any() for weights in result.decoder_attentions)
 
 
-def changed_sites(model):
+def iterate_changed_sites(model):
     for site, path, module in model.named_attention_modules():
         if module.get_submodule(site.core).kernel is not None:
             yield site.name, path
@@ -99,7 +99,7 @@ def test_whisper_supports_kernels():
     batch = WHISPER.batch("WhisperModel")
     with torch.no_grad():
         actual = model(**batch, use_cache=False)[0]
-    torch.testing.assert_close(actual, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, compute_by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
 
 
 DECODERS = {
@@ -116,7 +116,7 @@ DECODERS = {
 def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields, kernel):
     """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
-    batch, sizes = decoder_batch(architecture, head), set()
+    batch, sizes = make_decoder_batch(architecture, head), set()
 
     def on_step(step_cache):
         if "attention_kernel" in fields:
@@ -127,8 +127,8 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
             assert not any(layer.values.numel() for layer in step_cache.layers)
             sizes.add(sum(item.numel() for layer in step_cache.layers for item in layer.state if item is not None))
 
-    steps, cache = in_steps(model, batch, on_step)
-    torch.testing.assert_close(steps, at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
+    steps, cache = decode_in_steps(model, batch, on_step)
+    torch.testing.assert_close(steps, decode_at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
     assert getattr(cache, "self_attention_cache", cache).get_seq_length() == 9 and len(sizes) <= 1
 
 
@@ -165,7 +165,7 @@ def test_encoder_outputs_are_summed_once(monkeypatch):
 
 def test_kernel_states_can_be_reordered_repeated_and_selected():
     model = BART.model("BartForCausalLM", attention_kernel="favor")
-    ids = token_ids(3, 6)
+    ids = make_token_ids(3, 6)
     order = torch.tensor([2, 2, 0])
     with torch.no_grad():
         for change, rows in (
@@ -187,7 +187,7 @@ def test_kernel_states_can_be_reordered_repeated_and_selected():
 
 def test_unsupported_operations_on_kernel_states_raise_an_error():
     model = BART.model("BartForCausalLM", attention_kernel="elu")
-    ids = token_ids(1, 4)
+    ids = make_token_ids(1, 4)
     cache = get_cache(model(ids, use_cache=True))
     with pytest.raises(ValueError, match="`crop` is not supported"):
         cache.crop(2)
@@ -213,7 +213,7 @@ def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
     model = architecture.model(
         next(iter(architecture.heads)), "mqa", num_hidden_layers=1, max_position_embeddings=n, **fields
     )
-    ids = token_ids(1, n)
+    ids = make_token_ids(1, n)
     mask = (torch.arange(n) < n - 50).long()[None]
     with LargestTensor() as largest:
         model(input_ids=ids, attention_mask=mask).last_hidden_state.sum().backward()
@@ -238,12 +238,12 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     for saved_item, new_item in zip(model.state_dict().items(), begun.state_dict().items(), strict=True):
         assert saved_item[0] == new_item[0] and saved_item[1].equal(new_item[1])
     if kernel in ("favor", "rfa"):
-        vectors = [module.kernel_vectors for module in attentions(begun)]
+        vectors = [module.kernel_vectors for module in list_attentions(begun)]
         assert not vectors[0].equal(vectors[1])
         another = hf_attn_variants.AttnVariantBertModel.from_pretrained(
             tmp_path / "plain", attention_kernel=kernel, attention_kernel_seed=1
         )
-        assert not attentions(another)[0].kernel_vectors.equal(vectors[0])
+        assert not list_attentions(another)[0].kernel_vectors.equal(vectors[0])
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from architectures import ALBERT, ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.caches import with_cache
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.decoding import at_once, decoder_batch, in_steps
+from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
 from transformers import StaticCache
@@ -38,21 +38,21 @@ def short_blocks(monkeypatch):
     return calls
 
 
-def prefixed(fields):
+def add_encoder_prefix(fields):
     return {f"encoder_{name}": value for name, value in fields.items()}
 
 
-def padding(left=False):
+def make_padding(left=False):
     places = torch.arange(LENGTH)
     rows = torch.stack([places < LENGTH, places < 15, places < 3])
     return (rows.flip(1) if left else rows).long()
 
 
-def under_mask(mask, **options):
+def make_allowed_mask(mask, **options):
     return (sliding_window_mask(LENGTH, **options) & mask.bool()[:, None])[:, None]  # [b, 1, n, n]
 
 
-def same_under_mask(pattern, plain, inputs, mask, dense):
+def assert_same_under_mask(pattern, plain, inputs, mask, dense):
     """Compare the outputs of real tokens with both implementations, and the gradients with blocks."""
     plain.load_state_dict(pattern.state_dict())
     real = mask.bool()
@@ -80,12 +80,12 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, variant, short_blocks):
     two_stacks = architecture in TWO_STACKS
-    fields = prefixed(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
+    fields = add_encoder_prefix(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
     head = next(iter(architecture.heads))
     models = [architecture.model(head, variant, **item) for item in (fields, {})]
     stacks = [model.get_encoder() if two_stacks else model for model in models]
-    ids, mask = token_ids(3, LENGTH), padding()
-    same_under_mask(*stacks, {"input_ids": ids}, mask, under_mask(mask, window=4, global_tokens=1))
+    ids, mask = make_token_ids(3, LENGTH), make_padding()
+    assert_same_under_mask(*stacks, {"input_ids": ids}, mask, make_allowed_mask(mask, window=4, global_tokens=1))
     assert short_blocks == [(2, 2, 1, 1)] * 2
 
 
@@ -94,19 +94,19 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
 def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, variant, short_blocks):
     head = "BertLMHeadModel" if architecture is BERT else next(iter(architecture.heads))
     models = [architecture.model(head, variant, **item) for item in (WINDOW | {"attention_dilation": 2}, {})]
-    inputs = {"input_ids": token_ids(3, LENGTH), "use_cache": False}
+    inputs = {"input_ids": make_token_ids(3, LENGTH), "use_cache": False}
     if architecture is BERT:
         stacks = [model.bert for model in models]
     else:
         stacks = [model.get_decoder() for model in models]
         inputs["encoder_hidden_states"] = torch.randn(3, 7, models[0].config.d_model)
-    mask = padding(left=True)
-    same_under_mask(*stacks, inputs, mask, under_mask(mask, window=4, dilation=2, causal=True))
+    mask = make_padding(left=True)
+    assert_same_under_mask(*stacks, inputs, mask, make_allowed_mask(mask, window=4, dilation=2, causal=True))
     assert short_blocks == [(6, 0, 2, 0)] * 2
 
 
 def test_whisper_encoder_with_window_agrees_between_implementations(short_blocks):
-    model = WHISPER.model("WhisperModel", "gqa", **prefixed(WINDOW)).get_encoder()
+    model = WHISPER.model("WhisperModel", "gqa", **add_encoder_prefix(WINDOW)).get_encoder()
     features = WHISPER.batch("WhisperModel")["input_features"]
     with torch.no_grad():
         actual = model(features).last_hidden_state
@@ -119,7 +119,7 @@ def test_whisper_encoder_with_window_agrees_between_implementations(short_blocks
 def test_window_wider_than_the_text_changes_no_output(architecture, short_blocks):
     head = next(iter(architecture.heads))
     wide = WINDOW | {"attention_window": 200}
-    wide |= prefixed(wide) if hasattr(architecture.config_class, "encoder_attention_window") else GLOBAL
+    wide |= add_encoder_prefix(wide) if hasattr(architecture.config_class, "encoder_attention_window") else GLOBAL
     pattern, plain = architecture.model(head, "gqa", **wide), architecture.model(head, "gqa")
     batch = architecture.batch(head)
     with torch.no_grad():
@@ -143,9 +143,9 @@ def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, va
     """Check windows of two sizes: several tokens in one call, then single tokens; cross-attention keeps all."""
     windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
     model = architecture.model(head, variant, **windows)
-    batch = decoder_batch(architecture, head)
-    steps, cache = in_steps(model, batch)
-    torch.testing.assert_close(steps, at_once(model, batch), atol=1e-5, rtol=0)
+    batch = make_decoder_batch(architecture, head)
+    steps, cache = decode_in_steps(model, batch)
+    torch.testing.assert_close(steps, decode_at_once(model, batch), atol=1e-5, rtol=0)
     self_attention_cache = getattr(cache, "self_attention_cache", cache)
     assert [layer.keys.shape[2] for layer in self_attention_cache.layers] == [
         3,
@@ -183,8 +183,8 @@ def with_global_rows(mask, first):
 def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, first):
     head = next(iter(architecture.heads))
     pattern = architecture.model(head, variant, **WINDOW, num_global_tokens=first)
-    mask = padding()
-    inputs = {"input_ids": token_ids(3, LENGTH)}
+    mask = make_padding()
+    inputs = {"input_ids": make_token_ids(3, LENGTH)}
 
     class WithMask(torch.nn.Module):  # only in the model with the pattern
         def __init__(self):
@@ -196,7 +196,7 @@ def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, fi
         def forward(self, **options):
             return self.model(**options, global_attention_mask=GLOBAL_ROWS)
 
-    same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
+    assert_same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
 
 
 def test_every_head_class_passes_the_global_attention_mask():
@@ -205,23 +205,23 @@ def test_every_head_class_passes_the_global_attention_mask():
             if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
                 continue  # decoders, and texts that are not rows
             model = architecture.model(head, **WINDOW)
-            batch = {"input_ids": token_ids(3, LENGTH)}
+            batch = {"input_ids": make_token_ids(3, LENGTH)}
             with torch.no_grad():
                 actual = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
             assert not actual[0].allclose(actual[1]), head
 
 
 def test_invalid_global_attention_mask_raises_an_error():
-    ids = token_ids(3, LENGTH)
+    ids = make_token_ids(3, LENGTH)
     with pytest.raises(ValueError, match=r"one value per token, \[3, 23\], got the shape \[23\]"):
         BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
     with pytest.raises(ValueError, match="is not supported for models with a relative position bias"):
-        T5.model("T5EncoderModel", **prefixed(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
+        T5.model("T5EncoderModel", **add_encoder_prefix(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
 
 
 def test_attention_weights_are_zero_outside_the_pattern():
     model = BERT.model("BertModel", "talking", **WINDOW | GLOBAL)
-    inputs = {"input_ids": token_ids(3, LENGTH)}
+    inputs = {"input_ids": make_token_ids(3, LENGTH)}
     outside = ~sliding_window_mask(LENGTH, window=4, global_tokens=1)
     with torch.no_grad():
         result = model(**inputs, output_attentions=True)
@@ -252,10 +252,10 @@ def test_layers_have_separate_windows():
 def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
     monkeypatch.setattr(key_ranges, "QUERIES_PER_BLOCK", (8,))
     n = 600
-    fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
+    fields = add_encoder_prefix(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}
     model = architecture.model(next(iter(architecture.heads)), "gqa", num_hidden_layers=1, **fields | longer)
-    ids = token_ids(1, n)
+    ids = make_token_ids(1, n)
     mask = (torch.arange(n) < n - 50).long()[None]
     stacks = [model] if architecture is BERT else [model.get_encoder(), model.get_decoder()]
     for stack in stacks:
@@ -266,17 +266,17 @@ def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
 
 def test_gradient_checkpointing_with_patterns_keeps_gradients():
     """Check T5, whose layers pass the position bias by distance."""
-    model = T5.model("T5Model", "gqa", **prefixed(WINDOW | GLOBAL), **WINDOW).train()
+    model = T5.model("T5Model", "gqa", **add_encoder_prefix(WINDOW | GLOBAL), **WINDOW).train()
     model.config.dropout_rate = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) or hasattr(module, "scaling"):
             module.p = module.dropout = 0.0
-    ids, gradients = token_ids(3, LENGTH), []
+    ids, gradients = make_token_ids(3, LENGTH), []
     for checkpointed in (False, True):
         if checkpointed:
             checkpoint_layers(model)
         model.zero_grad()
-        outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
+        outputs = model(input_ids=ids, attention_mask=make_padding(), decoder_input_ids=ids, use_cache=False)
         outputs.last_hidden_state.square().sum().backward()
         gradients.append([item.grad.clone() for item in model.parameters() if item.grad is not None])
     torch.testing.assert_close(*gradients)
@@ -288,12 +288,12 @@ def test_pattern_with_unsupported_implementation_raises_an_error():
         hf_attn_variants.AttnVariantBertModel._from_config(config, attn_implementation="flex_attention")
     model = T5.model("T5ForConditionalGeneration", **WINDOW)
     with pytest.raises(ValueError, match="`attention_pattern`"):
-        model.decoder(input_ids=token_ids(), **with_cache(StaticCache(model.config, 16)), use_cache=True)
+        model.decoder(input_ids=make_token_ids(), **with_cache(StaticCache(model.config, 16)), use_cache=True)
 
 
 def test_plain_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
     BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "plain")
-    model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(3, LENGTH)
+    model_class, ids = hf_attn_variants.AttnVariantBertModel, make_token_ids(3, LENGTH)
     config = BERT.config_class.from_pretrained(tmp_path / "plain", **WINDOW | GLOBAL)
     model = model_class.from_pretrained(tmp_path / "plain", config=config).eval()
     model.save_pretrained(tmp_path / "window")

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
+from architectures import ALBERT, ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
@@ -64,7 +64,7 @@ def short_blocks(monkeypatch):
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
-def fields_of(name, prefix=""):
+def get_pattern_fields(name, prefix=""):
     fields = {"attention_pattern": name.split(",")[0], **PATTERNS[name][0]}
     return {prefix + field: value for field, value in fields.items()}
 
@@ -81,8 +81,8 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
     return torch.stack(masks)
 
 
-def pattern_of(name, causal, layer=0, **fields):
-    config = BERT.config("mha", **fields_of(name), **fields)
+def make_pattern(name, causal, layer=0, **fields):
+    config = BERT.config("mha", **get_pattern_fields(name), **fields)
     return get_pattern_class(config.attention_pattern).get_key_range(config, "", HEADS, layer, causal)
 
 
@@ -92,7 +92,7 @@ def pattern_of(name, causal, layer=0, **fields):
 def test_pattern_keys_equal_the_formula(name, causal, n):
     places = torch.arange(n)
     for layer, global_tokens in ((0, 0), (3, 0 if causal else 2)):
-        pattern = pattern_of(name, causal, layer, num_global_tokens=global_tokens)
+        pattern = make_pattern(name, causal, layer, num_global_tokens=global_tokens)
         expected = mask_of(name, n, causal, layer=layer, global_tokens=global_tokens)
         allowed = pattern.get_allowed_mask(places, places)
         assert allowed.equal(expected if pattern.heads else expected[0])
@@ -105,7 +105,7 @@ def test_pattern_keys_equal_the_formula(name, causal, n):
 @BOTH_WAYS
 def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
-    pattern = pattern_of(name, causal)
+    pattern = make_pattern(name, causal)
     in_the_midst = pattern.get_allowed_mask(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
     # Causal strided and fixed patterns only have earlier tokens, half of all on average.
     assert in_the_midst - 1 <= pattern.count_attended_keys(n) <= 2.2 * in_the_midst
@@ -121,7 +121,7 @@ def make_call(n, groups=2, biased=True):
     return [leaf.requires_grad_() for leaf in leaves], padding
 
 
-def by_formula(leaves, allowed, padding):
+def compute_by_formula(leaves, allowed, padding):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     n = leaves[0].shape[2]
     distance = torch.arange(n) - torch.arange(n)[:, None]
@@ -149,8 +149,8 @@ def compare(actual, expected, leaves, exact):
 @pytest.mark.parametrize("groups, biased", [(4, False), (1, True)])
 def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, groups, biased, short_blocks):
     leaves, padding = make_call(23, groups, biased)
-    expected, exact = by_formula(leaves, mask_of(name, 23, causal), padding)
-    pattern, mask, bias = pattern_of(name, causal), padding[:, None, None], leaves[3] if biased else None
+    expected, exact = compute_by_formula(leaves, mask_of(name, 23, causal), padding)
+    pattern, mask, bias = make_pattern(name, causal), padding[:, None, None], leaves[3] if biased else None
     dense, dense_bias = key_range_to_mask_and_bias(pattern, *leaves[:2], mask, bias)
     compare(attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)[0], expected, leaves, exact)
     attend = partial(fused_attention, scaling=0.4)
@@ -161,8 +161,8 @@ def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, 
 @pytest.mark.parametrize("queries", [2, 5, 17])
 def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, short_blocks):
     leaves, padding = make_call(23)
-    expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
-    states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
+    expected, _ = compute_by_formula(leaves, mask_of(name, 23, True), padding)
+    states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), make_pattern(name, True)
     attend = partial(fused_attention, scaling=0.4)
     actual = attend_to_gathered_keys(attend, pattern, states, padding[:, None, None], leaves[3])
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
@@ -172,7 +172,7 @@ def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
     leaves, padding = make_call(24, biased=False)
     attend = partial(fused_attention, scaling=0.4, dropout=0.25)
     torch.manual_seed(1)
-    output = attend_to_gathered_keys(attend, pattern_of("fixed", False), leaves[:3], padding[:, None, None], None)
+    output = attend_to_gathered_keys(attend, make_pattern("fixed", False), leaves[:3], padding[:, None, None], None)
     (gradient,) = torch.autograd.grad(output.square().sum() / 2, leaves[2])
     torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
 
@@ -192,13 +192,13 @@ def test_pattern_blocks_allocate_no_quadratic_tensor():
 LENGTH = 23
 
 
-def padding(left=False):
+def make_padding(left=False):
     places = torch.arange(LENGTH)
     rows = torch.stack([places < LENGTH, places < 15, places < 3])
     return (rows.flip(1) if left else rows).long()
 
 
-def same_under_mask(pattern, plain, inputs, mask, dense):
+def assert_same_under_mask(pattern, plain, inputs, mask, dense):
     plain.load_state_dict(pattern.state_dict())
     real = mask.bool()
     for implementation in ("eager", "sdpa"):
@@ -221,23 +221,27 @@ CASE_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in CASES]
 def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **fields) for fields in (fields_of(name, prefix), {})]
+    models = [architecture.model(head, variant, **fields) for fields in (get_pattern_fields(name, prefix), {})]
     heads = models[0].config.get_query_heads(f"{prefix}num_key_value_heads")
     stacks = [model.get_encoder() if prefix else model for model in models]
-    inputs = {"input_ids": token_ids(3, LENGTH)}
+    inputs = {"input_ids": make_token_ids(3, LENGTH)}
     with torch.no_grad():
-        same_under_mask(*stacks, inputs, padding(), mask_of(name, LENGTH, False, heads)[None])
+        assert_same_under_mask(*stacks, inputs, make_padding(), mask_of(name, LENGTH, False, heads)[None])
 
 
 def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
-    ids = token_ids(2, LENGTH)
-    model = BERT.model("BertModel", **fields_of("random_blocks"), num_global_tokens=1, attn_implementation="eager")
+    ids = make_token_ids(2, LENGTH)
+    model = BERT.model(
+        "BertModel", **get_pattern_fields("random_blocks"), num_global_tokens=1, attn_implementation="eager"
+    )
     with torch.no_grad():
         result = model(ids, output_attentions=True)
         for layer, weights in enumerate(result.attentions):
             expected = mask_of("random_blocks", LENGTH, False, layer=layer, global_tokens=1)
             assert (weights != 0).equal(expected.expand(weights.shape))
-        other = BERT.model("BertModel", **fields_of("random_blocks") | {"attention_seed": 6}, num_global_tokens=1)
+        other = BERT.model(
+            "BertModel", **get_pattern_fields("random_blocks") | {"attention_seed": 6}, num_global_tokens=1
+        )
         other.load_state_dict(model.state_dict())
         assert (other(ids)[0] - result[0]).abs().max() > 1e-3
 
@@ -249,11 +253,11 @@ def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     ids=["bert", "t5"],
 )
 def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, short_blocks):
-    model = architecture.model(head, "gqa", **fields_of(name))
+    model = architecture.model(head, "gqa", **get_pattern_fields(name))
     batch = architecture.batch(head)
     ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-    mask = {} if ids_name != "input_ids" else {"attention_mask": padding(left=True)}
-    ids = token_ids(3, LENGTH)
+    mask = {} if ids_name != "input_ids" else {"attention_mask": make_padding(left=True)}
+    ids = make_token_ids(3, LENGTH)
     batch.pop("attention_mask" if mask else ids_name)
     batch.pop(ids_name, None)
     cache, steps = None, []
@@ -263,7 +267,7 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
             seen = {key: item[:, :end] for key, item in mask.items()}
             result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
             cache, steps = get_cache(result), [*steps, result.logits]
-        read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
+        read = make_padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
         torch.testing.assert_close(torch.cat(steps, 1)[read], full_output[read], atol=1e-5, rtol=0)
         changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)
         later = model(**batch, **{ids_name: changed}, **mask, use_cache=False).logits
@@ -275,8 +279,10 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 
     printed = []
     monkeypatch.setattr(module.logger, "warning_once", printed.append)
-    model = BERT.model("BertModel", max_position_embeddings=2100, num_hidden_layers=1, **fields_of("local_blocks"))
-    ids = token_ids(1, 2060)
+    model = BERT.model(
+        "BertModel", max_position_embeddings=2100, num_hidden_layers=1, **get_pattern_fields("local_blocks")
+    )
+    ids = make_token_ids(1, 2060)
     with torch.no_grad():
         by_blocks = model(ids)[0]
         assert printed == []
@@ -287,16 +293,16 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
     plain = BERT.model("BertModel")
-    model = convert(plain, **fields_of("random_blocks")).eval()
+    model = convert(plain, **get_pattern_fields("random_blocks")).eval()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
-    ids = token_ids(2, LENGTH)
+    ids = make_token_ids(2, LENGTH)
     with torch.no_grad():
         assert again(ids)[0].equal(model(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
 
 
 def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
-    pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
+    pattern, query, key = make_pattern("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
     assert not block_patterns.should_gather_keys(pattern, query, key, None)
     assert block_patterns.should_gather_keys(pattern, key, key, None)
     with pytest.raises(ValueError, match="`attention_pattern`"):
@@ -305,4 +311,4 @@ def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
 
 def test_every_architecture_supports_block_patterns():
     for architecture in (*ARCHITECTURES, *RELATIVES):
-        assert architecture.config("mha", **fields_of("fixed")).attention_pattern == "fixed"
+        assert architecture.config("mha", **get_pattern_fields("fixed")).attention_pattern == "fixed"

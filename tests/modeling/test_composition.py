@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from architectures import BERT, T5, token_ids
+from architectures import BERT, T5, make_token_ids
 from fixtures.extensions import ALL_FIELDS
 
 import hf_attn_variants
@@ -29,7 +29,7 @@ OF_T5 = "transient_global"
 LINFORMER_NEEDS_POSITIONS = {"linformer", SinusoidalPositions.name}
 
 
-def samples():
+def make_samples():
     """Return fields that select each mechanism, and the class of the mechanism."""
     result = {
         "heads": ({"num_key_value_heads": 4}, ()),
@@ -54,11 +54,11 @@ def samples():
     return result
 
 
-SAMPLES = samples()
+SAMPLES = make_samples()
 ALONE = [name for name in SAMPLES if name != OF_T5]
 
 
-def conflicts(*classes):
+def list_conflicts(*classes):
     """Return the rows of the table for two of these classes."""
     return [
         row
@@ -68,7 +68,7 @@ def conflicts(*classes):
     ]
 
 
-def pairs():
+def iterate_pairs():
     for first, second in combinations(ALONE, 2):
         fields = [SAMPLES[first][0], SAMPLES[second][0]]
         shared = fields[0].keys() & fields[1].keys()
@@ -79,13 +79,13 @@ def pairs():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fields, classes", list(pairs()))
+@pytest.mark.parametrize("fields, classes", list(iterate_pairs()))
 def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, classes):
-    rows = conflicts(*classes)
+    rows = list_conflicts(*classes)
     if not rows:
         model = hf_attn_variants.AttnVariantBertModel(BERT.config(num_hidden_layers=1, **fields)).eval()
         with torch.no_grad():
-            assert model(token_ids(2, 9))[0].isfinite().all()
+            assert model(make_token_ids(2, 9))[0].isfinite().all()
         return
     with pytest.raises(ValueError) as error:
         BERT.config(**fields)
@@ -102,7 +102,7 @@ def test_every_composition_row_is_tested():
     tried = {
         (row.first, row.second)
         for first, second in combinations(ALONE, 2)
-        for row in conflicts(*SAMPLES[first][1], *SAMPLES[second][1])
+        for row in list_conflicts(*SAMPLES[first][1], *SAMPLES[second][1])
     }
     assert {(row.first, row.second) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
     assert all(issubclass(item, Mechanism) for row in UNSUPPORTED_PAIRS for item in row[:2])

@@ -30,11 +30,11 @@ HEAD, DEEP = "ForConditionalGeneration", 5
 OPTIONS = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
 
 
-def head_of(row):
+def get_head(row):
     return next(name for name in row.heads if name.endswith(HEAD))
 
 
-def model_of(architecture, encoder, decoder, **fields):
+def make_model(architecture, encoder, decoder, **fields):
     row, *names = ARCHITECTURES[architecture]
     if "talking_heads" in fields and architecture == "bart":
         fields["encoder_attention_heads"] = 12
@@ -42,12 +42,12 @@ def model_of(architecture, encoder, decoder, **fields):
         fields["cross_kv_lora_rank"] = row.tiny["d_model"]
     if "attention_kernel" in fields and architecture == "bart":
         del fields["position_embedding_type"]
-    return row.model(head_of(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
+    return row.model(get_head(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
 
 
-def source_of(architecture):
+def make_source(architecture):
     row = ARCHITECTURES[architecture][0]
-    return {name: value for name, value in row.batch(head_of(row)).items() if name != "decoder_input_ids"}
+    return {name: value for name, value in row.batch(get_head(row)).items() if name != "decoder_input_ids"}
 
 
 @pytest.mark.thorough
@@ -58,10 +58,10 @@ def source_of(architecture):
 def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture, variant, search):
     if "static" in search and variant in ("elu", "hybrid"):
         pytest.skip("a kernel's sums have no static cache")
-    model, options = model_of(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
-    actual = model.generate(**source_of(architecture), **options)
+    model, options = make_model(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
+    actual = model.generate(**make_source(architecture), **options)
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
-    expected = model.generate(**source_of(architecture), **plain, use_cache=False)
+    expected = model.generate(**make_source(architecture), **plain, use_cache=False)
     assert torch.equal(actual.sequences, expected.sequences)
     pair = get_cache(actual)
     assert [len(item.layers) for item in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
@@ -72,18 +72,18 @@ def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture
 @pytest.mark.parametrize("architecture", ["t5", "umt5"])
 def test_unequal_depths_generate_the_tokens_of_transformers(architecture, depths, search):
     row, *names = ARCHITECTURES[architecture]
-    upstream = row.make_upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
-    model = model_of(architecture, *depths)
+    upstream = row.make_upstream_model(get_head(row), **dict(zip(names, depths, strict=True)))
+    model = make_model(architecture, *depths)
     model.load_state_dict(upstream.state_dict())
     options = OPTIONS | SEARCHES[search]
     # Its cache is as deep as its encoder, and the layers of a deeper decoder find no place in it.
-    expected = upstream.generate(**source_of(architecture), **options, use_cache=depths[0] > depths[1])
-    assert torch.equal(model.generate(**source_of(architecture), **options).sequences, expected.sequences)
+    expected = upstream.generate(**make_source(architecture), **options, use_cache=depths[0] > depths[1])
+    assert torch.equal(model.generate(**make_source(architecture), **options).sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decoder_configuration_has_its_own_number_of_layers(architecture):
-    config = model_of(architecture, 1, 3).config
+    config = make_model(architecture, 1, 3).config
     assert config.get_text_config(decoder=True).num_hidden_layers == 3
     assert config.get_text_config(encoder=True).num_hidden_layers == 1
     assert config.get_text_config() is config and config.num_hidden_layers == 1

@@ -18,11 +18,11 @@ HYBRID = {"attention_kernel": "hybrid", "attention_window": 4}
 SINUSOIDAL = {"position_embedding_type": "sinusoidal"}
 
 
-def of_encoder(fields):
+def add_encoder_prefix(fields):
     return {f"encoder_{name}": value for name, value in fields.items()}
 
 
-def by_layer(**lists):
+def make_per_layer_fields(**lists):
     return {"per_layer_values": lists}
 
 
@@ -52,8 +52,8 @@ EVERYWHERE = [
     ({"value_head_dim": 0}, "value_head_dim"),
     ({"value_head_dim": "4"}, "value_head_dim"),
     ({"kv_lora_rank": 10**4}, "kv_lora_rank"),
-    (by_layer(num_key_value_heads=3), "num_key_value_heads"),
-    (by_layer(num_key_value_heads=[3, 4, 6]), "num_key_value_heads"),
+    (make_per_layer_fields(num_key_value_heads=3), "num_key_value_heads"),
+    (make_per_layer_fields(num_key_value_heads=[3, 4, 6]), "num_key_value_heads"),
     ({"per_layer_values": [3]}, "per_layer_values"),
     ({"num_kv_heads": 4}, "num_kv_heads"),
 ]
@@ -78,23 +78,27 @@ ERRORS = [
         "cross_talking_heads_dynamic",
     ),
     (T5, RANDOM | {"cross_talking_heads": "both", "cross_num_value_heads": 6}, "cross_talking_heads_init"),
-    (T5, by_layer(talking_heads=["both", None]), "encoder_talking_heads"),
-    (T5, RANDOM | by_layer(num_softmax_heads=[8, 12]) | {"encoder_talking_heads": "none"}, "num_softmax_heads"),
-    (T5, by_layer(cross_talking_heads=["both"]), "cross_talking_heads"),
-    (T5, by_layer(cross_talking_heads=["both", "all"]), "cross_talking_heads"),
+    (T5, make_per_layer_fields(talking_heads=["both", None]), "encoder_talking_heads"),
+    (
+        T5,
+        RANDOM | make_per_layer_fields(num_softmax_heads=[8, 12]) | {"encoder_talking_heads": "none"},
+        "num_softmax_heads",
+    ),
+    (T5, make_per_layer_fields(cross_talking_heads=["both"]), "cross_talking_heads"),
+    (T5, make_per_layer_fields(cross_talking_heads=["both", "all"]), "cross_talking_heads"),
     (BERT, {"encoder_talking_heads": "both"}, "encoder_talking_heads"),
     (ALBERT, {"cross_talking_heads": "both"}, "cross_talking_heads"),
     (BART, {"talking_heads": "both"}, "encoder_talking_heads"),
     (WHISPER, {"talking_heads": "both"}, "encoder_talking_heads"),
     # Values by layer.
-    (BERT, by_layer(num_key_value_heads=[3, 5]), "num_key_value_heads"),
-    (BERT, by_layer(num_key_value_heads=[3, "4"]), "num_key_value_heads"),
-    (BERT, by_layer(kv_lora_rank=[8, 49]), "kv_lora_rank"),
-    (BERT, by_layer(kv_lora_rank=[8, True]), "kv_lora_rank"),
-    (BERT, by_layer(hidden_act=["relu", "gelu"]), "hidden_act"),
-    (BERT, by_layer(num_key_value_heads=[3, 4]) | {"num_key_value_heads": 2}, "num_key_value_heads"),
-    (BERT, RANDOM | by_layer(num_key_value_heads=[12, 4]) | {"num_value_heads": 6}, "num_value_heads"),
-    (T5, by_layer(cross_kv_lora_rank=[8, 16]), "cross_kv_lora_rank"),
+    (BERT, make_per_layer_fields(num_key_value_heads=[3, 5]), "num_key_value_heads"),
+    (BERT, make_per_layer_fields(num_key_value_heads=[3, "4"]), "num_key_value_heads"),
+    (BERT, make_per_layer_fields(kv_lora_rank=[8, 49]), "kv_lora_rank"),
+    (BERT, make_per_layer_fields(kv_lora_rank=[8, True]), "kv_lora_rank"),
+    (BERT, make_per_layer_fields(hidden_act=["relu", "gelu"]), "hidden_act"),
+    (BERT, make_per_layer_fields(num_key_value_heads=[3, 4]) | {"num_key_value_heads": 2}, "num_key_value_heads"),
+    (BERT, RANDOM | make_per_layer_fields(num_key_value_heads=[12, 4]) | {"num_value_heads": 6}, "num_value_heads"),
+    (T5, make_per_layer_fields(cross_kv_lora_rank=[8, 16]), "cross_kv_lora_rank"),
     (BERT, {"per_layer_config": {2: {"kv_lora_rank": 4}}}, "per_layer_config"),
     (BERT, {"per_layer_config": {"first": {"kv_lora_rank": 4}}}, "per_layer_config"),
     (BERT, {"per_layer_config": {0: {"hidden_act": "relu"}}}, "hidden_act"),
@@ -108,7 +112,11 @@ ERRORS = [
     (BERT, WINDOW | {"attention_window": True}, "attention_window"),
     (BERT, WINDOW | {"attention_dilation": 0}, "attention_dilation"),
     (BERT, WINDOW | {"num_global_tokens": -1}, "num_global_tokens"),
-    (BERT, {"attention_pattern": "sliding_window"} | by_layer(attention_window=[4, 3]), "attention_window"),
+    (
+        BERT,
+        {"attention_pattern": "sliding_window"} | make_per_layer_fields(attention_window=[4, 3]),
+        "attention_window",
+    ),
     (BERT, WINDOW | {"talking_heads": "both", "talking_heads_dynamic": ["x2l"]}, "talking_heads_dynamic"),
     (T5, WINDOW | {"encoder_attention_pattern": "sliding_window"}, "encoder_attention_window"),
     (BERT, {"attention_pattern": "local_blocks"}, "attention_block_size"),
@@ -118,17 +126,17 @@ ERRORS = [
     (BERT, FIXED | {"split_attention_heads": 1}, "split_attention_heads"),
     (BERT, COMPRESSED | {"is_decoder": True}, "attention_pattern"),
     (T5, COMPRESSED, "attention_pattern"),
-    (T5, of_encoder(COMPRESSED), "encoder_attention_pattern"),
+    (T5, add_encoder_prefix(COMPRESSED), "encoder_attention_pattern"),
     (BERT, COMPRESSED | {"kv_lora_rank": 8}, "attention_pattern"),
     (BERT, SUMMARIES, "attention_pattern"),
     (T5, SUMMARIES, "attention_pattern"),
-    (BART, of_encoder(SUMMARIES), "encoder_attention_pattern"),
-    (UMT5, of_encoder(SUMMARIES), "encoder_attention_pattern"),
-    (T5, of_encoder(SUMMARIES) | {"encoder_kv_lora_rank": 8}, "encoder_kv_lora_rank"),
-    (T5, of_encoder(SUMMARIES) | {"encoder_attention_window": None}, "encoder_attention_window"),
+    (BART, add_encoder_prefix(SUMMARIES), "encoder_attention_pattern"),
+    (UMT5, add_encoder_prefix(SUMMARIES), "encoder_attention_pattern"),
+    (T5, add_encoder_prefix(SUMMARIES) | {"encoder_kv_lora_rank": 8}, "encoder_kv_lora_rank"),
+    (T5, add_encoder_prefix(SUMMARIES) | {"encoder_attention_window": None}, "encoder_attention_window"),
     (
         T5,
-        of_encoder(WINDOW) | {"encoder_talking_heads": "both", "encoder_talking_heads_dynamic": ["x2l"]},
+        add_encoder_prefix(WINDOW) | {"encoder_talking_heads": "both", "encoder_talking_heads_dynamic": ["x2l"]},
         "encoder_attention_pattern",
     ),
     (T5, {"cross_attention_window": 4}, "cross_attention_window"),
@@ -140,17 +148,17 @@ ERRORS = [
     (BERT, WINDOW | {"attention_kernel": "elu"}, "attention_kernel"),
     (BERT, {"attention_kernel": "elu", "kv_lora_rank": 8}, "kv_lora_rank"),
     (BERT, {"attention_kernel": "elu", "score_function": "additive"}, "score_function"),
-    (BERT, by_layer(attention_kernel=["elu", "favor"]), "attention_kernel"),
-    (BERT, by_layer(attention_kernel=["elu", "exp"]), "attention_kernel"),
-    (BERT, by_layer(attention_kernel=["hybrid", None]), "attention_window"),
-    (BERT, by_layer(attention_kernel=["elu", None]) | {"talking_heads": "both"}, "talking_heads"),
-    (BERT, by_layer(attention_kernel=["elu", None]) | {"attention_kernel": "favor"}, "attention_kernel"),
+    (BERT, make_per_layer_fields(attention_kernel=["elu", "favor"]), "attention_kernel"),
+    (BERT, make_per_layer_fields(attention_kernel=["elu", "exp"]), "attention_kernel"),
+    (BERT, make_per_layer_fields(attention_kernel=["hybrid", None]), "attention_window"),
+    (BERT, make_per_layer_fields(attention_kernel=["elu", None]) | {"talking_heads": "both"}, "talking_heads"),
+    (BERT, make_per_layer_fields(attention_kernel=["elu", None]) | {"attention_kernel": "favor"}, "attention_kernel"),
     (T5, {"attention_kernel": "elu"}, "attention_kernel"),
     (T5, {"encoder_attention_kernel": "elu"}, "encoder_attention_kernel"),
     (T5, {"cross_attention_kernel": "elu", "cross_kv_lora_rank": 24}, "cross_kv_lora_rank"),
     (T5, {"cross_talking_heads": "both", "cross_attention_kernel": "elu"}, "cross_attention_kernel"),
     (BERT, {"attention_kernel": "hybrid"}, "attention_window"),
-    (BERT, {"attention_kernel": "hybrid"} | by_layer(attention_window=[4, None]), "attention_window"),
+    (BERT, {"attention_kernel": "hybrid"} | make_per_layer_fields(attention_window=[4, None]), "attention_window"),
     (BERT, HYBRID | {"attention_window": 3}, "attention_window"),
     (BERT, HYBRID | {"attention_pattern": "sliding_window"}, "attention_pattern"),
     (BART, {"cross_attention_kernel": "hybrid"}, "cross_attention_kernel"),
@@ -175,12 +183,12 @@ ERRORS = [
 ]
 
 
-def ids(rows):
+def make_test_ids(rows):
     return [f"{number}-{row[-1]}" for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.name)
-@pytest.mark.parametrize("fields, argument", EVERYWHERE, ids=ids(EVERYWHERE))
+@pytest.mark.parametrize("fields, argument", EVERYWHERE, ids=make_test_ids(EVERYWHERE))
 def test_invalid_field_raises_in_new_and_loaded_configurations(row, fields, argument, tmp_path):
     row.upstream_config_class(**row.tiny).save_pretrained(tmp_path)
     for make in (row.config, lambda **kwargs: row.config_class.from_pretrained(tmp_path, **kwargs)):
@@ -188,7 +196,7 @@ def test_invalid_field_raises_in_new_and_loaded_configurations(row, fields, argu
             make(**fields)
 
 
-@pytest.mark.parametrize("row, fields, argument", ERRORS, ids=ids(ERRORS))
+@pytest.mark.parametrize("row, fields, argument", ERRORS, ids=make_test_ids(ERRORS))
 def test_invalid_field_of_one_architecture_raises_an_error(row, fields, argument):
     with pytest.raises(ValueError, match=f"`{argument}"):
         row.config_class(**(row.tiny | fields))

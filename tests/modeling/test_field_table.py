@@ -58,13 +58,16 @@ def test_field_descriptions_are_unique_single_lines():
 
 
 def test_fields_page_is_up_to_date():
-    assert field_page.PAGE.read_text(encoding="utf-8") == field_page.page_text(), "run `make fields`"
-    assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
-    assert field_page.table_of() in field_page.page_text() and field_page.pairs_of() in field_page.page_text()
+    assert field_page.PAGE.read_text(encoding="utf-8") == field_page.make_page(), "run `make fields`"
+    assert all(f"`{name}`" in field_page.format_field_table() for name in NAMES)
+    assert (
+        field_page.format_field_table() in field_page.make_page()
+        and field_page.format_pair_table() in field_page.make_page()
+    )
 
 
 def test_fields_page_row_contains_the_values_of_the_table():
-    rows = {row.split("`")[1]: row for row in field_page.table_of().splitlines() if "`" in row}
+    rows = {row.split("`")[1]: row for row in field_page.format_field_table().splitlines() if "`" in row}
     ranks, init = rows["kv_lora_rank"], rows["talking_heads_init"]
     assert "`cross_kv_lora_rank` | rank of the latent from which an attention module computes keys" in ranks
     assert "| yes, except `cross_kv_lora_rank` |" in ranks

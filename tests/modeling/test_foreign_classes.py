@@ -14,11 +14,11 @@ EVERY = {item.name: item for item in (*ARCHITECTURES, *RELATIVES)}
 each_architecture = pytest.mark.parametrize("architecture", EVERY.values(), ids=EVERY)
 
 
-def base_head(architecture):
+def get_base_head(architecture):
     return next(iter(architecture.heads))
 
 
-def fields_of(architecture):
+def iterate_fields(architecture):
     """Return fields that change the outputs, one at a time; only the last one changes a shape."""
     config = architecture.config()
     prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
@@ -35,9 +35,9 @@ def fields_of(architecture):
 
 @each_architecture
 def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_path):
-    head = base_head(architecture)
+    head = get_base_head(architecture)
     upstream_class = getattr(transformers, head)
-    for fields in fields_of(architecture):
+    for fields in iterate_fields(architecture):
         config = architecture.config(head=head, **fields)
         assert next(iter(fields)) in get_effective_fields(config)
         for build in (upstream_class, upstream_class._from_config):
@@ -54,7 +54,7 @@ def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_pa
 
 @each_architecture
 def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_path):
-    head = base_head(architecture)
+    head = get_base_head(architecture)
     model, batch = architecture.model(head), architecture.batch(head)
     model.save_pretrained(tmp_path)
     upstream = getattr(transformers, head).from_pretrained(tmp_path, config=model.config).eval()
@@ -67,7 +67,7 @@ def test_full_width_latents_change_no_output(fields):
     assert get_effective_fields(EVERY["t5"].config(**fields)) == []
 
 
-def head_around(base, model_class):
+def make_head_class(base, model_class):
     """Return a user's head, derived from `base`, with a model of `model_class` inside."""
 
     class Head(base):
@@ -85,12 +85,12 @@ OURS, THEIRS = hf_attn_variants.AttnVariantBertModel, transformers.BertModel
 @pytest.mark.parametrize("base", [transformers.BertPreTrainedModel, hf_attn_variants.AttnVariantBertPreTrainedModel])
 def test_user_defined_head_contains_our_model(base):
     config = EVERY["bert"].config(attention_pattern="sliding_window", attention_window=4)
-    assert type(head_around(base, OURS)(config).bert) is OURS
+    assert type(make_head_class(base, OURS)(config).bert) is OURS
     if base is transformers.BertPreTrainedModel:
         with pytest.raises(ValueError, match="AttnVariantBertModel"):
-            head_around(base, THEIRS)(config)
+            make_head_class(base, THEIRS)(config)
     else:
-        assert type(head_around(base, THEIRS)(config).bert) is OURS
+        assert type(make_head_class(base, THEIRS)(config).bert) is OURS
 
 
 def test_encoder_decoder_model_switches_its_attention_implementation():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import BERT, LENGTH, VARIANTS, padding_mask, token_ids
+from architectures import BERT, LENGTH, VARIANTS, make_padding_mask, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from transformers import StaticCache
 
@@ -13,11 +13,11 @@ CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 CROSS = {"is_decoder": True, "add_cross_attention": True}
 
 
-def decoder(variant, **fields):
+def make_decoder(variant, **fields):
     return BERT.model("BertLMHeadModel", variant, **{**CROSS, **fields})
 
 
-def batch(ids, memory=True):
+def make_batch(ids, memory=True):
     torch.manual_seed(3)
     return {"input_ids": ids} | ({"encoder_hidden_states": torch.randn(3, 5, 48)} if memory else {})
 
@@ -26,9 +26,9 @@ def batch(ids, memory=True):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 3, 2], [LENGTH - 1, 1]], ids=["single", "several", "prefill"])
 def test_cached_decoding_equals_the_full_forward(variant, implementation, steps):
-    model = decoder(variant)
+    model = make_decoder(variant)
     model.set_attn_implementation(implementation)
-    inputs = batch(token_ids())
+    inputs = make_batch(make_token_ids())
     with torch.no_grad():
         full = model(**inputs, use_cache=False).logits
         cache, pieces, start = None, [], 0
@@ -50,7 +50,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
 @pytest.mark.parametrize("variant", CACHED)
 def test_left_padding_does_not_change_generated_tokens(variant):
     model = BERT.model("BertLMHeadModel", variant)
-    ids = token_ids(1, 4)
+    ids = make_token_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 4])
     # BERT's positions are absolute, so the padded row passes position ids.
@@ -65,7 +65,7 @@ def test_left_padding_does_not_change_generated_tokens(variant):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_returns_the_same_with_and_without_cache(variant, beams):
     model = BERT.model("BertLMHeadModel", variant)
-    ids = token_ids(3, 4)
+    ids = make_token_ids(3, 4)
     kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(ids, use_cache=True, **kwargs)
     assert cached.shape == (3, 10)
@@ -75,7 +75,7 @@ def test_generate_returns_the_same_with_and_without_cache(variant, beams):
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
 def test_static_cache_generates_the_same_tokens(variant):
     model = BERT.model("BertLMHeadModel", variant)
-    ids = token_ids(2, 6)
+    ids = make_token_ids(2, 6)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         cache = StaticCache(config=model.config, max_cache_len=12)
@@ -88,20 +88,20 @@ def test_static_cache_generates_the_same_tokens(variant):
 def test_static_cache_with_unequal_heads_raises_an_error():
     model = BERT.model("BertLMHeadModel", "weights")
     with pytest.raises(ValueError, match="`num_value_heads`"):
-        model(token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
+        model(make_token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
 
 
 def test_key_side_dynamic_projections_disable_the_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
-        model(token_ids(), attention_mask=padding_mask(), use_cache=True)
-    assert get_cache(model(token_ids(), attention_mask=padding_mask())) is None
-    assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
+        model(make_token_ids(), attention_mask=make_padding_mask(), use_cache=True)
+    assert get_cache(model(make_token_ids(), attention_mask=make_padding_mask())) is None
+    assert model.generate(make_token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
 
 
 def test_query_side_dynamic_projections_support_the_cache():
     model = BERT.model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
-    ids = token_ids(2, 6)
+    ids = make_token_ids(2, 6)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         first = model(ids[:, :5])

@@ -6,8 +6,8 @@ import hypothesis
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BERT, token_ids
-from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
+from architectures import ARCHITECTURES, BERT, make_token_ids
+from fixtures.field_values import FIELDS, get_required_fields, make_tiny_config_values, value_of
 from hypothesis import strategies
 from relatives import RELATIVES
 
@@ -23,14 +23,14 @@ EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 PREFIXES = ("encoder_", "decoder_", "cross_")
 
 
-def made(row, **fields):
+def compute_state_and_output(row, **fields):
     """Return the state of a seeded model and its output for a text."""
     torch.manual_seed(0)
     head = next(iter(row.heads))
-    model = row.model(head, **tiny_config_values(row, **fields))
+    model = row.model(head, **make_tiny_config_values(row, **fields))
     torch.manual_seed(1)
     batch = row.batch(head)
-    ids = token_ids(1, 23)
+    ids = make_token_ids(1, 23)
     batch = {name: (ids if name.endswith("input_ids") else value[:1]) for name, value in batch.items()}
     batch.pop("attention_mask", None)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def differ(first, second):
 @EVERY_ROW
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_changes_the_model(row, field):
-    value, beside = value_of(row, field), required_fields(field)
+    value, beside = value_of(row, field), get_required_fields(field)
     if field not in row.config_class.get_variant_fields():
         with pytest.raises(ValueError, match=f"`{field}`"):
             row.config(**{field: value})
@@ -54,12 +54,14 @@ def test_every_field_changes_the_model(row, field):
     if field.startswith("cross_") and "encoder_talking_heads" not in row.config_class.get_variant_fields():
         return  # an encoder has no cross-attention
     try:
-        changed = made(row, **beside | {field: value})
+        changed = compute_state_and_output(row, **beside | {field: value})
     except ValueError as error:
         assert f"`{field}" in str(error) and field in MAY_BE_REFUSED, error
         return
     without = {name: item for name, item in beside.items() if name != field or item != value}
-    assert differ(changed, made(row, **without)) == (field not in WITHOUT_EFFECT or row.name not in DECODERS)
+    assert differ(changed, compute_state_and_output(row, **without)) == (
+        field not in WITHOUT_EFFECT or row.name not in DECODERS
+    )
 
 
 # BART's relatives have no sinusoids of ours.
@@ -80,7 +82,7 @@ def test_prefixed_field_exists_or_raises_an_error(row, prefix):
                 row.config_class.check_field_names([name])
 
 
-def edited(field, draw):
+def edit_field(field, draw):
     letters = list(field)
     for _ in range(draw(strategies.integers(1, 2))):
         place = draw(strategies.integers(0, len(letters) - 1))
@@ -97,7 +99,7 @@ def edited(field, draw):
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_misspelled_field_raises_an_error(data):
     row, field = data.draw(strategies.sampled_from(ROWS)), data.draw(strategies.sampled_from(FIELDS))
-    name = edited(field, data.draw)
+    name = edit_field(field, data.draw)
     if not hasattr(row.config_class, name) and name not in UPSTREAM and name.isidentifier():
         with pytest.raises(ValueError, match=f"`{name}`"):
             row.config_class.check_field_names([name])
@@ -124,7 +126,7 @@ def test_transformers_field_names_are_not_misspellings(row):
     row.config_class.check_field_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
 
 
-def _runs_of_letters(name):
+def _list_letter_runs(name):
     """Return all runs that three adjacent letters of a name spell, without underscores."""
     letters = name.replace("_", "")
     return {letters[place : place + 3] for place in range(len(letters) - 2)}
@@ -138,7 +140,7 @@ LETTERS = strategies.lists(strategies.sampled_from("abcdefghijklmnopqrstuvwxyz_0
 @hypothesis.given(strategies.sampled_from(ROWS), LETTERS.map("".join))
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_user_defined_names_are_accepted(row, name):
-    hypothesis.assume(not _runs_of_letters(name) & set().union(*map(_runs_of_letters, FIELDS)))
+    hypothesis.assume(not _list_letter_runs(name) & set().union(*map(_list_letter_runs, FIELDS)))
     assert describe_misspelled_field(row.config_class, name) is None
 
 

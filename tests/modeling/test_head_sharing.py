@@ -14,7 +14,7 @@ from hf_attn_variants.modeling.mechanisms.head_sharing import (
 )
 
 
-def config_of(row, **fields):
+def make_config(row, **fields):
     return row.config_class(**row.tiny, **fields)
 
 
@@ -33,14 +33,14 @@ def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
 
 
 def test_head_sharing_reports_its_field():
-    heads = config_of(BERT).num_attention_heads
+    heads = make_config(BERT).num_attention_heads
     field = "num_key_value_heads"
     for count, result in ((heads, None), (2, GroupedQueryAttention), (1, MultiQueryAttention)):
-        config = config_of(BERT, num_key_value_heads=count)
+        config = make_config(BERT, num_key_value_heads=count)
         for mechanism in (HeadSharing, GroupedQueryAttention, MultiQueryAttention):
             is_meant = result is not None and mechanism in (HeadSharing, result)
             assert mechanism.find_requesting_field(config, "") == ((field, count) if is_meant else None)
-    config = config_of(T5, encoder_num_key_value_heads=1)
+    config = make_config(T5, encoder_num_key_value_heads=1)
     places = [HeadSharing.find_requesting_field(config, prefix) for prefix in ("", "encoder_", "cross_")]
     assert places == [None, (f"encoder_{field}", 1), None]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ALBERT, BERT, token_ids
+from architectures import ALBERT, BERT, make_token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS
 from torch import nn
@@ -28,7 +28,7 @@ def short_blocks(monkeypatch):
     monkeypatch.setattr(hybrid_kernel, "MIN_BLOCK_LENGTH", 3)
 
 
-def attention(window, groups=2, causal=False):
+def make_attention(window, groups=2, causal=False):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
@@ -48,7 +48,7 @@ def make_call(n, groups=2):
     return leaves, torch.stack([places < n, places < n // 2, places >= n - 2, places < 0])
 
 
-def by_formula(module, states, padding):
+def compute_by_formula(module, states, padding):
     exact = [item.detach().double().requires_grad_() for item in (*states, *(getattr(module, n) for n in LEARNED))]
     Q, K, V, *maps, log_gamma = exact
     phi = [reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), maps, strict=True)]
@@ -62,9 +62,9 @@ def by_formula(module, states, padding):
 @BOTH_WAYS
 @pytest.mark.parametrize("n, window, groups", [(41, 4, 2), (41, 10, 4), (7, 2, 1), (1, 4, 2), (5, 40, 2)])
 def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
-    module = attention(window, groups, causal)
+    module = make_attention(window, groups, causal)
     leaves, padding = make_call(n, groups)
-    expected, weights, exact = by_formula(module, leaves, padding)
+    expected, weights, exact = compute_by_formula(module, leaves, padding)
     mask = padding[:, None, None]
     actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
@@ -83,7 +83,7 @@ def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
 
 def test_hybrid_limits_are_window_and_kernel_attention():
     """Check that an infinite gamma leaves only the window's softmax, and gamma 0 only the keys outside of it."""
-    module, (states, _) = attention(4), make_call(20)
+    module, (states, _) = make_attention(4), make_call(20)
     query, key, value = states
     places = torch.arange(20)
     near = (places - places[:, None]).abs() <= 2
@@ -105,10 +105,10 @@ def test_hybrid_limits_are_window_and_kernel_attention():
 
 
 def test_hybrid_state_continues_from_its_last_token():
-    module = attention(6, causal=True)
+    module = make_attention(6, causal=True)
     states, _ = make_call(30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14, 27])[:, None]
-    expected, _, _ = by_formula(module, states, padding)
+    expected, _, _ = compute_by_formula(module, states, padding)
     state, outputs, sizes = None, [], set()
     for begin, end in ((0, 2), (2, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
         call = (item[:, :, begin:end] for item in states)
@@ -122,7 +122,7 @@ def test_hybrid_state_continues_from_its_last_token():
 
 @BOTH_WAYS
 def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
-    module, sizes = attention(4, causal=causal), []
+    module, sizes = make_attention(4, causal=causal), []
     for n in (256, 512):
         leaves, padding = make_call(n)
         with LargestTensor() as largest:
@@ -133,7 +133,7 @@ def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
 
 @BOTH_WAYS
 def test_hybrid_attention_supports_half_precision_and_compilation(causal):
-    module = attention(4, causal=causal)
+    module = make_attention(4, causal=causal)
     halves = [item.detach().bfloat16() for item in make_call(20)[0]]
     exact, _ = attend_with_kernel(module, *(item.float() for item in halves), None, SCALING)
     half, _ = attend_with_kernel(module, *halves, None, SCALING)
@@ -183,11 +183,11 @@ def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):
 
 def test_hybrid_parameters_get_gradients_and_export_agrees():
     model = BERT.model("BertModel", "gqa", **HYBRID)
-    ids = token_ids(2, 9)
+    ids = make_token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
     assert all(item.grad is not None for name, item in model.named_parameters() if "pooler" not in name)
     length = torch.export.Dim("length", min=3, max=32)
     program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: length}}, strict=False)
-    other = token_ids(2, 23)
+    other = make_token_ids(2, 23)
     with torch.no_grad():
         torch.testing.assert_close(program.module()(other)[0], model(other)[0], atol=1e-5, rtol=0)

@@ -19,22 +19,22 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def by_a_seed(model_class, config):
+def make_from_config(model_class, config):
     """Return a model that is made only from a configuration."""
     torch.manual_seed(0)
     return model_class(config)
 
 
-def all_missing(model_class, config):
+def load_empty_checkpoint(model_class, config):
     """Load an empty checkpoint: each parameter starts in uninitialized memory."""
     torch.manual_seed(0)
     return model_class.from_pretrained(None, config=config, state_dict={})
 
 
-BOTH_WAYS = pytest.mark.parametrize("make", [by_a_seed, all_missing])
+BOTH_WAYS = pytest.mark.parametrize("make", [make_from_config, load_empty_checkpoint])
 
 
-def ours_and_upstreams(architecture, head, variant, make):
+def make_variant_and_upstream(architecture, head, variant, make):
     config = architecture.upstream_config_class(**architecture.tiny, **architecture.heads[head].config)
     return (
         make(getattr(hf_attn_variants, f"AttnVariant{head}"), architecture.config(variant, head)),
@@ -45,7 +45,7 @@ def ours_and_upstreams(architecture, head, variant, make):
 @pytest.mark.parametrize("architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS)
 @BOTH_WAYS
 def test_new_weights_have_the_standard_deviation_of_transformers(architecture, head, variant, make):
-    variant_model, upstream = ours_and_upstreams(architecture, head, variant, make)
+    variant_model, upstream = make_variant_and_upstream(architecture, head, variant, make)
     expected = dict(upstream.named_parameters())
     for name, parameter in variant_model.named_parameters():
         leaf = name.rpartition(".")[2]
@@ -69,7 +69,7 @@ def test_new_weights_have_the_standard_deviation_of_transformers(architecture, h
 @EVERY_HEAD
 @BOTH_WAYS
 def test_multi_head_initialization_equals_transformers(architecture, head, make):
-    variant_model, upstream = ours_and_upstreams(architecture, head, "mha", make)
+    variant_model, upstream = make_variant_and_upstream(architecture, head, "mha", make)
     expected = upstream.state_dict()
     assert variant_model.state_dict().keys() == expected.keys()
     assert [name for name, tensor in variant_model.state_dict().items() if not tensor.equal(expected[name])] == []
@@ -95,7 +95,7 @@ def test_t5_classifier_starts_at_chance_level(variant, on_a_checkpoint, tmp_path
 def test_talking_heads_projections_have_their_initial_values(architecture, init):
     fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
     config = architecture.config(**fields)
-    model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
+    model = make_from_config(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
     for site, _, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
         for projection in (core.logits_proj, core.weights_proj):
@@ -171,7 +171,7 @@ def test_latent_model_learns_as_fast_as_multi_head(architecture):
     batch, losses = architecture.batch(heads[architecture.name], labels=True), []
     for variant in ("gqa", "latent"):
         model_class = getattr(hf_attn_variants, f"AttnVariant{heads[architecture.name]}")
-        model = by_a_seed(model_class, architecture.config(variant))
+        model = make_from_config(model_class, architecture.config(variant))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(60):
             loss = model(**batch).loss
@@ -192,7 +192,7 @@ def test_subclass_initialization_keeps_loaded_weights(architecture, tmp_path):
             if isinstance(module, nn.Linear):
                 module.weight.data.normal_(std=7.0)
 
-    model = by_a_seed(base, architecture.config("gqa"))
+    model = make_from_config(base, architecture.config("gqa"))
     model.save_pretrained(tmp_path)
     again = OldRules.from_pretrained(tmp_path)
     assert all(again.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())

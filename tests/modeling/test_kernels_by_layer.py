@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from architectures import BERT, T5, token_ids
+from architectures import BERT, T5, make_token_ids
 from fixtures.caches import with_cache
-from fixtures.decoding import at_once, decoder_batch, in_steps
+from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import AutoModel, DynamicCache, StaticCache
 
@@ -26,17 +26,17 @@ DECODERS = {
 EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.values(), ids=DECODERS)
 
 
-def by_layer(values, kernel, *names):
+def make_per_layer_fields(values, kernel, *names):
     values = [item and item.format(kernel) for item in values]
     return {"per_layer_values": {name: values for name in names}}
 
 
-def positions(head, names):
+def get_position_fields(head, names):
     """Sinusoidal positions for T5, whose bias by distance cannot be combined with a kernel."""
     return {"position_embedding_type": "sinusoidal"} if head.startswith("T5") and "attention_kernel" in names else {}
 
 
-def kernels(model):
+def get_kernel_names(model):
     cores = (module.get_submodule(site.core) for site, _, module in model.named_attention_modules())
     return [core.kernel and core.kernel.name for core in cores]
 
@@ -47,11 +47,11 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
     """Check that the first layer equals Transformers, or a model with the kernel in all layers."""
     values = [first, "hedgehog" if first is None else None]
     model = BERT.model("BertModel", per_layer_values={"attention_kernel": values})
-    assert model.config.attention_kernel == "hedgehog" and kernels(model) == values
+    assert model.config.attention_kernel == "hedgehog" and get_kernel_names(model) == values
     model.set_attn_implementation(implementation)
     alike = BERT.model("BertModel", attention_kernel="hedgehog") if first else BERT.make_upstream_model("BertModel")
     alike.load_state_dict(model.state_dict(), strict=False)
-    ids, mask = token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    ids, mask = make_token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
     with torch.no_grad():
         actual, expected = (
@@ -59,7 +59,7 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
         )
     torch.testing.assert_close(actual[1][mask.bool()], expected[1][mask.bool()])
     assert (actual[2] - expected[2])[mask.bool()].abs().max() > 1e-3
-    weights = model(token_ids(1, 9), output_attentions=True).attentions
+    weights = model(make_token_ids(1, 9), output_attentions=True).attentions
     torch.testing.assert_close(torch.stack(weights).sum(-1), torch.ones(2, 1, 12, 9))
 
 
@@ -71,14 +71,16 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
     if kernel == "hybrid" and "cross_attention_kernel" in names:
         pytest.skip("a hybrid is of self-attention")
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
-    model = architecture.model(head, "gqa", **by_layer(values, kernel, *names), **windows, **positions(head, names))
+    model = architecture.model(
+        head, "gqa", **make_per_layer_fields(values, kernel, *names), **windows, **get_position_fields(head, names)
+    )
     model.set_attn_implementation(implementation)
-    batch = decoder_batch(architecture, head)
-    full_output, (steps, cache) = at_once(model, batch), in_steps(model, batch)
+    batch = make_decoder_batch(architecture, head)
+    full_output, (steps, cache) = decode_at_once(model, batch), decode_in_steps(model, batch)
     torch.testing.assert_close(steps, full_output, atol=1e-5, rtol=0)
     later = batch.ids.clone()
     later[:, -1] = (later[:, -1] + 1) % 20
-    assert at_once(model, batch._replace(ids=later))[:, :-1].equal(full_output[:, :-1])
+    assert decode_at_once(model, batch._replace(ids=later))[:, :-1].equal(full_output[:, :-1])
     self_attention_cache = getattr(cache, "self_attention_cache", cache)
     has_state = [item is not None and "attention_kernel" in names for item in values]
     assert [isinstance(layer, KernelStateLayer) for layer in self_attention_cache.layers] == has_state
@@ -88,7 +90,9 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
 @EVERY_DECODER
 @pytest.mark.parametrize("beams", [1, 3])
 def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, head, names, beams):
-    model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names), **positions(head, names))
+    model = architecture.model(
+        head, "gqa", **make_per_layer_fields(LISTS[0], "elu", *names), **get_position_fields(head, names)
+    )
     batch = {
         name: item.flip(1) if item.dim() == 2 else item
         for name, item in architecture.batch(head).items()
@@ -100,42 +104,47 @@ def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, 
 
 
 def test_unsupported_operations_on_a_mixed_cache_raise_an_error():
-    model = BERT.model("BertLMHeadModel", **by_layer(LISTS[0], "elu", "attention_kernel"))
+    model = BERT.model("BertLMHeadModel", **make_per_layer_fields(LISTS[0], "elu", "attention_kernel"))
     cache = DynamicCache(config=model.config)
-    model(token_ids(1, 4), **with_cache(cache))
+    model(make_token_ids(1, 4), **with_cache(cache))
     with pytest.raises(ValueError, match="`attention_kernel`"):
         cache.crop(-1)
     static = StaticCache(config=model.config, max_cache_len=8)
     with pytest.raises(ValueError, match="`attention_kernel`"):
-        model(token_ids(1, 4), **with_cache(static))
+        model(make_token_ids(1, 4), **with_cache(static))
 
 
 def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
-    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
+    lists = make_per_layer_fields(LISTS[0], "hedgehog", "attention_kernel")
     model = BERT.model("BertModel", **lists)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
-    assert kernels(loaded) == [None, "hedgehog"] and loaded.config.per_layer_values == lists["per_layer_values"]
-    ids = token_ids(1, 9)
+    assert (
+        get_kernel_names(loaded) == [None, "hedgehog"] and loaded.config.per_layer_values == lists["per_layer_values"]
+    )
+    ids = make_token_ids(1, 9)
     with torch.no_grad():
         assert loaded(ids)[0].equal(model(ids)[0])
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     for fields in (
-        by_layer(LISTS[1], "hedgehog", "attention_kernel"),
+        make_per_layer_fields(LISTS[1], "hedgehog", "attention_kernel"),
         {"per_layer_config": {0: {"attention_kernel": "hedgehog"}}},
         {"attention_kernel": "hedgehog"},
         {"attention_kernel": None},
     ):
         with pytest.raises(ValueError, match="`attention_kernel` must be"):
             load(tmp_path, **fields)
-    assert kernels(load(tmp_path, **lists)) == [None, "hedgehog"]
+    assert get_kernel_names(load(tmp_path, **lists)) == [None, "hedgehog"]
 
 
 def test_plain_checkpoint_loads_with_kernels_in_some_layers(tmp_path):
     BERT.make_upstream_model("BertModel").save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
-    assert kernels(load(tmp_path, **by_layer(LISTS[1], "elu", "attention_kernel"))) == ["elu", None]
-    assert kernels(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]
+    assert get_kernel_names(load(tmp_path, **make_per_layer_fields(LISTS[1], "elu", "attention_kernel"))) == [
+        "elu",
+        None,
+    ]
+    assert get_kernel_names(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]
 
 
 def test_equal_kernels_per_layer_become_one_kernel():
@@ -146,13 +155,15 @@ def test_equal_kernels_per_layer_become_one_kernel():
 
 
 def test_every_parameter_of_mixed_kernels_gets_a_gradient():
-    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel", "encoder_attention_kernel", "cross_attention_kernel")
+    lists = make_per_layer_fields(
+        LISTS[0], "hedgehog", "attention_kernel", "encoder_attention_kernel", "cross_attention_kernel"
+    )
     model = BART.model("BartForConditionalGeneration", "gqa", **lists).train()
     model(**BART.batch("BartForConditionalGeneration", labels=True), use_cache=False).loss.backward()
     assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "k_proj.bias" not in name)
 
 
 def test_variant_name_counts_the_layers_with_a_kernel():
-    lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
+    lists = make_per_layer_fields(LISTS[0], "hedgehog", "attention_kernel")
     assert get_variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
     assert get_variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"

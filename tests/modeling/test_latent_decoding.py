@@ -57,7 +57,7 @@ def make_mask(kind, query, latent):
     return None
 
 
-def formula(query, latent, mask, scaling):
+def compute_by_formula(query, latent, mask, scaling):
     logits = query.double() @ latent.double().mT * scaling
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
@@ -72,7 +72,7 @@ def test_triton_latent_kernels_equal_the_formula(sizes, kind, programs):
     query, latent = make_inputs(*sizes)
     mask, scaling = make_mask(kind, query, latent), sizes[-1] ** -0.5
     actual = run_latent_kernels(query, latent, mask, scaling, LaunchSettings(16, 16, 4, 2, programs))
-    torch.testing.assert_close(actual.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(actual.double(), compute_by_formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
 
 
 @needs_triton
@@ -95,7 +95,7 @@ def test_triton_latent_kernels_accept_views():
     assert torch.equal(attend_to_one_latent(query_view, latent_view, scaling=0.2), expected)
 
 
-def faulty_kernels(fault):
+def make_faulty_kernel(fault):
     """Return a result that a broken kernel could compute."""
 
     def compute(query, latent, mask, scaling, launch):
@@ -110,7 +110,7 @@ def faulty_kernels(fault):
             keys = latent_decoding._partition_keys(query, latent, launch)[1]
             first = torch.arange(latent.shape[2], device=latent.device) % keys < launch.block
             latent, mask = latent[:, :, first], mask if mask is None else mask[..., first]
-        output = formula(query, latent, mask, scaling * (1.05 if fault == "scaling" else 1)).to(query.dtype)
+        output = compute_by_formula(query, latent, mask, scaling * (1.05 if fault == "scaling" else 1)).to(query.dtype)
         return output * (torch.nan if fault == "is not a number" else 1)
 
     return compute
@@ -127,7 +127,7 @@ def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch,
     if fault == "one block of a part" and memories > 2:
         pytest.skip("that part is all")
     warnings = []
-    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels(fault))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", make_faulty_kernel(fault))
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs(memories, keys=100)
     mask = torch.ones(memories, 1, 1, 100, dtype=torch.bool, device=DEVICE) if masked else None
@@ -140,7 +140,7 @@ def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch,
 
 @needs_triton
 def test_exact_triton_results_pass_the_trial(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels(None))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", make_faulty_kernel(None))
     for dtype in (torch.float16, torch.bfloat16):  # with its rounding
         for memories in (2, 1000):
             query, latent = (item.to(dtype) for item in make_inputs(memories, keys=100))
@@ -154,7 +154,7 @@ def test_later_triton_failure_falls_back_to_torch(monkeypatch):
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs()
     attend_to_one_latent(query, latent, scaling=0.2)
-    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels("raises"))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", make_faulty_kernel("raises"))
     expected = scaled_dot_product_attention(query, latent, latent, scale=0.2)
     assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected) and len(warnings) == 1
     monkeypatch.setattr(latent_decoding, "run_latent_kernels", kernels)

@@ -3,7 +3,17 @@
 import pytest
 import torch
 import transformers
-from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
+from architectures import (
+    ALBERT,
+    BATCH,
+    BERT,
+    LENGTH,
+    T5,
+    make_padding_mask,
+    make_text_inputs,
+    make_token_ids,
+    with_latents,
+)
 from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache
@@ -23,7 +33,7 @@ FLAVOURS = {
     "v1.1": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
     "mt5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, {}),
 }
-MASKS = {"full": lambda: None, "right": padding_mask, "left": lambda: padding_mask().flip(1)}
+MASKS = {"full": lambda: None, "right": make_padding_mask, "left": lambda: make_padding_mask().flip(1)}
 SEARCHES = {
     "greedy": {"do_sample": False},
     "beams": {"num_beams": 4, "do_sample": False},
@@ -55,14 +65,14 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
 
 
-def generated(model, inputs, **kwargs):
+def generate(model, inputs, **kwargs):
     torch.manual_seed(11)
     return model.generate(**inputs, max_new_tokens=7, **kwargs)
 
 
-def source(padding="right"):
+def make_source(padding="right"):
     torch.manual_seed(1)
-    inputs = text_inputs()
+    inputs = make_text_inputs()
     return inputs | {"attention_mask": MASKS[padding]()}
 
 
@@ -85,7 +95,7 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
     for model in (upstream, upstream.encoder, upstream.decoder, variant_model):
         model.set_attn_implementation(implementation)
     for padding in MASKS:
-        inputs = source(padding)
+        inputs = make_source(padding)
         with torch.no_grad():
             expected, actual = (
                 model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, variant_model.eval())
@@ -93,7 +103,7 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
         assert_close(actual.logits, expected.logits)
         for search in SEARCHES if padding == "left" else ["beams"]:
             kwargs = SEARCHES[search]
-            assert generated(variant_model, inputs, **kwargs).equal(generated(upstream, inputs, **kwargs)), (
+            assert generate(variant_model, inputs, **kwargs).equal(generate(upstream, inputs, **kwargs)), (
                 padding,
                 search,
             )
@@ -106,27 +116,27 @@ def test_cached_encoder_outputs_keep_outputs_of_grouped_and_talking_heads(varian
     exact = with_latents(model, **ALL)
     for item in (model, exact):
         item.set_attn_implementation(implementation)
-    inputs = source("left")
+    inputs = make_source("left")
     with torch.no_grad():
         plain, actual = (item(**inputs, decoder_input_ids=inputs["input_ids"]) for item in (model, exact))
     assert_close(actual.logits, plain.logits)
     kwargs = SEARCHES["samples" if implementation == "eager" else "beams returned"]
-    assert generated(exact, inputs, **kwargs).equal(generated(model, inputs, **kwargs))
+    assert generate(exact, inputs, **kwargs).equal(generate(model, inputs, **kwargs))
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
 def test_encoder_outputs_are_reused_without_changes(variant, search):
     model = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
-    inputs = source()
+    inputs = make_source()
     with torch.no_grad():
         states = model.encoder(**inputs).last_hidden_state
-    original_states, expected = states.clone(), generated(model, inputs, **SEARCHES[search])
+    original_states, expected = states.clone(), generate(model, inputs, **SEARCHES[search])
     for _ in range(2):
         # A new one each time: upstream repeats what is in it, in place, where beams do not share it.
         outputs = BaseModelOutput(last_hidden_state=states)
         reused = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
-        assert generated(model, reused, **SEARCHES[search]).equal(expected)
+        assert generate(model, reused, **SEARCHES[search]).equal(expected)
         assert states.equal(original_states)
 
 
@@ -138,7 +148,7 @@ def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
     near, far = (T5.model("T5ForConditionalGeneration", "gqa", seed=seed) for seed in (0, 1))
     with torch.no_grad():
         near.lm_head.weight.add_(torch.randn_like(near.lm_head.weight), alpha=0.02)
-    inputs = {"input_ids": token_ids(1, LENGTH)}
+    inputs = {"input_ids": make_token_ids(1, LENGTH)}
     expected = plain.generate(**inputs, max_new_tokens=12, do_sample=False)
     for assistant in (near, far, with_latents(near, **ALL)):
         actual = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
@@ -161,7 +171,7 @@ def test_cached_encoder_outputs_return_attention_weights(variant, implementation
         for layer_weights, expected_weights in zip(actual[name], expected[name], strict=True):
             torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
     kwargs = {"num_beams": 3, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
-    expected, actual = (item.generate(**source(), max_new_tokens=4, **kwargs) for item in (plain, exact))
+    expected, actual = (item.generate(**make_source(), max_new_tokens=4, **kwargs) for item in (plain, exact))
     for step, steps in zip(expected.cross_attentions, actual.cross_attentions, strict=True):
         for layer_weights, expected_weights in zip(step, steps, strict=True):
             assert layer_weights.shape[0] == 3 * BATCH
@@ -194,9 +204,9 @@ def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
 def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **RANKS[ranks])
-    expected = generated(plain, source(), **SEARCHES[search])
+    expected = generate(plain, make_source(), **SEARCHES[search])
     for _ in range(2):  # the second finds the first one's cache
-        actual = generated(exact, source(), cache_implementation="static", **SEARCHES[search])
+        actual = generate(exact, make_source(), cache_implementation="static", **SEARCHES[search])
         assert actual.equal(expected)
 
 
@@ -220,7 +230,7 @@ def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentran
 @pytest.mark.parametrize("automatic", [False, True], ids=["cast", "autocast"])
 def test_cached_encoder_outputs_work_in_half_precision(variant, dtype, automatic, form):
     exact = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
-    inputs, target = source(), token_ids()
+    inputs, target = make_source(), make_token_ids()
     with torch.no_grad():
         expected = exact(**inputs, decoder_input_ids=target).logits
         if not automatic:
@@ -280,7 +290,7 @@ def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, impleme
     exact = with_latents(plain, kv_lora_rank=48)
     for item in (plain, exact):
         item.set_attn_implementation(implementation)
-    ids = token_ids(BATCH, LENGTH)
+    ids = make_token_ids(BATCH, LENGTH)
     memory = {"encoder_hidden_states": torch.randn(BATCH, 5, 48)} if "add_cross_attention" in fields else {}
     with torch.no_grad():
         expected = plain(ids, use_cache=False, **memory).logits
@@ -295,6 +305,6 @@ def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, impleme
         for layer in self_attention_cache.layers
     )
     if not memory and implementation == "sdpa":
-        mask = padding_mask().flip(1)
+        mask = make_padding_mask().flip(1)
         kwargs = {"attention_mask": mask, "max_new_tokens": 5, "num_beams": 2, "do_sample": False, "pad_token_id": 0}
         assert exact.generate(ids, **kwargs).equal(plain.generate(ids, **kwargs))

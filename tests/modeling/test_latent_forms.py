@@ -59,7 +59,7 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
         torch.testing.assert_close(actual[True][name], expected, atol=1e-10, rtol=0, msg=name)
 
 
-def heads_of(query, key, value, output, implementation=EAGER, **projections):
+def make_attention(query, key, value, output, implementation=EAGER, **projections):
     heads = AttentionHeads(query, key, value, query, output, DIM, DIM, RANK)
     module = SimpleNamespace(
         heads=heads,
@@ -79,7 +79,7 @@ def heads_of(query, key, value, output, implementation=EAGER, **projections):
     return module
 
 
-def maps_of(key, value, bias):
+def make_projections(key, value, bias):
     torch.manual_seed(3)
     maps = [nn.Linear(RANK, heads * DIM, bias=bias, dtype=torch.float64) for heads in (key, value)]
     with torch.no_grad():
@@ -100,7 +100,10 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
     projections = {}
     if output != 4:
         projections = {"weights_proj": torch.randn(4, output, dtype=torch.float64)}
-    module, maps = heads_of(4, key, value, output, implementation, **projections), maps_of(key, value, bias)
+    module, maps = (
+        make_attention(4, key, value, output, implementation, **projections),
+        make_projections(key, value, bias),
+    )
     query = torch.randn(2 * beams, 4, 5, DIM, dtype=torch.float64, requires_grad=True)
     latent = torch.randn(2, 1, KEYS, RANK, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2 * beams, 1, 5, KEYS, dtype=torch.bool).tril(1)
@@ -134,7 +137,7 @@ def test_key_bias_affects_key_side_dynamic_projections():
     """Check one query of many keys, which the absorbed form without a key bias would compute for less."""
     torch.manual_seed(0)
     projections = {"logits_proj": torch.randn(4, 4, dtype=torch.float64)}
-    module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
+    module, maps = make_attention(4, 4, 4, 4, **projections), make_projections(4, 4, True)
     query, latent = torch.randn(2, 4, 1, DIM).double(), torch.randn(2, 1, 50, RANK).double()
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
     assert latent_attention.should_absorb_projections(module, query, latent, maps, {})
@@ -153,7 +156,7 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
     monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_: form)
     torch.manual_seed(0)
     projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
-    module, maps = heads_of(4, 2, 2, 4, implementation, **projections), maps_of(2, 2, True)
+    module, maps = make_attention(4, 2, 2, 4, implementation, **projections), make_projections(2, 2, True)
     query, latent = torch.randn(2, 4, 5, DIM).double(), torch.randn(2, 1, KEYS, RANK).double()
     options = {"scaling": DIM**-0.5, "output_attentions": True}
     torch.manual_seed(5)

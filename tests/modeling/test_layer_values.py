@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BERT, LENGTH, T5, token_ids
+from architectures import ARCHITECTURES, BERT, LENGTH, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from transformers import StaticCache
 
@@ -57,18 +57,18 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=
 BASES = {architecture.name: next(iter(architecture.heads)) for architecture in ARCHITECTURES}
 
 
-def mixed(architecture, head=None, **fields):
+def make_mixed_model(architecture, head=None, **fields):
     return architecture.model(head or BASES[architecture.name], **MIXED[architecture.name], **fields)
 
 
-def outputs(model, batch):
+def compute_outputs(model, batch):
     with torch.no_grad():
         return model(**batch, use_cache=False).last_hidden_state
 
 
 @EVERY_ARCHITECTURE
 def test_attention_modules_use_the_values_of_their_layer(architecture):
-    model, actual = mixed(architecture), []
+    model, actual = make_mixed_model(architecture), []
     for site, path, module in model.named_attention_modules():
         heads, (key, value) = (
             site.get_heads(model.config, path),
@@ -84,7 +84,7 @@ def test_attention_modules_use_the_values_of_their_layer(architecture):
 
 @EVERY_ARCHITECTURE
 def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
-    model, batch = mixed(architecture), architecture.batch(BASES[architecture.name])
+    model, batch = make_mixed_model(architecture), architecture.batch(BASES[architecture.name])
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["per_layer_values"] == MIXED[architecture.name]["per_layer_values"]
@@ -92,7 +92,7 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
     assert saved["num_key_value_heads"] == 12 and saved["kv_lora_rank"] in (16, 48)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    torch.testing.assert_close(outputs(again.eval(), batch), outputs(model, batch), atol=1e-6, rtol=0)
+    torch.testing.assert_close(compute_outputs(again.eval(), batch), compute_outputs(model, batch), atol=1e-6, rtol=0)
     both = [item.config.to_dict() | {"_name_or_path": ""} for item in (again, model)]
     assert both[0] == both[1]
     assert type(model.config)(**saved).per_layer_values == saved["per_layer_values"]
@@ -155,8 +155,8 @@ def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams
 
 
 def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
-    model = mixed(BERT, "BertLMHeadModel", is_decoder=True)
-    ids = token_ids(3, LENGTH)
+    model = make_mixed_model(BERT, "BertLMHeadModel", is_decoder=True)
+    ids = make_token_ids(3, LENGTH)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         for cache in (None, StaticCache(config=model.config, max_cache_len=12)):
@@ -240,7 +240,7 @@ def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
 
 
 def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
-    model = mixed(BERT)
+    model = make_mixed_model(BERT)
     model.save_pretrained(tmp_path)
     batch = BERT.batch("BertModel")
     for arguments in (
@@ -250,7 +250,7 @@ def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
         {"per_layer_values": model.config.per_layer_values},
     ):
         again = AttnVariantBertModel.from_pretrained(tmp_path, **arguments).eval()
-        torch.testing.assert_close(outputs(again, batch), outputs(model, batch), atol=1e-6, rtol=0)
+        torch.testing.assert_close(compute_outputs(again, batch), compute_outputs(model, batch), atol=1e-6, rtol=0)
 
 
 @EVERY_ARCHITECTURE

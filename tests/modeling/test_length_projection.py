@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ALBERT, BERT, token_ids
+from architectures import ALBERT, BERT, make_token_ids
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from torch import nn
 
@@ -76,12 +76,12 @@ def test_length_projection_encoders_equal_the_formula(architecture):
 
 def test_length_projection_is_saved_trained_and_exported(tmp_path):
     model = BERT.model("BertModel", "gqa", **LINFORMER)
-    ids = token_ids(2, 9)
+    ids = make_token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
     assert model.encoder.layer[1].attention.self.length_proj.grad[:, :9].abs().sum() > 0
     model.save_pretrained(tmp_path)
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
-    other = token_ids(2, 23)
+    other = make_token_ids(2, 23)
     length = torch.export.Dim("length", min=3, max=32)
     program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: length}}, strict=False)
     with torch.no_grad():

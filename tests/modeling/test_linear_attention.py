@@ -30,7 +30,7 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(feature_kernel, "CHUNK_LENGTH", 8)
 
 
-def attention(name, groups=2, causal=False, dtype=torch.float32):
+def make_attention(name, groups=2, causal=False, dtype=torch.float32):
     """Return a module with a kernel whose parameters differ from their initial values."""
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
@@ -43,7 +43,7 @@ def attention(name, groups=2, causal=False, dtype=torch.float32):
     return module
 
 
-def learned(module):
+def get_learned_parameters(module):
     return [
         getattr(module, name)
         for name in ("query_kernel_proj", "key_kernel_proj", "kernel_scale")
@@ -60,9 +60,9 @@ def make_call(n, m, groups=2):
     return [leaf.requires_grad_() for leaf in leaves], padding
 
 
-def by_formula(module, states, padding, causal=False):
+def compute_by_formula(module, states, padding, causal=False):
     """Return the outputs [b, n, h, d], the weights and the leaves of the gradients, in double precision."""
-    exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *learned(module))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *get_learned_parameters(module))]
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
     if name in ("elu", "relu"):
@@ -99,12 +99,12 @@ def compare(actual, expected, leaves, exact, atol=1e-5):
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, m, groups", [(41, 41, 4), (5, 23, 2), (17, 17, 1)])
 def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
-    module = attention(name, groups)
+    module = make_attention(name, groups)
     leaves, padding = make_call(n, m, groups)
-    expected, weights, exact = by_formula(module, leaves, padding)
+    expected, weights, exact = compute_by_formula(module, leaves, padding)
     mask = padding[:, None, None]
     actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
-    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    compare(actual, expected, [*leaves, *get_learned_parameters(module)], exact, TOLERANCE.get(name, 1e-5))
     torch.testing.assert_close(
         compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(),
         weights,
@@ -118,11 +118,11 @@ def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, groups", [(41, 2), (8, 4), (3, 1)])
 def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
-    module = attention(name, groups, causal=True)
+    module = make_attention(name, groups, causal=True)
     leaves, padding = make_call(n, n, groups)
-    expected, weights, exact = by_formula(module, leaves, padding, causal=True)
+    expected, weights, exact = compute_by_formula(module, leaves, padding, causal=True)
     actual, _ = attend_with_kernel(module, *leaves, padding[:, None, None], SCALING)
-    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    compare(actual, expected, [*leaves, *get_learned_parameters(module)], exact, TOLERANCE.get(name, 1e-5))
     actual = compute_kernel_weights(module, *leaves[:2], padding[:, None, None], SCALING)
     torch.testing.assert_close(actual.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
 
@@ -130,10 +130,10 @@ def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
 @EVERY_KERNEL
 def test_linear_attention_state_continues_from_its_last_token(name):
     """Check chunks, single steps and the whole text, padded on the left."""
-    module = attention(name, causal=True)
+    module = make_attention(name, causal=True)
     (query, key, value), _ = make_call(30, 30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14])[:, None]
-    expected, _, _ = by_formula(module, (query, key, value), padding, causal=True)
+    expected, _, _ = compute_by_formula(module, (query, key, value), padding, causal=True)
     state, outputs, sizes = None, [], set()
     for begin, end in ((0, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
         mask = padding[:, None, None, :end]  # of all tokens seen, as a decoder's
@@ -146,7 +146,7 @@ def test_linear_attention_state_continues_from_its_last_token(name):
 
 
 def test_long_texts_equal_the_recurrence_to_five_digits():
-    module = attention("elu", HEADS, causal=True)
+    module = make_attention("elu", HEADS, causal=True)
     torch.manual_seed(0)
     states = [torch.randn(1, HEADS, 2000, D) for _ in range(3)]
     phi_q, phi_k = (reference_linear.elu_features(item) for item in states[:2])
@@ -158,7 +158,7 @@ def test_long_texts_equal_the_recurrence_to_five_digits():
 
 @EVERY_KERNEL
 def test_beams_share_kernel_sums(name):
-    module = attention(name)
+    module = make_attention(name)
     (query, key, value), padding = make_call(2, 23)
     query = torch.randn(6, HEADS, 2, D)
     mask = padding[:, None, None]
@@ -177,10 +177,10 @@ def test_beams_share_kernel_sums(name):
 @EVERY_KERNEL
 def test_large_logits_stay_finite_in_half_precision(name):
     """Check FAVOR features, which would overflow float32 or all be zero without a stabilizer."""
-    module = attention(name, HEADS)
+    module = make_attention(name, HEADS)
     (query, key, value), padding = make_call(9, 9, HEADS)
     states = (query * 12, key * 12, value)
-    expected, _, _ = by_formula(module, states, padding)
+    expected, _, _ = compute_by_formula(module, states, padding)
     actual, _ = attend_with_kernel(module, *states, padding[:, None, None], SCALING)
     torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
     halves = [item.detach().bfloat16() for item in (query, key, value)]
@@ -196,7 +196,7 @@ def test_large_logits_stay_finite_in_half_precision(name):
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_linear_attention_allocates_no_quadratic_tensor(name, causal):
-    module = attention(name, causal=causal)
+    module = make_attention(name, causal=causal)
     sizes = []
     for n in (256, 512):
         leaves, padding = make_call(n, n)
@@ -210,7 +210,7 @@ def test_linear_attention_allocates_no_quadratic_tensor(name, causal):
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_linear_attention_can_be_compiled(name, causal):
-    module = attention(name, causal=causal)
+    module = make_attention(name, causal=causal)
     leaves, _ = make_call(20, 20)
 
     def attend(*states):

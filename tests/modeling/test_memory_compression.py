@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ALBERT, BERT, T5, token_ids
+from architectures import ALBERT, BERT, T5, make_token_ids
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 
 import hf_attn_variants
@@ -16,7 +16,7 @@ COMPRESSED = {"attention_pattern": "memory_compressed", "attention_block_size": 
 LENGTH, D = 11, 5
 
 
-def prefixed(fields):
+def add_encoder_prefix(fields):
     return {f"encoder_{name}": value for name, value in fields.items()}
 
 
@@ -53,9 +53,10 @@ def test_compressed_keys_and_values_equal_the_formula(length, groups):
 
 
 CASES = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
-CASES += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
+CASES += [(row, add_encoder_prefix(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
 CASES += [
-    (row, prefixed(COMPRESSED) | {"position_embedding_type": "sinusoidal"}) for row in (T5, ENCODER_DECODERS[-1])
+    (row, add_encoder_prefix(COMPRESSED) | {"position_embedding_type": "sinusoidal"})
+    for row in (T5, ENCODER_DECODERS[-1])
 ]
 
 
@@ -70,7 +71,7 @@ def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, 
             result = stack(architecture.batch("WhisperModel")["input_features"], output_attentions=True)
             assert result.attentions[0].shape[-2:] == (20, 7)
             return
-        ids, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH).long()
+        ids, mask = make_token_ids(2, LENGTH), torch.ones(2, LENGTH).long()
         mask[:, 8:] = 0
         result = stack(ids, attention_mask=mask, output_attentions=True)
         assert result.attentions[0].shape[-2:] == (LENGTH, 4) and not result.attentions[0][..., 3].any()
@@ -83,7 +84,7 @@ def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, 
 def test_compression_works_with_talking_heads_and_scores(fields):
     model, ids, mask = (
         BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
-        token_ids(2, 30),
+        make_token_ids(2, 30),
         torch.ones(2, 30),
     )
     mask[1, 20:] = 0
@@ -95,7 +96,7 @@ def test_compression_works_with_talking_heads_and_scores(fields):
 
 def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
     BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "plain")
-    model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
+    model_class, ids = hf_attn_variants.AttnVariantBertModel, make_token_ids(2, LENGTH)
     model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
     conv = model.encoder.layer[1].attention.self.compression.key_conv
     mean = torch.eye(4).repeat(3, 1) / 3
@@ -123,7 +124,7 @@ def test_compression_is_not_a_conversion():
 
 
 def test_unsupported_masks_with_compression_raise_an_error():
-    model, ids = BERT.model("BertModel", **COMPRESSED), token_ids(2, LENGTH)
+    model, ids = BERT.model("BertModel", **COMPRESSED), make_token_ids(2, LENGTH)
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())
     with pytest.raises(ValueError, match="`global_attention_mask`"):

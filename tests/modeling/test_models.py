@@ -36,7 +36,7 @@ BASE = BASE_HEADS
 FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["t5_family.py"]}
 
 
-def outputs(model, batch, **kwargs):
+def compute_outputs(model, batch, **kwargs):
     with torch.no_grad():
         return model(**batch, **{"use_cache": False, **kwargs})
 
@@ -72,12 +72,12 @@ def test_eager_and_sdpa_give_equal_outputs(architecture, head, variant):
     model = architecture.model(head, variant)
     batch = architecture.batch(head)
     assert model.config._attn_implementation == SDPA
-    fused = outputs(model, batch)
+    fused = compute_outputs(model, batch)
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation == EAGER
-    eager = outputs(model, batch)
+    eager = compute_outputs(model, batch)
     model.set_attn_implementation("sdpa")
-    again = outputs(model, batch)
+    again = compute_outputs(model, batch)
     # Padded positions are compared too: the key mask is the same for every query.
     assert_same(fused, eager, atol=1e-5)
     assert_same(fused, again)
@@ -94,7 +94,7 @@ def test_saved_model_loads_with_equal_outputs(architecture, head, variant, tmp_p
     assert {path.name for path in tmp_path.glob("*.py")} == files | {*FAMILY_FILES.get(architecture.name, ())}
     again = type(model).from_pretrained(tmp_path).eval()
     batch = architecture.batch(head)
-    assert_same(outputs(model, batch), outputs(again, batch))
+    assert_same(compute_outputs(model, batch), compute_outputs(again, batch))
     assert again.config.architectures == [f"AttnVariant{head}"]
 
 
@@ -105,7 +105,7 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
     model = architecture.model(head, variant)
     model.set_attn_implementation(implementation)
     batch = architecture.batch(head)
-    plain, result = outputs(model, batch), outputs(model, batch, output_attentions=True)
+    plain, result = compute_outputs(model, batch), compute_outputs(model, batch, output_attentions=True)
     maps = {name: layers for name, layers in result.items() if name.endswith("attentions") and layers}
     assert maps
     for weights in (weights for layers in maps.values() for weights in layers):
@@ -120,7 +120,7 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
     # Before the model is built: upstream's encoder-decoder models copy their configuration for each half.
     configured = architecture.model(head, variant, output_attentions=True)
     configured.set_attn_implementation(implementation)
-    again = outputs(configured, batch)
+    again = compute_outputs(configured, batch)
     for name, layers in maps.items():
         for layer_weights, expected_weights in zip(again[name], layers, strict=True):
             torch.testing.assert_close(layer_weights, expected_weights)
@@ -156,7 +156,7 @@ def test_resizing_embeddings_keeps_ties(architecture, head):
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size
     if tied and model.config.tie_word_embeddings:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    outputs(model, architecture.batch(head))
+    compute_outputs(model, architecture.batch(head))
 
 
 @EVERY_ARCHITECTURE
@@ -165,8 +165,8 @@ def test_resizing_embeddings_keeps_ties(architecture, head):
 def test_model_runs_in_half_precision(architecture, variant, dtype):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
-    exact = outputs(model, batch).last_hidden_state
-    half = outputs(copy.deepcopy(model).to(dtype), batch).last_hidden_state
+    exact = compute_outputs(model, batch).last_hidden_state
+    half = compute_outputs(copy.deepcopy(model).to(dtype), batch).last_hidden_state
     assert half.dtype == dtype
     torch.testing.assert_close(half.float(), exact, atol=40 * torch.finfo(dtype).eps * exact.abs().max(), rtol=0)
 
@@ -246,14 +246,14 @@ def position_bias_difference(plain, model):
 def test_every_talking_heads_projection_affects_outputs(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
-    before = outputs(model, batch).last_hidden_state
+    before = compute_outputs(model, batch).last_hidden_state
     for site, name, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
         for path, parameter in core.named_parameters(recurse=False):
             with torch.no_grad():
                 # Not a multiple of all ones, which would shift logits alike.
                 parameter.add_(torch.randn_like(parameter))
-            after = outputs(model, batch).last_hidden_state
+            after = compute_outputs(model, batch).last_hidden_state
             assert (after - before).abs().max() > 1e-4, f"{name}.{path}"
             before = after
 
@@ -288,7 +288,7 @@ def test_implementation_without_talking_heads_raises_an_error(architecture, impl
         if hasattr(module, "config"):
             module.config._attn_implementation = implementation
     with pytest.raises(ValueError, match="talking_heads="):
-        outputs(model, architecture.batch(head))
+        compute_outputs(model, architecture.batch(head))
 
 
 @EVERY_ARCHITECTURE
@@ -298,12 +298,12 @@ def test_implementation_without_talking_heads_raises_an_error(architecture, impl
 def test_attention_implementation_names_resolve_to_ours(architecture, variant, implementation, as_dict):
     head = BASE[architecture.name]
     model, batch = architecture.model(head, variant), architecture.batch(head)
-    expected = outputs(model, batch).last_hidden_state
+    expected = compute_outputs(model, batch).last_hidden_state
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = {"": implementation} if as_dict else implementation
             assert module.config._attn_implementation == {"eager": EAGER, "sdpa": SDPA}[implementation]
-    torch.testing.assert_close(outputs(model, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(compute_outputs(model, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
 
 
 @EVERY_ARCHITECTURE
@@ -327,9 +327,9 @@ def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     head = BASE[architecture.name]
     # Upstream looks at the values of a mask.
     batch = {name: tensor for name, tensor in architecture.batch(head).items() if "mask" not in name}
-    expected = outputs(architecture.model(head, variant), batch).last_hidden_state.shape
+    expected = compute_outputs(architecture.model(head, variant), batch).last_hidden_state.shape
     model = architecture.model(head, variant).to("meta")
-    actual = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
+    actual = compute_outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
     assert actual.is_meta and actual.shape == expected
 
 
@@ -343,15 +343,15 @@ def test_flex_attention_supports_grouped_heads(architecture, variant):
     upstream.set_attn_implementation("flex_attention")
     batch = architecture.batch(BASE[architecture.name])
     try:
-        outputs(upstream, batch)
+        compute_outputs(upstream, batch)
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"upstream's own model does not run under flex attention here: {str(error)[:80]}")
     model = architecture.model(BASE[architecture.name], variant)
-    expected = outputs(model, batch).last_hidden_state
+    expected = compute_outputs(model, batch).last_hidden_state
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="output_attentions"):
-        outputs(model, batch, output_attentions=True)
-    result = outputs(model, batch).last_hidden_state
+        compute_outputs(model, batch, output_attentions=True)
+    result = compute_outputs(model, batch).last_hidden_state
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
 
@@ -361,10 +361,10 @@ def test_flex_attention_supports_grouped_heads(architecture, variant):
 def test_model_compiles_without_graph_breaks(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
-    expected = outputs(model, batch).last_hidden_state
+    expected = compute_outputs(model, batch).last_hidden_state
     torch._dynamo.reset()  # each model is another shape, and recompilations are counted over all of them
     compiled = torch.compile(model, fullgraph=True)
-    torch.testing.assert_close(outputs(compiled, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(compute_outputs(compiled, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
 
 
 @EVERY_ARCHITECTURE

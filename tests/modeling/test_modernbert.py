@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from architectures import VOCABULARY, token_ids
+from architectures import VOCABULARY, make_token_ids
 from relatives import MODERNBERT
 from torch import nn
 from transformers import conversion_mapping
@@ -44,7 +44,7 @@ def make_batch():
     torch.manual_seed(1)
     mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 15, 5])[:, None]).long()
     mask[2] = mask[2].flip(0)  # a row with padding on the left
-    return {"input_ids": token_ids(3, LENGTH), "attention_mask": mask}
+    return {"input_ids": make_token_ids(3, LENGTH), "attention_mask": mask}
 
 
 def make_model(**fields):
@@ -58,7 +58,7 @@ def make_model(**fields):
 def test_outputs_and_gradients_equal_transformers(implementation, has_position_ids, bias):
     upstream, variant_model = make_pair(attention_bias=bias)
     batch = make_batch() | ({"position_ids": torch.randint(0, 40, (3, LENGTH))} if has_position_ids else {})
-    batch["labels"] = token_ids(3, LENGTH)
+    batch["labels"] = make_token_ids(3, LENGTH)
     real = batch["attention_mask"].bool()
     for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BERT, T5, token_ids
+from architectures import ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
@@ -52,7 +52,7 @@ def short_blocks(monkeypatch):
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
-def fields_of(name, prefix="", **more):
+def get_fields(name, prefix="", **more):
     if name in KERNELS:
         fields = {"attention_kernel": name} | KERNELS[name]
     else:
@@ -62,7 +62,7 @@ def fields_of(name, prefix="", **more):
     return {prefix + field: value for field, value in (fields | more).items()} | feature_fields
 
 
-def without_positions(model):
+def remove_positions(model):
     """Remove a model's own positions, because those that count from the row's beginning differ in Transformers too."""
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -73,8 +73,8 @@ def without_positions(model):
     return model
 
 
-def padded(side):
-    ids, mask = token_ids(3, LENGTH), torch.zeros(3, LENGTH, dtype=torch.long)
+def make_padded_ids(side):
+    ids, mask = make_token_ids(3, LENGTH), torch.zeros(3, LENGTH, dtype=torch.long)
     for row, (begin, end) in enumerate(SIDES[side]):
         mask[row, begin:end] = 1
     return ids * mask + (1 - mask), mask  # 1 is padding's number
@@ -82,7 +82,7 @@ def padded(side):
 
 def check_rows(states_of, side, atol=2e-5):
     """Check that the states of each row in the batch equal those of the single row."""
-    ids, mask = padded(side)
+    ids, mask = make_padded_ids(side)
     with torch.no_grad():
         together = states_of(ids, mask)
         for row, (begin, end) in enumerate(SIDES[side]):
@@ -90,8 +90,8 @@ def check_rows(states_of, side, atol=2e-5):
             torch.testing.assert_close(together[row, begin:end], alone[0], atol=atol, rtol=0)
 
 
-def encoder_of(row, variant="gqa", **fields):
-    model = without_positions(row.model(next(iter(row.heads)), variant, **fields))
+def make_encoder(row, variant="gqa", **fields):
+    model = remove_positions(row.model(next(iter(row.heads)), variant, **fields))
     return model.get_encoder() if prefix_of(row) else model
 
 
@@ -124,7 +124,7 @@ def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, 
     if in_blocks:
         request.getfixturevalue("short_blocks")
     row = ROWS[architecture]
-    check_encoder(encoder_of(row, **fields_of(name, prefix_of(row), **more)), side)
+    check_encoder(make_encoder(row, **get_fields(name, prefix_of(row), **more)), side)
 
 
 @pytest.mark.parametrize("variant", ["talking", "latent"])
@@ -133,13 +133,13 @@ def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, 
 def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, architecture, variant, short_blocks):
     row = ROWS[architecture]
     more = {"num_global_tokens": 1}
-    check_encoder(encoder_of(row, variant, **fields_of(name, prefix_of(row), **more)), "both")
+    check_encoder(make_encoder(row, variant, **get_fields(name, prefix_of(row), **more)), "both")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "fixed"])
 def test_global_attention_mask_applies_per_row(name):
-    encoder = encoder_of(BERT, **fields_of(name, num_global_tokens=1))
-    ids, mask = padded("both")
+    encoder = make_encoder(BERT, **get_fields(name, num_global_tokens=1))
+    ids, mask = make_padded_ids("both")
     is_global = (torch.rand(mask.shape) < 0.2).long() * mask
     with torch.no_grad():
         together = encoder(input_ids=ids, attention_mask=mask, global_attention_mask=is_global).last_hidden_state
@@ -151,12 +151,12 @@ def test_global_attention_mask_applies_per_row(name):
 
 def test_returned_weights_are_at_the_positions_of_the_tokens():
     encoders = [
-        (encoder_of(BERT, **fields_of("fixed", num_global_tokens=1)), 0),
-        (encoder_of(BERT, **fields_of("sliding_window", num_global_tokens=1)), 0),
-        (encoder_of(ROWS["roberta"], **fields_of("linformer")), 0),
-        (encoder_of(T5, **fields_of("transient_global", "encoder_")), None),
+        (make_encoder(BERT, **get_fields("fixed", num_global_tokens=1)), 0),
+        (make_encoder(BERT, **get_fields("sliding_window", num_global_tokens=1)), 0),
+        (make_encoder(ROWS["roberta"], **get_fields("linformer")), 0),
+        (make_encoder(T5, **get_fields("transient_global", "encoder_")), None),
     ]
-    ids, mask = padded("left")
+    ids, mask = make_padded_ids("left")
     begin, end = SIDES["left"][1]
     for encoder, summaries in encoders:
         with torch.no_grad():
@@ -177,12 +177,12 @@ DECODER_CASES = [
 ]
 
 
-def decoder_of(architecture, name, **more):
+def make_decoder(architecture, name, **more):
     row = ROWS[architecture]
-    return row, without_positions(row.model(DECODERS[architecture], "gqa", **fields_of(name), **more))
+    return row, remove_positions(row.model(DECODERS[architecture], "gqa", **get_fields(name), **more))
 
 
-def source_of(row, rows):
+def make_source(row, rows):
     """Return the encoder's inputs, equal for each row."""
     torch.manual_seed(2)
     inputs = {name: value[:1] for name, value in row.batch(next(iter(row.heads))).items()}
@@ -192,10 +192,10 @@ def source_of(row, rows):
     return {name: value.expand(rows, *value.shape[1:]) for name, value in inputs.items()}
 
 
-def calls(row, head, ids, mask):
+def make_decoder_inputs(row, head, ids, mask):
     """Return the keywords of a decoder's forward pass."""
     if head.endswith("ForConditionalGeneration"):
-        return source_of(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        return make_source(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -207,11 +207,14 @@ def calls(row, head, ids, mask):
 def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
-    row, model = decoder_of(architecture, name)
+    row, model = make_decoder(architecture, name)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         check_rows(
-            lambda ids, mask: model(**calls(row, DECODERS[architecture], ids, mask), use_cache=False).logits, side
+            lambda ids, mask: (
+                model(**make_decoder_inputs(row, DECODERS[architecture], ids, mask), use_cache=False).logits
+            ),
+            side,
         )
 
 
@@ -219,15 +222,15 @@ def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, 
     "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
 )
 def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_blocks):
-    row, model = decoder_of(architecture, name)
+    row, model = make_decoder(architecture, name)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
-    ids, mask = padded("left")
+    ids, mask = make_padded_ids("left")
     if prefix_of(row) and "CausalLM" not in DECODERS[architecture]:  # else `generate` puts it before the padding
         ids[torch.arange(3), mask.argmax(1)] = model.config.decoder_start_token_id
 
     def generated(ids, mask):
-        result = model.generate(**calls(row, DECODERS[architecture], ids, mask), **options)
+        result = model.generate(**make_decoder_inputs(row, DECODERS[architecture], ids, mask), **options)
         return result.sequences[:, -9:], torch.stack(result.scores, 1)
 
     tokens, scores = generated(ids, mask)
@@ -240,8 +243,8 @@ def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_b
 
 @pytest.mark.parametrize("name", ["random_blocks", "fixed", "local_blocks"])
 def test_more_right_padding_changes_no_output(name):
-    encoder = encoder_of(BERT, **fields_of(name))
-    ids = token_ids(2, 12)
+    encoder = make_encoder(BERT, **get_fields(name))
+    ids = make_token_ids(2, 12)
     mask = torch.ones_like(ids)
     longer = (torch.nn.functional.pad(item, (0, 20)) for item in (ids, mask))
     with torch.no_grad():
@@ -254,9 +257,9 @@ def test_more_right_padding_changes_no_output(name):
 def test_left_padding_allocates_no_quadratic_tensor():
     sizes = []
     for n in (1024, 2048):
-        fields = fields_of("sliding_window", "encoder_", num_global_tokens=1)
+        fields = get_fields("sliding_window", "encoder_", num_global_tokens=1)
         fields |= {"num_layers": 1, "num_decoder_layers": 1, "vocab_size": 60}
-        for pattern in (fields, fields | {"encoder_num_global_tokens": 0} | fields_of("local_blocks", "encoder_")):
+        for pattern in (fields, fields | {"encoder_num_global_tokens": 0} | get_fields("local_blocks", "encoder_")):
             pattern = {name: value for name, value in pattern.items() if value is not None}
             if pattern["encoder_attention_pattern"] == "local_blocks":
                 pattern.pop("encoder_attention_window")
@@ -264,7 +267,7 @@ def test_left_padding_allocates_no_quadratic_tensor():
             mask = torch.ones(2, n, dtype=torch.long)
             mask[1, : n // 3] = 0
             with torch.no_grad(), LargestTensor() as largest:
-                encoder(token_ids(2, n), attention_mask=mask)
+                encoder(make_token_ids(2, n), attention_mask=mask)
             sizes.append(largest.numel)
     assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
 
@@ -282,8 +285,8 @@ def test_left_padding_allocates_no_quadratic_tensor():
 )
 def test_compiled_and_exported_encoders_count_only_real_tokens(name):
     more = {"num_global_tokens": 1} if name == "sliding_window" else {}
-    encoder = encoder_of(ROWS["roberta"], **fields_of(name, **more))
-    ids, mask = padded("left")
+    encoder = make_encoder(ROWS["roberta"], **get_fields(name, **more))
+    ids, mask = make_padded_ids("left")
     with torch.no_grad():
         expected = encoder(ids, attention_mask=mask).last_hidden_state
         sizes = {"input_ids": {1: torch.export.Dim.AUTO}, "attention_mask": {1: torch.export.Dim.AUTO}}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ALBERT, BATCH, BERT, LENGTH, T5, token_ids
+from architectures import ALBERT, BATCH, BERT, LENGTH, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from relatives import ENCODER_DECODERS, ENCODERS
 from transformers import StaticCache
@@ -35,7 +35,7 @@ def test_sinusoids_equal_the_formula(width):
         torch.testing.assert_close(compute_sinusoids(far, width)[0, 0, -1].double(), expected, atol=1e-6, rtol=0)
 
 
-def base(architecture, head, **fields):
+def make_base_model(architecture, head, **fields):
     model = architecture.model(head, "gqa", **fields)
     return getattr(model, model.base_model_prefix, model)
 
@@ -43,14 +43,14 @@ def base(architecture, head, **fields):
 @EVERY_ENCODER
 def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture):
     head = next(iter(architecture.heads))
-    model, plain = base(architecture, head, **SINUSOIDAL), base(architecture, head)
+    model, plain = make_base_model(architecture, head, **SINUSOIDAL), make_base_model(architecture, head)
     names = plain.state_dict().keys() - model.state_dict().keys()
     assert names == {"embeddings.position_embeddings.weight"} and not model.state_dict().keys() - plain.state_dict()
     plain.load_state_dict(model.state_dict(), strict=False)
     first = model.config.pad_token_id + 1 if architecture.name == "roberta" else 0
     table = plain.embeddings.position_embeddings.weight.data
     table[first:] = sinusoidal_positions(len(table) - first, table.shape[1]) * model.config.initializer_range
-    ids, mask = token_ids(), torch.ones(BATCH, LENGTH).long()
+    ids, mask = make_token_ids(), torch.ones(BATCH, LENGTH).long()
     ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left, where RoBERTa begins to count behind it
     with torch.no_grad():
         actual, expected = (item(input_ids=ids, attention_mask=mask).last_hidden_state for item in (model, plain))
@@ -64,12 +64,15 @@ def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture)
 @EVERY_ENCODER
 def test_sinusoidal_positions_support_any_length(architecture):
     head = next(iter(architecture.heads))
-    model, longer = base(architecture, head, **SINUSOIDAL), base(architecture, head, max_position_embeddings=300)
+    model, longer = (
+        make_base_model(architecture, head, **SINUSOIDAL),
+        make_base_model(architecture, head, max_position_embeddings=300),
+    )
     longer.load_state_dict(model.state_dict(), strict=False)
     first = model.config.pad_token_id + 1 if architecture.name == "roberta" else 0
     table = longer.embeddings.position_embeddings.weight.data
     table[first:] = sinusoidal_positions(300 - first, table.shape[1]) * model.config.initializer_range
-    ids = token_ids(2, 290)
+    ids = make_token_ids(2, 290)
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[0], longer(ids)[0], atol=1e-5, rtol=0)
     assert get_max_input_length(model.config) is None and get_max_input_length(longer.config) == 300 - first
@@ -84,7 +87,7 @@ def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
     for name, parameter in plain.named_parameters():
         if "relative" in name:
             parameter.data.zero_()
-    ids, targets = token_ids(), token_ids()
+    ids, targets = make_token_ids(), make_token_ids()
     mask = torch.ones(BATCH, LENGTH).long()
     mask[1, 5:] = mask[2, :4] = 0
     added = sinusoidal_positions(LENGTH, model.config.d_model).float() * model.config.initializer_factor
@@ -130,7 +133,7 @@ def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architectu
         actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
         assert actual[0].equal(actual[1])
     static = StaticCache(model.config, 16)
-    ids = token_ids()
+    ids = make_token_ids()
     with torch.no_grad():
         full_output = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
         steps = [model.decoder(input_ids=part, **with_cache(static))[0] for part in ids.split([5, 1, 1, 2], 1)]
@@ -139,7 +142,7 @@ def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architectu
 
 def test_bert_decoder_generates_beyond_its_position_table():
     model = BERT.model("BertLMHeadModel", "gqa", **SINUSOIDAL)
-    ids = token_ids(2, 30)  # of 32 positions
+    ids = make_token_ids(2, 30)  # of 32 positions
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
     assert actual[0].equal(actual[1]) and actual[0].shape == (2, 38)

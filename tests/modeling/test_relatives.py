@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from architectures import LENGTH, token_ids
+from architectures import LENGTH, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
@@ -24,7 +24,7 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", RELATIVES, ids=lamb
 GENERATES = pytest.mark.parametrize("architecture", ENCODER_DECODERS, ids=lambda row: row.name)
 
 
-def exact_ranks(architecture):
+def get_exact_ranks(architecture):
     """Return every latent of the architecture, as wide as its input."""
     return dict.fromkeys(architecture.config_class.get_rank_fields(), 48)
 
@@ -38,12 +38,12 @@ def get_rows(site, module, heads, role):
     return [parameter.split(heads.fused_rows)[at] for parameter in parameters]
 
 
-def loaded(architecture, head, folder, **fields):
+def load_variant(architecture, head, folder, **fields):
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     return model_class.from_pretrained(folder, config=architecture.config(head=head, **fields)).eval()
 
 
-def same_outputs(variant_model, upstream, batch, atol=ATOL):
+def assert_same_outputs(variant_model, upstream, batch, atol=ATOL):
     with torch.no_grad():
         actual, expected = variant_model(**batch), upstream(**batch)
     names = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
@@ -59,15 +59,15 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
     upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
     variant_model, exact = (
-        loaded(architecture, head, tmp_path),
-        loaded(architecture, head, tmp_path, **exact_ranks(architecture)),
+        load_variant(architecture, head, tmp_path),
+        load_variant(architecture, head, tmp_path, **get_exact_ranks(architecture)),
     )
     batch = architecture.batch(head, labels=True)
     for implementation in ("eager", "sdpa"):
         for model in (upstream, variant_model, exact):
             model.set_attn_implementation(implementation)
-        same_outputs(variant_model, upstream, batch)
-        same_outputs(exact, upstream, batch)
+        assert_same_outputs(variant_model, upstream, batch)
+        assert_same_outputs(exact, upstream, batch)
     for model in (upstream, variant_model, exact):
         result = model(**batch)
         (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
@@ -95,7 +95,7 @@ def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path
     grouped = convert(model, method="mean", **counts)
     assert {site.get_heads(grouped.config, path).key for site, path, _ in grouped.named_attention_modules()} == {2}
     assert grouped.num_parameters() < model.num_parameters()
-    same_outputs(grouped.eval(), model, architecture.batch(head))
+    assert_same_outputs(grouped.eval(), model, architecture.batch(head))
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
     torch.manual_seed(0)
     expected = upstream.generate(**batch, **options)
-    for fields in ({}, {"cross_kv_lora_rank": 48}, exact_ranks(architecture)):
-        variant_model = loaded(architecture, head, tmp_path, **fields)
+    for fields in ({}, {"cross_kv_lora_rank": 48}, get_exact_ranks(architecture)):
+        variant_model = load_variant(architecture, head, tmp_path, **fields)
         torch.manual_seed(0)
         result = variant_model.generate(**batch, **options, return_dict_in_generate=True)
         assert torch.equal(result.sequences, expected)
@@ -146,7 +146,7 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
     head = list(architecture.heads)[1]
     ranks = {"cross_kv_lora_rank": 7, "kv_lora_rank": 5, "encoder_kv_lora_rank": 6}
     model = architecture.model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
-    ids = token_ids(3, LENGTH)
+    ids = make_token_ids(3, LENGTH)
     batch = {name: value for name, value in architecture.batch(head).items() if not name.startswith("decoder")}
     with torch.no_grad():
         full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
@@ -162,10 +162,10 @@ def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
     head = next(iter(architecture.heads))
     architecture.make_upstream_model(head).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
-        loaded(architecture, head, tmp_path, num_key_value_heads=2)
+        load_variant(architecture, head, tmp_path, num_key_value_heads=2)
     reason = "--kv_lora_rank 6 " if architecture.config_class.get_rank_fields() else "rotary part of their own"
     with pytest.raises(ValueError, match=reason):
-        loaded(architecture, head, tmp_path, kv_lora_rank=6)
+        load_variant(architecture, head, tmp_path, kv_lora_rank=6)
 
 
 def test_talking_heads_need_equal_heads_in_encoder_and_decoder():
@@ -173,4 +173,4 @@ def test_talking_heads_need_equal_heads_in_encoder_and_decoder():
     model = hf_attn_variants.AttnVariantBartModel(config).eval()
     plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].config(encoder_attention_heads=12)).eval()
     plain.load_state_dict(model.state_dict(), strict=False)
-    same_outputs(model, plain, ENCODER_DECODERS[0].batch("BartModel"))
+    assert_same_outputs(model, plain, ENCODER_DECODERS[0].batch("BartModel"))

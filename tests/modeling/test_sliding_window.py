@@ -62,7 +62,7 @@ def compare(actual, expected, leaves, exact, atol):
         )
 
 
-def by_formula(leaves, fields, padding):
+def compute_by_formula(leaves, fields, padding):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     bias = exact[3][0, :, 0] if len(exact) > 3 else None
     output, _ = reference_patterns.sliding_window_attention(
@@ -75,7 +75,7 @@ def by_formula(leaves, fields, padding):
 @pytest.mark.parametrize("n, groups, biased", [(41, 4, False), (41, 2, True), (64, 1, True)])
 def test_window_blocks_equal_the_formula(fields, n, groups, biased):
     leaves, padding = make_call(n, groups, biased)
-    expected, exact = by_formula(leaves, fields, padding)
+    expected, exact = compute_by_formula(leaves, fields, padding)
     bias = leaves[3] if biased else None
     key_range, mask = reach_of(**fields), padding[:, None, None]
     assert should_compute_in_blocks(key_range, leaves[0], leaves[1], mask)
@@ -86,18 +86,18 @@ def test_window_blocks_equal_the_formula(fields, n, groups, biased):
 @EVERY_WINDOW
 def test_window_mask_equals_the_formula(fields):
     leaves, padding = make_call(23, biased=True)
-    expected, exact = by_formula(leaves, fields, padding)
+    expected, exact = compute_by_formula(leaves, fields, padding)
     mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
     actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
     compare(actual, expected, leaves, exact, 1e-5)
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
     mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    read = (sliding_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
+    read = (make_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
     torch.testing.assert_close(again[read], actual[read])
 
 
-def sliding_window_mask(fields, n):
+def make_window_mask(fields, n):
     return reference_patterns.sliding_window_mask(n, **fields)
 
 
@@ -107,7 +107,7 @@ def sliding_window_mask(fields, n):
 def test_windows_align_queries_with_the_last_keys(fields, queries, biased):
     """Check a decoder step, and several tokens after a cache: the queries have the last positions of the keys."""
     leaves, padding = make_call(60, biased=biased)
-    expected, _ = by_formula(leaves, fields, padding)
+    expected, _ = compute_by_formula(leaves, fields, padding)
     query, key, value = leaves[0][:, :, -queries:], *leaves[1:3]
     key_range, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
     actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
@@ -125,7 +125,7 @@ def test_talking_heads_in_windows_equal_the_formula(fields):
     leaves[3] = torch.randn(1, 3, 1, 81).requires_grad_()
     exact = [leaf.detach().double().requires_grad_() for leaf in (*leaves, *mixes)]
     distance = torch.arange(41) - torch.arange(41)[:, None]
-    allowed = sliding_window_mask(fields, 41) & padding[:, None, None]
+    allowed = make_window_mask(fields, 41) & padding[:, None, None]
     mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
     expected, _ = attention_core(
         *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask

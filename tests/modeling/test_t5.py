@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, padding_mask, text_inputs, token_ids
+from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, make_padding_mask, make_text_inputs, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -24,11 +24,11 @@ FLAVOURS = {
     "v1.1": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
     "mt5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, {}),
 }
-MASKS = {"full": lambda: None, "right": padding_mask, "left": lambda: padding_mask().flip(1)}
+MASKS = {"full": lambda: None, "right": make_padding_mask, "left": lambda: make_padding_mask().flip(1)}
 SEARCHES = {"greedy": {}, "beams": {"num_beams": 3}, "beams returned": {"num_beams": 4, "num_return_sequences": 2}}
 
 
-def upstream_pair(flavour, folder, implementation):
+def make_upstream_pair(flavour, folder, implementation):
     """Return a plain model with weights that are not initial values, and ours, loaded from its checkpoint."""
     model_class, config_class, fields = FLAVOURS[flavour]
     torch.manual_seed(0)
@@ -49,8 +49,8 @@ def upstream_pair(flavour, folder, implementation):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", MASKS)
 def test_multi_head_t5_equals_transformers(flavour, implementation, padding, tmp_path):
-    upstream, variant_model = upstream_pair(flavour, tmp_path, implementation)
-    inputs = text_inputs() | {"attention_mask": MASKS[padding]()}
+    upstream, variant_model = make_upstream_pair(flavour, tmp_path, implementation)
+    inputs = make_text_inputs() | {"attention_mask": MASKS[padding]()}
     with torch.no_grad():
         expected, actual = (
             model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, variant_model)
@@ -64,15 +64,15 @@ def test_multi_head_t5_equals_transformers(flavour, implementation, padding, tmp
 
 def test_sampled_tokens_equal_transformers(tmp_path):
     samples = []
-    for model in upstream_pair("t5", tmp_path, "sdpa"):
+    for model in make_upstream_pair("t5", tmp_path, "sdpa"):
         torch.manual_seed(5)
-        samples.append(model.generate(**text_inputs_of_seed(), do_sample=True, top_k=20, max_new_tokens=8))
+        samples.append(model.generate(**make_seeded_text_inputs(), do_sample=True, top_k=20, max_new_tokens=8))
     assert samples[0].equal(samples[1])
 
 
-def text_inputs_of_seed(seed=2):
+def make_seeded_text_inputs(seed=2):
     torch.manual_seed(seed)
-    inputs = text_inputs()
+    inputs = make_text_inputs()
     torch.manual_seed(seed + 1)
     return inputs
 
@@ -157,7 +157,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
     batch = T5.batch("T5ForConditionalGeneration")
     target, mask = (
         batch.pop("decoder_input_ids"),
-        padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long(),
+        make_padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long(),
     )
     with torch.no_grad():
         memory = model.encoder(**batch)
@@ -207,14 +207,14 @@ def test_static_cache_generates_the_same_tokens_with_t5(variant):
 @pytest.mark.parametrize("search", SEARCHES)
 def test_t5_generates_the_same_with_and_without_cache(variant, search):
     model = T5.model("T5ForConditionalGeneration", variant)
-    kwargs = {**text_inputs(), **SEARCHES[search], "max_new_tokens": 7, "do_sample": False}
+    kwargs = {**make_text_inputs(), **SEARCHES[search], "max_new_tokens": 7, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 def test_t5_generates_from_encoder_outputs(search):
     model = T5.model("T5ForConditionalGeneration", "gqa")
-    inputs = text_inputs()
+    inputs = make_text_inputs()
     kwargs = {**SEARCHES[search], "attention_mask": inputs["attention_mask"], "max_new_tokens": 7, "do_sample": False}
     with torch.no_grad():
         states = model.encoder(**inputs).last_hidden_state
@@ -238,7 +238,7 @@ def test_beam_search_does_not_move_shared_encoder_outputs():
 def test_source_padding_changes_no_output(variant, side):
     """Check that a source that is padded on either side gives the outputs of the source without padding."""
     model = T5.model("T5ForConditionalGeneration", variant)
-    ids, target, padding = token_ids(1, 5), token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
+    ids, target, padding = make_token_ids(1, 5), make_token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
     parts = (padding, ids) if side == "left" else (ids, padding)
     padded = torch.cat(parts, dim=1)
     with torch.no_grad():
@@ -250,18 +250,18 @@ def test_source_padding_changes_no_output(variant, side):
 def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
     model = T5.model("T5ForConditionalGeneration", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
-        model.generate(**text_inputs(), max_new_tokens=3, use_cache=True)
+        model.generate(**make_text_inputs(), max_new_tokens=3, use_cache=True)
     model.save_pretrained(tmp_path)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
     for actual in (model, type(model).from_pretrained(tmp_path)):
-        assert actual.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
-        assert get_cache(actual(**text_inputs(), labels=token_ids())) is None
+        assert actual.generate(**make_text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
+        assert get_cache(actual(**make_text_inputs(), labels=make_token_ids())) is None
 
 
 def test_t5_query_side_dynamic_projections_support_the_cache():
     model = T5.model("T5ForConditionalGeneration", "talking", talking_heads_dynamic=["x2l", "x2w"])
-    kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
+    kwargs = {**make_text_inputs(), "max_new_tokens": 6, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
 
 
@@ -311,7 +311,7 @@ def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path):
 @pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
 def test_compiled_step_with_a_static_cache_gives_equal_logits(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
-    kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
+    kwargs = {**make_text_inputs(), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**kwargs)
     model.forward = torch.compile(model.forward)
     assert model.generate(**kwargs, cache_implementation="static").equal(expected)

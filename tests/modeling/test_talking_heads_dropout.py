@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixtures.talking_heads_calls import BACKENDS, B, device_of, make_inputs
+from fixtures.talking_heads_calls import BACKENDS, B, get_device, make_inputs
 from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_talking_heads_dropout_drops_single_weights(backend):
-    device, dropout = device_of(backend), 0.25
+    device, dropout = get_device(backend), 0.25
     query, key, _, _, logits_proj, weights_proj = make_inputs(n=6, m=80, device=device)
     # Values that show the weights themselves.
     value = torch.eye(80, device=device).expand(B, 4, 80, 80)
@@ -34,7 +34,7 @@ def test_talking_heads_dropout_drops_single_weights(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_talking_heads_dropout_is_the_same_in_both_passes(backend):
-    inputs = make_inputs("all different", device=device_of(backend))
+    inputs = make_inputs("all different", device=get_device(backend))
     query, key, value, _, logits_proj, weights_proj = inputs
 
     def attend(value, weights_proj):

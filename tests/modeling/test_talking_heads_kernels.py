@@ -22,7 +22,7 @@ from fixtures.talking_heads_calls import (
     N,
     assert_close,
     compare,
-    device_of,
+    get_device,
     make_inputs,
     make_mask,
 )
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind, bias", MASKS_AND_BIASES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_all_masks_and_biases(backend, kind, bias):
-    device = device_of(backend)
+    device = get_device(backend)
     mask, causal, added = make_mask(kind, device=device)
     compare(backend, make_inputs("gqa", bias, device=device), mask, causal, added)
 
@@ -51,20 +51,20 @@ def test_kernels_equal_the_specification_for_all_masks_and_biases(backend, kind,
 @pytest.mark.parametrize("heads, mixes", HEADS_AND_MIXES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_all_head_counts(backend, heads, mixes):
-    compare(backend, make_inputs(heads, mixes=mixes, device=device_of(backend)))
+    compare(backend, make_inputs(heads, mixes=mixes, device=get_device(backend)))
 
 
 @pytest.mark.parametrize("n, m, kind", LENGTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_all_lengths(backend, n, m, kind):
-    device = device_of(backend)
+    device = get_device(backend)
     mask, causal, added = make_mask(kind, n=n, m=m, device=device)
     compare(backend, make_inputs("all different", n=n, m=m, device=device), mask, causal, added)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_many_heads_in_blocks(backend):
-    compare(backend, make_inputs("more than thirty-two", n=2, m=70, device=device_of(backend)))
+    compare(backend, make_inputs("more than thirty-two", n=2, m=70, device=get_device(backend)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the blocked path alone")
@@ -92,7 +92,7 @@ def test_kernels_equal_the_specification_with_several_threads(set_threads):
 def test_kernels_in_half_precision_are_within_rounding(backend, dtype):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter's tl.dot reads bfloat16 as integers")
-    device = device_of(backend)
+    device = get_device(backend)
     inputs = make_inputs("gqa", (1, N, M), dtype=dtype, device=device)
     mask, causal, added = make_mask("rows", device=device)
     compare(backend, inputs, mask, causal, added, tolerance=2e-2)
@@ -111,7 +111,7 @@ def test_kernels_equal_the_specification_for_long_rows_on_a_gpu(monkeypatch, kin
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_handle_fully_masked_rows(backend):
-    device = device_of(backend)
+    device = get_device(backend)
     query, key, value, _, logits_proj, weights_proj = make_inputs(device=device)
     projections = {"scaling": 1.0, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
     boolean = torch.ones(B, 1, 1, M, dtype=torch.bool, device=device)
@@ -179,7 +179,7 @@ def test_kernels_compile_into_one_graph():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore")
 def test_custom_op_passes_opcheck(backend):
-    device = device_of(backend)
+    device = get_device(backend)
     query, key, value, bias, logits_proj, weights_proj = make_inputs("own value heads", (1, N, M), device=device)
     seed = torch.tensor([7], device=device)
     inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, None, backend, True)
@@ -191,7 +191,7 @@ def test_custom_op_passes_opcheck(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_do_not_overflow_in_float16(backend):
-    device = device_of(backend)
+    device = get_device(backend)
     states = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16, device=device)  # q k = 102,400, beyond float16
     query, key = (states.clone().requires_grad_() for _ in range(2))
     value = torch.randn(1, 2, 3, 64, device=device).half()

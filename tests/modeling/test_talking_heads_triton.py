@@ -18,7 +18,7 @@ from fixtures.talking_heads_calls import (
     M,
     N,
     compare,
-    device_of,
+    get_device,
     make_inputs,
     make_mask,
     needs_triton,
@@ -47,7 +47,7 @@ def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("kind, mixes", [("heads", "both"), ("causal padding", "logits"), ("additive", "weights")])
 def test_triton_is_used_after_an_agreeing_trial(monkeypatch, kind, mixes):
-    device = device_of("triton")
+    device = get_device("triton")
     used = _count_calls(monkeypatch)
     mask, causal, added = make_mask(kind, device=device)
     compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
@@ -59,7 +59,7 @@ def test_triton_is_used_after_an_agreeing_trial(monkeypatch, kind, mixes):
 @needs_triton
 def test_triton_trial_skips_the_backward_pass_in_inference(monkeypatch):
     used = _count_calls(monkeypatch)
-    query, key, value, *_ = make_inputs(device=device_of("triton"))
+    query, key, value, *_ = make_inputs(device=get_device("triton"))
     with torch.no_grad():
         talking_heads_attention(query, key, value, scaling=1.0)
     assert used == {"forward": 2, "backward": 0}
@@ -69,7 +69,7 @@ def test_triton_trial_skips_the_backward_pass_in_inference(monkeypatch):
 
 @needs_triton
 def test_triton_trials_keep_the_random_state(monkeypatch):
-    query, key, value, *_ = make_inputs(device=device_of("triton"))
+    query, key, value, *_ = make_inputs(device=get_device("triton"))
     outputs = []
     for _ in range(2):  # with a trial, and without one
         torch.manual_seed(7)
@@ -97,7 +97,7 @@ def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (failing_forward, failing_backward))
     warnings = []
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
-    device = device_of("triton")
+    device = get_device("triton")
     for _ in range(2):
         mask, causal, added = make_mask("rows", device=device)
         compare("auto", make_inputs("gqa", (1, N, M), device=device), mask, causal, added)
@@ -124,7 +124,7 @@ def test_triton_is_not_used_if_it_skips_one_key(monkeypatch):
         return forward(operands._replace(value=value.index_fill(2, torch.tensor(900, device=value.device), 0.0)))
 
     query, key, value, _, logits_proj, weights_proj = make_inputs(
-        "more than sixteen", m=1000, device=device_of("triton"), dtype=torch.float16
+        "more than sixteen", m=1000, device=get_device("triton"), dtype=torch.float16
     )
     call = {"scaling": D**-0.5, "logits_proj": logits_proj, "weights_proj": weights_proj}
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**20)
@@ -151,7 +151,7 @@ def test_triton_trial_accepts_every_tf32_setting(monkeypatch):
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
         assert triton_attention.allows_tf32()
-        compare("auto", make_inputs("gqa", device=device_of("triton")), tolerance=1e-5 if not CUDA else 1e-2)
+        compare("auto", make_inputs("gqa", device=get_device("triton")), tolerance=1e-5 if not CUDA else 1e-2)
         assert list(backend_choice._trial_results.values()) == [True]
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
@@ -186,7 +186,7 @@ def test_triton_call_uses_the_specialization_of_the_trial(monkeypatch, n):
 @pytest.mark.filterwarnings("ignore")
 def test_triton_is_used_in_a_compiled_graph(monkeypatch):
     used = _count_calls(monkeypatch)
-    inputs = make_inputs("gqa", device=device_of("triton"))
+    inputs = make_inputs("gqa", device=get_device("triton"))
     inputs = [t for t in inputs if t is not None]
 
     def attend(query, key, value, logits_proj, weights_proj):

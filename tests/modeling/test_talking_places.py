@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ALBERT, BERT, LENGTH, T5, padding_mask, token_ids
+from architectures import ALBERT, BERT, LENGTH, T5, make_padding_mask, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import T5Config
@@ -70,15 +70,15 @@ EVERY_PAIR = pytest.mark.parametrize("row", PAIRS.values(), ids=PAIRS)
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
 
-def head_of(row):
+def get_head(row):
     return next(name for name in row.heads if name.endswith("ForConditionalGeneration"))
 
 
-def made(row, case, **more):
-    return row.model(head_of(row), **CASES[case][0], **more)
+def make_model(row, case, **more):
+    return row.model(get_head(row), **CASES[case][0], **more)
 
 
-def projections(module):
+def get_projections(module):
     return {name: item for name, item in module.named_parameters(recurse=False) if name.endswith("_proj")}
 
 
@@ -99,7 +99,7 @@ def with_the_formula(monkeypatch, model):
             mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
         elif module.is_causal and n > 1:
             mask = mask.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), -torch.inf)
-        module_projections = projections(module)
+        module_projections = get_projections(module)
         P = {
             f"P_{name[0]}": module_projections.pop(f"{name}_proj")
             for name in ("logits", "weights")
@@ -119,7 +119,7 @@ def with_the_formula(monkeypatch, model):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, SDPA, formula)
 
 
-def learned(model, batch):
+def compute_logits_and_gradients(model, batch):
     """Return the logits of a model, and the gradient of each of its parameters."""
     model.zero_grad()
     result = model(**batch, use_cache=False)
@@ -129,14 +129,14 @@ def learned(model, batch):
     }
 
 
-def in_double(batch):
+def to_double(batch):
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def equals_the_formula(model, batch, monkeypatch):
-    logits, gradients = learned(model, batch)
+    logits, gradients = compute_logits_and_gradients(model, batch)
     with_the_formula(monkeypatch, model)
-    expected, exact = learned(model, batch)
+    expected, exact = compute_logits_and_gradients(model, batch)
     torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-7)
     for name, gradient in gradients.items():
         torch.testing.assert_close(
@@ -145,28 +145,28 @@ def equals_the_formula(model, batch, monkeypatch):
     assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if re.search("[lw]s?_proj$", name))
 
 
-def padded(row, side):
-    batch = row.batch(head_of(row), labels=True)
+def make_padded_batch(row, side):
+    batch = row.batch(get_head(row), labels=True)
     if side == "left" and "attention_mask" in batch:
         batch |= {name: batch[name].flip(-1) for name in ("input_ids", "attention_mask")}
-    return in_double(batch)
+    return to_double(batch)
 
 
 @EVERY_PAIR
 @EVERY_CASE
 def test_each_place_equals_the_formula_with_its_own_projections(row, case, monkeypatch):
-    model = made(row, case).double()
+    model = make_model(row, case).double()
     for site, path, module in model.named_attention_modules():
         expected = CASES[case][1].get(site.name, set())
         expected = expected[site.get_layer_index(model.config, path)] if isinstance(expected, list) else expected
-        assert projections(module.get_submodule(site.core)).keys() == expected, path
-    equals_the_formula(model, padded(row, "right"), monkeypatch)
+        assert get_projections(module.get_submodule(site.core)).keys() == expected, path
+    equals_the_formula(model, make_padded_batch(row, "right"), monkeypatch)
 
 
 @pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
 @pytest.mark.parametrize("case", ["each its own", "dynamic"])
 def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
-    equals_the_formula(made(row, case).double(), padded(row, "left"), monkeypatch)
+    equals_the_formula(make_model(row, case).double(), make_padded_batch(row, "left"), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected
             if isinstance(expected_places, list)
             else expected_places
         )
-        assert projections(module.get_submodule(site.core)).keys() == expected_places
-    batch = {"input_ids": token_ids(), "labels": token_ids(), "attention_mask": padding_mask()}
+        assert get_projections(module.get_submodule(site.core)).keys() == expected_places
+    batch = {"input_ids": make_token_ids(), "labels": make_token_ids(), "attention_mask": make_padding_mask()}
     batch |= {"encoder_hidden_states": torch.randn(3, 5, 48).double()}
     equals_the_formula(model, batch, monkeypatch)
 
@@ -196,7 +196,7 @@ def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected
 def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
     model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
-    first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attention_modules())
+    first, second = (get_projections(module.get_submodule("self")) for _, _, module in model.named_attention_modules())
     assert not first and {name: (*item.shape,) for name, item in second.items()} == {
         "logits_proj": (12, 8),
         "weights_proj": (8, 6),
@@ -205,14 +205,14 @@ def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     assert [getattr(model.config, name) for name in lists] == ["both", 12, 12]
 
 
-def source_of(row):
-    return {name: value for name, value in row.batch(head_of(row)).items() if not name.startswith("decoder")}
+def make_source(row):
+    return {name: value for name, value in row.batch(get_head(row)).items() if not name.startswith("decoder")}
 
 
 @EVERY_PAIR
 @EVERY_CASE
 def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
-    model, batch, ids = made(row, case), source_of(row), token_ids(3, LENGTH)
+    model, batch, ids = make_model(row, case), make_source(row), make_token_ids(3, LENGTH)
     with torch.no_grad():
         full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
         cache, steps = None, []
@@ -226,7 +226,7 @@ def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
 @pytest.mark.parametrize("case", ["cross alone", "encoder alone", "decoder alone", "dynamic"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
-    model, batch = made(row, case), source_of(row)
+    model, batch = make_model(row, case), make_source(row)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
     plain = model.generate(**batch, **options, use_cache=False)
     cached = model.generate(**batch, **options, return_dict_in_generate=True)
@@ -241,13 +241,13 @@ def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
 @EVERY_PAIR
 @pytest.mark.parametrize("place", ["cross", "encoder"])
 def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place, tmp_path):
-    upstream = row.make_upstream_model(head_of(row))
+    upstream = row.make_upstream_model(get_head(row))
     upstream.save_pretrained(tmp_path)
-    model_class = getattr(hf_attn_variants, f"AttnVariant{head_of(row)}")
+    model_class = getattr(hf_attn_variants, f"AttnVariant{get_head(row)}")
     fields = {f"{place}_talking_heads": "both", f"{place}_talking_heads_dynamic": ["x2l"]}
     model, info = model_class.from_pretrained(tmp_path, **fields, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    batch = row.batch(head_of(row))
+    batch = row.batch(get_head(row))
     with torch.no_grad():
         logits, expected = (item.eval()(**batch, use_cache=False).logits for item in (model, upstream))
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -256,7 +256,7 @@ def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place,
 
 def test_missing_projections_of_a_place_give_a_warning(tmp_path):
     """Check that a projection is only new if no place of the checkpoint has talking heads."""
-    made(T5, "cross alone").save_pretrained(tmp_path)
+    make_model(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path)
     state = {name: item for name, item in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
@@ -269,7 +269,7 @@ def test_missing_projections_of_a_place_give_a_warning(tmp_path):
 @EVERY_PAIR
 @EVERY_CASE
 def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
-    model = made(row, case)
+    model = make_model(row, case)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     config = again.config
@@ -277,7 +277,7 @@ def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
         for layer in range(2):
             assert config.get_talking_heads(prefix, layer) == model.config.get_talking_heads(prefix, layer)
     assert config.to_dict() == type(config).from_dict(config.to_dict()).to_dict()
-    batch = row.batch(head_of(row))
+    batch = row.batch(get_head(row))
     with torch.no_grad():
         for name, value in model(**batch, use_cache=False).items():
             if isinstance(value, torch.Tensor):
@@ -331,14 +331,14 @@ def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
 
 def test_key_side_terms_with_a_latent_disable_the_cache():
     fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
-    model, batch = T5.model(head_of(T5), **fields), source_of(T5)
+    model, batch = T5.model(get_head(T5), **fields), make_source(T5)
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
     with pytest.raises(ValueError, match="`cross_talking_heads_dynamic`"):
-        model(**batch, decoder_input_ids=token_ids(3, 2), use_cache=True)
+        model(**batch, decoder_input_ids=make_token_ids(3, 2), use_cache=True)
 
 
 def test_loading_cannot_change_the_talking_heads_of_a_checkpoint(tmp_path):
-    made(T5, "cross alone").save_pretrained(tmp_path)
+    make_model(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     for fields, message in (
         ({"cross_talking_heads": "none"}, "`cross_talking_heads` must be 'both'.*None"),

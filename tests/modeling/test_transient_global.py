@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from architectures import T5, token_ids
+from architectures import T5, make_token_ids
 from fixtures.largest_tensor import LargestTensor
 
 import hf_attn_variants
@@ -27,15 +27,15 @@ def rows(request, monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", request.param)
 
 
-def padding(length=23):
+def make_padding(length=23):
     return (torch.arange(length) < torch.tensor(LENGTHS)[:, None]).long()
 
 
-def encoder(variant="gqa", **fields):
+def make_encoder(variant="gqa", **fields):
     return T5.model("T5EncoderModel", variant, **SUMMARIES | fields).encoder
 
 
-def by_distance(attention, embedding, distances):
+def compute_distance_bias(attention, embedding, distances):
     buckets = attention._relative_position_bucket(distances, True, 8, 10)
     return embedding.double()[buckets].T
 
@@ -43,9 +43,9 @@ def by_distance(attention, embedding, distances):
 @pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "sinusoidal"}], ids=["bias", "sinusoids"])
 @pytest.mark.parametrize("variant", ["mha", "gqa"])
 def test_transient_global_attention_equals_the_formula(variant, fields, rows):
-    attention = encoder(variant, **fields).block[0].layer[0].SelfAttention
+    attention = make_encoder(variant, **fields).block[0].layer[0].SelfAttention
     states = torch.randn(4, 23, 40, requires_grad=True)
-    actual = attention(states, mask=padding().bool()[:, None, None])[0]
+    actual = attention(states, mask=make_padding().bool()[:, None, None])[0]
     exact = states.detach().double().requires_grad_()
     heads = [getattr(attention, name).weight.detach().double() for name in "qkv"]
     heads = [weight.unflatten(0, (-1, 8)).transpose(1, 2) for weight in heads]
@@ -53,7 +53,10 @@ def test_transient_global_attention_equals_the_formula(variant, fields, rows):
     if not fields:
         tables = (attention.relative_attention_bias.weight, attention.global_relative_attention_bias.weight)
         distances = (torch.arange(-22, 23), torch.arange(-4, 5))
-        tables = [by_distance(attention, *item) for item in zip([t.detach() for t in tables], distances, strict=True)]
+        tables = [
+            compute_distance_bias(attention, *item)
+            for item in zip([t.detach() for t in tables], distances, strict=True)
+        ]
         options = {"bias": tables[0], "block_bias": tables[1]}
     weights, losses = torch.randn(4, 23, 40, dtype=torch.float64), []
     for row, length in enumerate(LENGTHS):
@@ -63,7 +66,7 @@ def test_transient_global_attention_equals_the_formula(variant, fields, rows):
         torch.testing.assert_close(actual[row, :length].double(), expected, atol=1e-5, rtol=0)
         losses.append((expected * weights[row, :length]).sum())
     (expected,) = torch.autograd.grad(sum(losses), exact)
-    (gradient,) = torch.autograd.grad((actual * weights.float() * padding()[..., None]).sum(), states)
+    (gradient,) = torch.autograd.grad((actual * weights.float() * make_padding()[..., None]).sum(), states)
     torch.testing.assert_close(gradient.double(), expected, atol=1e-5 * max(1, expected.abs().max()), rtol=0)
 
 
@@ -82,7 +85,7 @@ def test_transient_global_encoder_equals_longt5(length, rows):
     state = {k.replace("TransientGlobalSelf", "Self"): v for k, v in upstream.state_dict().items()}
     assert state.keys() == variant_model.state_dict().keys()
     variant_model.load_state_dict(state)
-    ids, mask = token_ids(4, length), padding(length)
+    ids, mask = make_token_ids(4, length), make_padding(length)
     with torch.no_grad():
         actual, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (variant_model, upstream))
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
@@ -92,8 +95,8 @@ def test_transient_global_encoder_equals_longt5(length, rows):
 @pytest.mark.parametrize("more", [{}, {"score_function": "additive"}], ids=["", "additive"])
 def test_transient_global_blocks_equal_the_returned_weights(variant, more, monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 5)
-    model = encoder(variant, **more)
-    ids, mask = token_ids(4, 23), padding()
+    model = make_encoder(variant, **more)
+    ids, mask = make_token_ids(4, 23), make_padding()
     actual = model(ids, attention_mask=mask)[0]
     output_with_weights = model(ids, attention_mask=mask, output_attentions=True)
     torch.testing.assert_close(actual[mask.bool()], output_with_weights[0][mask.bool()], atol=1e-5, rtol=0)
@@ -112,10 +115,10 @@ def test_transient_global_blocks_equal_the_returned_weights(variant, more, monke
 
 def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 16)
-    model, sizes = encoder("gqa", encoder_attention_block_size=64), []
+    model, sizes = make_encoder("gqa", encoder_attention_block_size=64), []
     for length in (512, 1024):
         with LargestTensor() as largest:
-            model(token_ids(1, length))[0].sum().backward()
+            model(make_token_ids(1, length))[0].sum().backward()
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0]
 
@@ -140,9 +143,9 @@ def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_pa
 
 
 def test_unsupported_masks_and_conversions_with_transient_global_raise():
-    model = encoder()
+    model = make_encoder()
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
-        model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
+        model(make_token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
     generator = T5.model("T5ForConditionalGeneration", **SUMMARIES)
     with pytest.raises(ValueError, match="transient_global"):
         hf_attn_variants.convert(generator, num_key_value_heads=3)

@@ -4,7 +4,18 @@ import re
 
 import pytest
 import torch
-from architectures import ALBERT, ARCHITECTURES, BERT, HEAD_IDS, HEADS, LENGTH, T5, VARIANTS, padding_mask, token_ids
+from architectures import (
+    ALBERT,
+    ARCHITECTURES,
+    BERT,
+    HEAD_IDS,
+    HEADS,
+    LENGTH,
+    T5,
+    VARIANTS,
+    make_padding_mask,
+    make_token_ids,
+)
 
 import hf_attn_variants
 from hf_attn_variants.commands import convert as command
@@ -16,7 +27,7 @@ EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
-def saved_upstream(architecture, head, folder, **fields):
+def save_upstream(architecture, head, folder, **fields):
     upstream = architecture.make_upstream_model(head, **fields)
     upstream.save_pretrained(folder)
     return upstream
@@ -39,7 +50,7 @@ def assert_same_outputs(actual, expected):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_multi_head_equals_transformers(architecture, head, implementation, padded, tmp_path):
-    upstream = saved_upstream(architecture, head, tmp_path)
+    upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
     if not padded:
@@ -53,7 +64,7 @@ def test_multi_head_equals_transformers(architecture, head, implementation, padd
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["talking", "dynamic"])
 def test_identity_projections_equal_transformers(architecture, head, variant, tmp_path):
-    upstream = saved_upstream(architecture, head, tmp_path)
+    upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path, variant)
     batch = architecture.batch(head, labels=True)
     with torch.no_grad():
@@ -62,7 +73,7 @@ def test_identity_projections_equal_transformers(architecture, head, variant, tm
 
 @EVERY_HEAD
 def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
-    upstream = saved_upstream(architecture, head, tmp_path)
+    upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
     for model in (upstream, variant_model):
@@ -76,7 +87,7 @@ def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
 
 @EVERY_HEAD
 def test_loading_without_a_configuration_gives_the_multi_head_variant(architecture, head, tmp_path):
-    upstream = saved_upstream(architecture, head, tmp_path)
+    upstream = save_upstream(architecture, head, tmp_path)
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
     assert variant_model.config.num_key_value_heads == variant_model.config.num_attention_heads
     batch = architecture.batch(head)
@@ -90,7 +101,7 @@ def test_loading_without_a_configuration_gives_the_multi_head_variant(architectu
 def test_loading_fewer_heads_error_names_the_conversion(
     architecture, head, variant, ignore_mismatched_sizes, tmp_path
 ):
-    saved_upstream(architecture, head, tmp_path)
+    save_upstream(architecture, head, tmp_path)
     config = architecture.config(variant, head)
     with pytest.raises(ValueError) as error:
         getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
@@ -151,7 +162,7 @@ def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_loading_a_transformers_checkpoint_warns_once(architecture, variant, expected, logged, tmp_path):
     head = next(iter(architecture.heads))
-    saved_upstream(architecture, head, tmp_path)
+    save_upstream(architecture, head, tmp_path)
     # A plain checkpoint has as many softmax and value heads as query heads.
     fields = {name: value for name, value in VARIANTS[variant].items() if name != "num_softmax_heads"}
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
@@ -165,7 +176,7 @@ def test_loading_a_transformers_checkpoint_warns_once(architecture, variant, exp
 
 
 def test_missing_weights_are_reported_as_in_transformers(logged, tmp_path):
-    saved_upstream(BERT, "BertModel", tmp_path)
+    save_upstream(BERT, "BertModel", tmp_path)
     model_class = hf_attn_variants.AttnVariantBertForSequenceClassification
     _, info = model_class.from_pretrained(tmp_path, talking_heads="both", output_loading_info=True)
     assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
@@ -192,15 +203,15 @@ def test_checkpoint_of_another_architecture_gives_a_warning(logged, tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_bert_decoder_with_cross_attention_equals_transformers(implementation, side, tmp_path):
     fields = {"is_decoder": True, "add_cross_attention": True}
-    upstream = saved_upstream(BERT, "BertLMHeadModel", tmp_path, **fields)
+    upstream = save_upstream(BERT, "BertLMHeadModel", tmp_path, **fields)
     variant_model = load_variant(BERT, "BertLMHeadModel", tmp_path, **fields)
-    mask = padding_mask() if side == "right" else padding_mask().flip(1)
+    mask = make_padding_mask() if side == "right" else make_padding_mask().flip(1)
     torch.manual_seed(0)
     batch = {
-        "input_ids": token_ids(),
+        "input_ids": make_token_ids(),
         "attention_mask": mask,
         "encoder_hidden_states": torch.randn(3, LENGTH + 2, 48),
-        "encoder_attention_mask": torch.cat([padding_mask(), torch.ones(3, 2, dtype=torch.long)], dim=1),
+        "encoder_attention_mask": torch.cat([make_padding_mask(), torch.ones(3, 2, dtype=torch.long)], dim=1),
     }
     for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, token_ids
+from architectures import ARCHITECTURES, make_token_ids
 from relatives import RELATIVES
 from torch import nn
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
@@ -175,10 +175,10 @@ def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
             alone.set_input_embeddings(stack.get_input_embeddings())
         alone.load_state_dict(stack.state_dict())
         batch = architecture.batch(head)
-        inputs = {"input_ids": token_ids()} if "input_features" not in batch or stack is model.decoder else batch
+        inputs = {"input_ids": make_token_ids()} if "input_features" not in batch or stack is model.decoder else batch
         inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
         if stack is model.decoder:
-            inputs["encoder_hidden_states"] = torch.randn(len(token_ids()), 7, model.config.d_model)
+            inputs["encoder_hidden_states"] = torch.randn(len(make_token_ids()), 7, model.config.d_model)
         with torch.no_grad():
             assert torch.equal(alone(**inputs)[0], stack(**inputs)[0])
 
@@ -187,7 +187,11 @@ def test_latent_projection_exposes_a_dtype():
     architecture = ROWS["t5"]
     model = architecture.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.get_cache_name(): cache})
+    model(
+        input_ids=make_token_ids(),
+        decoder_input_ids=make_token_ids(),
+        **{transformers_internals.get_cache_name(): cache},
+    )
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
@@ -205,7 +209,7 @@ def test_umt5_output_scaling_follows_the_checkpoint():
         for tied, config in configs.items()
     }
     models[False].load_state_dict(models[True].state_dict())
-    inputs = {"input_ids": token_ids(), "decoder_input_ids": token_ids()}
+    inputs = {"input_ids": make_token_ids(), "decoder_input_ids": make_token_ids()}
     with torch.no_grad():
         scaled, unscaled = (models[tied](**inputs).logits for tied in (True, False))
     torch.testing.assert_close(unscaled, scaled * configs[True].d_model ** 0.5)

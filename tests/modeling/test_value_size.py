@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, BERT, T5, token_ids
+from architectures import ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
-from fixtures.decoding import at_once, decoder_batch, in_steps
-from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
+from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
+from fixtures.field_values import FIELDS, get_required_fields, make_tiny_config_values, value_of
 from relatives import RELATIVES, ROTARY
 from torch import nn
 
@@ -36,18 +36,18 @@ SMALL, LARGE = 3, 14
 SIDES = ("right", "left")
 
 
-def first_head(row):
+def get_first_head(row):
     return next(iter(row.heads))
 
 
-def batch_of(row, side):
-    batch = row.batch(first_head(row))
+def make_batch(row, side):
+    batch = row.batch(get_first_head(row))
     if side == "left" and "attention_mask" in batch:
         batch["attention_mask"] = batch["attention_mask"].flip(1)
     return batch
 
 
-def outputs_and_gradients(model, batch):
+def compute_outputs_and_gradients(model, batch):
     """Return a model's last hidden states of real tokens, and the gradients of their weighted sum."""
     model.zero_grad()
     floats = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
@@ -70,11 +70,11 @@ def assert_near(actual, expected, message=""):
 # Each attention by the formula
 
 
-def heads_of(states, size):
+def split_heads(states, size):
     return states.unflatten(-1, (-1, size)).transpose(1, 2)
 
 
-def by_the_formula(module, maps, states, mask, memory, bias):
+def compute_by_formula(module, maps, states, mask, memory, bias):
     """Return the outputs of all heads, one at a time (`attention_core`), from projections, inputs and a mask."""
     config, is_cross = module.config, memory is not None
     memory = states if memory is None else memory
@@ -83,8 +83,8 @@ def by_the_formula(module, maps, states, mask, memory, bias):
     query, key, value = (
         nn.functional.linear(x, item.weight, item.bias) for x, item in zip((states, memory, memory), maps, strict=True)
     )
-    query = heads_of(query, query.shape[-1] // module.heads.query)
-    key, value = heads_of(key, query.shape[-1]), heads_of(value, config.value_head_dim)
+    query = split_heads(query, query.shape[-1] // module.heads.query)
+    key, value = split_heads(key, query.shape[-1]), split_heads(value, config.value_head_dim)
     n, m = query.shape[2], key.shape[2]
     added = torch.zeros(len(states), 1, n, m, dtype=states.dtype)
     if mask is not None:
@@ -103,14 +103,14 @@ def with_the_formula(monkeypatch):
     def attend_with_projections(module, states, mask, cache, encoder_outputs, options):
         maps = [getattr(module, name) for name in module.linears]
         sizes.append(maps[2].out_features)
-        return by_the_formula(module, maps, states, mask, encoder_outputs, None)
+        return compute_by_formula(module, maps, states, mask, encoder_outputs, None)
 
     def compute_outputs_and_bias(self, states, memory, mask, cache, position_bias, kwargs):
         if position_bias is None and self.has_relative_attention_bias:
             length = states.shape[1]
             position_bias = self.compute_bias(length, length, states.device, 0)
         sizes.append(self.v.out_features)
-        output, weights = by_the_formula(self, (self.q, self.k, self.v), states, mask, memory, position_bias)
+        output, weights = compute_by_formula(self, (self.q, self.k, self.v), states, mask, memory, position_bias)
         return output @ self.o.weight.T, position_bias, weights
 
     monkeypatch.setattr(attention_mixin, "attend_with_projections", attend_with_projections)
@@ -126,14 +126,14 @@ def with_the_formula(monkeypatch):
 def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, side, latent, monkeypatch):
     fields = dict.fromkeys(row.config_class.get_kv_heads_fields(), heads)
     fields |= dict.fromkeys(row.config_class.get_rank_fields() if latent else (), 16)
-    model = row.model(first_head(row), value_head_dim=size, **fields).double()
-    batch = batch_of(row, side)
-    actual = [outputs_and_gradients(model, batch)]
+    model = row.model(get_first_head(row), value_head_dim=size, **fields).double()
+    batch = make_batch(row, side)
+    actual = [compute_outputs_and_gradients(model, batch)]
     model.set_attn_implementation("eager")
-    actual.append(outputs_and_gradients(model, batch))
+    actual.append(compute_outputs_and_gradients(model, batch))
     model.set_attn_implementation("sdpa")
     sizes = with_the_formula(monkeypatch)
-    expected = outputs_and_gradients(model, batch)
+    expected = compute_outputs_and_gradients(model, batch)
     assert sizes and all(item % size == 0 for item in sizes)
     for output, gradients in actual:
         assert_near(output, expected[0])
@@ -145,14 +145,14 @@ def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, s
 # With every other field, small values equal values as wide as keys that are padded with zeros
 
 
-def padded(tensor, axis, heads, size):
+def pad_heads(tensor, axis, heads, size):
     """Return a tensor with an axis of a few values per head, filled with zeros up to `size`."""
     split = tensor.unflatten(axis, (heads, -1))
     missing = split.new_zeros(*split.shape[: axis + 1], size - split.shape[axis + 1], *split.shape[axis + 2 :])
     return torch.cat([split, missing], axis + 1).flatten(axis, axis + 1)
 
 
-def widened(model, states):
+def widen_state(model, states):
     """Return the state of the model with values as wide as keys, filled with zeros."""
     states, config = dict(states), model.config
     for site, path, module in model.named_attention_modules():
@@ -160,27 +160,27 @@ def widened(model, states):
         root = next(name for name, item in model.named_modules() if item is module) + "."
         for part in ("weight", "bias"):
             if (name := f"{root}{site.value}.{part}") in states:
-                states[name] = padded(states[name], 0, heads.value, d)
+                states[name] = pad_heads(states[name], 0, heads.value, d)
         name = f"{root}{site.output}.weight"
-        states[name] = padded(states[name], 1, heads.output, d)
+        states[name] = pad_heads(states[name], 1, heads.output, d)
         name = f"{root}{site.core + '.' if site.core else ''}compression.value_conv"
         if name in states:
             stride = states[name].shape[1] // config.value_head_dim
-            states[name] = padded(padded(states[name], 1, stride, d), 2, 1, d)
+            states[name] = pad_heads(pad_heads(states[name], 1, stride, d), 2, 1, d)
     return states
 
 
 def assert_equals_counterpart(row, fields, side):
-    model = row.model(first_head(row), **fields, value_head_dim=SMALL).double()
-    counterpart = row.model(first_head(row), **fields).double()
-    counterpart.load_state_dict(widened(model, model.state_dict()))
-    batch = batch_of(row, side)
-    output, gradients = outputs_and_gradients(model, batch)
-    expected, others = outputs_and_gradients(counterpart, batch)
+    model = row.model(get_first_head(row), **fields, value_head_dim=SMALL).double()
+    counterpart = row.model(get_first_head(row), **fields).double()
+    counterpart.load_state_dict(widen_state(model, model.state_dict()))
+    batch = make_batch(row, side)
+    output, gradients = compute_outputs_and_gradients(model, batch)
+    expected, others = compute_outputs_and_gradients(counterpart, batch)
     assert_near(output, expected)
     # The padded zeros of the counterpart have gradients without a parameter in the model. A key bias has none if a
     # latent uses the absorbed form, which may be chosen for only one of the models.
-    shape_mask = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
+    shape_mask = widen_state(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
     parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
         gradient_sum, counterpart_sum = (
@@ -197,7 +197,7 @@ def assert_equals_counterpart(row, fields, side):
 def test_value_size_with_another_field_equals_zero_padded_values(row, field, side):
     if field not in row.config_class.get_variant_fields():
         return
-    fields = tiny_config_values(row, **required_fields(field) | {field: value_of(row, field)})
+    fields = make_tiny_config_values(row, **get_required_fields(field) | {field: value_of(row, field)})
     try:
         row.config(**fields)
     except ValueError as error:
@@ -236,7 +236,7 @@ DECODERS = {
 EVERY_DECODER = pytest.mark.parametrize("name", DECODERS)
 
 
-def decoder(name, size, **fields):
+def make_decoder(name, size, **fields):
     return ROW[name].model(DECODERS[name], value_head_dim=size, **fields)
 
 
@@ -244,10 +244,10 @@ def decoder(name, size, **fields):
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
 def test_cached_values_keep_their_size_and_outputs(name, size, heads):
-    model = decoder(name, size, num_key_value_heads=heads)
-    batch = decoder_batch(ROW[name], DECODERS[name])
-    steps, cache = in_steps(model, batch)
-    torch.testing.assert_close(steps, at_once(model, batch), atol=1e-4, rtol=0)
+    model = make_decoder(name, size, num_key_value_heads=heads)
+    batch = make_decoder_batch(ROW[name], DECODERS[name])
+    steps, cache = decode_in_steps(model, batch)
+    torch.testing.assert_close(steps, decode_at_once(model, batch), atol=1e-4, rtol=0)
     count, d = model.config.num_key_value_heads, model.config.get_attention_head_dim()
     for part in (getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)):
         for layer in part.layers if part is not None else ():
@@ -271,17 +271,17 @@ GENERATIONS = {
 @pytest.mark.parametrize("beams", [1, 3])
 def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beams):
     row = ROW[name]
-    fields = tiny_config_values(row, **GENERATIONS[kind])
+    fields = make_tiny_config_values(row, **GENERATIONS[kind])
     if fields.get("cross_kv_lora_rank"):
         if "cross_kv_lora_rank" not in row.config_class.get_variant_fields():
             return
         fields["cross_kv_lora_rank"] = row.config().hidden_size
-    model = decoder(name, SMALL, **fields)
+    model = make_decoder(name, SMALL, **fields)
     batch = row.batch(DECODERS[name])
     batch.pop("decoder_input_ids", None)
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     if "input_ids" in batch and name in ("bert", "roberta", "electra"):
-        batch = {"input_ids": token_ids(2, 4)}
+        batch = {"input_ids": make_token_ids(2, 4)}
     actual = model.generate(**batch, **options, use_cache=True)
     assert actual.equal(model.generate(**batch, **options, use_cache=False))
     if kind in ("mqa", "talking", "latent", "shared memory"):
@@ -292,8 +292,8 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
     fields = {"is_decoder": True, "add_cross_attention": True, "num_key_value_heads": 4}
     model = BERT.model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
     plain = BERT.model("BertLMHeadModel", **fields).double()
-    plain.load_state_dict(widened(model, model.state_dict()))
-    ids, memory = token_ids(3, 7), torch.randn(3, 5, 48, dtype=torch.float64)
+    plain.load_state_dict(widen_state(model, model.state_dict()))
+    ids, memory = make_token_ids(3, 7), torch.randn(3, 5, 48, dtype=torch.float64)
     mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [0] * 3 + [1] * 2])
     others = {"encoder_hidden_states": memory, "encoder_attention_mask": mask}
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
 
 @EVERY_ROW
 def test_value_size_changes_parameter_and_cache_counts(row):
-    few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
+    few, plain = (row.model(get_first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
     for site, _, module in few.named_attention_modules():
         heads = few.config.get_query_heads(site.kv_heads_field)
@@ -349,7 +349,7 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
 
 @EVERY_ROW
 def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
-    model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
+    model, batch = row.model(get_first_head(row), value_head_dim=SMALL), make_batch(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["value_head_dim"], saved["per_layer_values"]) == (SMALL, None)

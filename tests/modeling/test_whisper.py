@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache
-from fixtures.speech import HEAD, TIMES, WINDOW, whisper_checkpoint
+from fixtures.speech import HEAD, TIMES, WINDOW, save_whisper_checkpoint
 from packaging.version import Version
 from relatives import WHISPER
 
@@ -35,14 +35,14 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
+    return save_whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
 
 
-def loaded(folder, **fields):
+def load_variant(folder, **fields):
     return AttnVariantWhisperForConditionalGeneration.from_pretrained(folder, **fields).eval()
 
 
-def transcribed(model, long=False, **options):
+def transcribe(model, long=False, **options):
     torch.manual_seed(1)
     frames = 3 * WINDOW - 7 if long else WINDOW
     batch = {"input_features": torch.randn(2, 8, frames)}
@@ -53,17 +53,17 @@ def transcribed(model, long=False, **options):
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
 
 
-def same(actual, expected):
+def assert_same(actual, expected):
     if isinstance(expected, torch.Tensor):
         assert torch.equal(actual, expected)
     elif isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for name in expected.keys() - {"result"}:
-            same(actual[name], expected[name])
+            assert_same(actual[name], expected[name])
     elif isinstance(expected, list):
         assert len(actual) == len(expected)
         for pair in zip(actual, expected, strict=True):
-            same(*pair)
+            assert_same(*pair)
     else:
         assert actual == expected
 
@@ -72,9 +72,9 @@ def same(actual, expected):
 @pytest.mark.parametrize("decoding", WAYS)
 def test_transcripts_equal_transformers(checkpoint, decoding):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    expected = transcribed(upstream, **WAYS[decoding])
+    expected = transcribe(upstream, **WAYS[decoding])
     for fields in ({}, {"cross_kv_lora_rank": 48}, EXACT):
-        same(transcribed(loaded(checkpoint, **fields), **WAYS[decoding]), expected)
+        assert_same(transcribe(load_variant(checkpoint, **fields), **WAYS[decoding]), expected)
 
 
 @pytest.mark.parametrize("decoding", [{}, {"num_beams": 3}, {"long": True}], ids=str)
@@ -82,9 +82,9 @@ def test_word_timestamps_equal_transformers(checkpoint, decoding):
     """Check word timestamps, which both forms of a latent compute from cross-attention weights."""
     options = decoding | {"return_token_timestamps": True, "return_timestamps": True}
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    expected = transcribed(upstream, **options)
+    expected = transcribe(upstream, **options)
     for fields in ({}, EXACT):
-        same(transcribed(loaded(checkpoint, **fields), **options), expected)
+        assert_same(transcribe(load_variant(checkpoint, **fields), **options), expected)
 
 
 KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attention_window": 4}]
@@ -93,9 +93,9 @@ KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attentio
 @pytest.mark.parametrize("kernel", KERNELS, ids=["elu", "hybrid"])
 @pytest.mark.parametrize("decoding", ["greedy", "beams"])
 def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
-    model = loaded(checkpoint, **kernel)
-    tokens = transcribed(model, **WAYS[decoding])
-    outputs = transcribed(model, **WAYS[decoding], return_dict_in_generate=True, output_scores=True)
+    model = load_variant(checkpoint, **kernel)
+    tokens = transcribe(model, **WAYS[decoding])
+    outputs = transcribe(model, **WAYS[decoding], return_dict_in_generate=True, output_scores=True)
     assert torch.equal(outputs["sequences"][:, -tokens.shape[1] :], tokens)
     assert len(outputs["scores"]) >= tokens.shape[1]
 
@@ -110,17 +110,20 @@ def test_variant_can_be_an_assistant_model(checkpoint):
     expected = upstream.generate(features, max_new_tokens=8)
     for fields in ({}, {"cross_kv_lora_rank": 48}):
         assistant = AttnVariantWhisperForCausalLM.from_pretrained(checkpoint, **fields).eval()
-        same(loaded(checkpoint, **fields).generate(features, max_new_tokens=8, assistant_model=assistant), expected)
+        assert_same(
+            load_variant(checkpoint, **fields).generate(features, max_new_tokens=8, assistant_model=assistant),
+            expected,
+        )
 
 
 def test_beams_share_encoder_outputs(checkpoint):
     """Check beams per sentence; Whisper counts samples as sentences and encodes the audio for each."""
     for fields, layers in (({}, 2), (EXACT, 1)):
-        model, caches = loaded(checkpoint, **fields), []
+        model, caches = load_variant(checkpoint, **fields), []
         decoder = model.model.decoder
         decoder.register_forward_hook(lambda module, args, output, caches=caches: caches.append(get_cache(output)))
         for options, rows in (({"num_beams": 3}, 2), (WAYS["samples"], 4)):
-            transcribed(model, **options)
+            transcribe(model, **options)
             cross = caches[-1].cross_attention_cache.layers
             assert {layer.keys.shape[0] for layer in cross} == {rows}
             assert len({layer.keys.untyped_storage().data_ptr() for layer in cross}) == layers
@@ -162,7 +165,7 @@ def test_whisper_supports_talking_heads():
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(**batch).logits, full_output, atol=1e-5, rtol=0)
     upstream = WHISPER.make_upstream_model(HEAD, encoder_attention_heads=12)
-    expected = transcribed(upstream, num_beams=3)
+    expected = transcribe(upstream, num_beams=3)
     variant_model = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
     variant_model.load_state_dict(upstream.state_dict(), strict=False)
-    assert torch.equal(transcribed(variant_model, num_beams=3), expected)
+    assert torch.equal(transcribe(variant_model, num_beams=3), expected)

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from architectures import VARIANTS
-from fixtures.extensions import ALL_FIELDS, EXTENSION_ROWS, extension_parameters, random_model
-from fixtures.rounded_maps import rounded_model, rounded_weight, worst_error
-from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, make, tensors
-from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from fixtures.extensions import ALL_FIELDS, EXTENSION_ROWS, get_extension_parameters, make_random_model
+from fixtures.rounded_maps import compute_max_error, make_rounded_model, round_weight
+from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, get_tensors, make
+from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_model
 from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
@@ -52,7 +52,7 @@ def backend_setting(request, monkeypatch):
     return request.param
 
 
-def paths_of(model, kind):
+def find_paths(model, kind):
     return [path for path, module in model.named_modules() if isinstance(module, kind)]
 
 
@@ -60,11 +60,11 @@ def paths_of(model, kind):
 def assert_as_rounded(float32, batch):
     """Compare an int8 model with the same rounding in float32, and both with float32."""
     quantized = quantize(copy.deepcopy(float32))
-    paths = paths_of(quantized, Int8Linear)
+    paths = find_paths(quantized, Int8Linear)
     assert paths
-    exact = tensors(float32(**batch))
-    rounded = tensors(rounded_model(float32, paths, paths_of(quantized, Bfloat16Linear))(**batch))
-    actual = tensors(quantized(**batch))
+    exact = get_tensors(float32(**batch))
+    rounded = get_tensors(make_rounded_model(float32, paths, find_paths(quantized, Bfloat16Linear))(**batch))
+    actual = get_tensors(quantized(**batch))
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
         # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
@@ -97,12 +97,16 @@ def test_int8_mechanisms_equal_the_rounded_reference(name, backend_setting):
 @torch.no_grad()
 def test_int8_models_with_extensions_keep_their_parameters(name):
     sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 512}
-    model, batch = random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]).float(), BERT.batch("BertModel")
-    expected, before = model(**batch)[0], {key: item.clone() for key, item in extension_parameters(model).items()}
+    model, batch = (
+        make_random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]).float(),
+        BERT.batch("BertModel"),
+    )
+    expected, before = model(**batch)[0], {key: item.clone() for key, item in get_extension_parameters(model).items()}
     quantize(model)
-    assert paths_of(model, Int8Linear)
+    assert find_paths(model, Int8Linear)
     assert all(
-        item.equal(before[key]) and item.dtype == torch.float32 for key, item in extension_parameters(model).items()
+        item.equal(before[key]) and item.dtype == torch.float32
+        for key, item in get_extension_parameters(model).items()
     )
     real = batch["attention_mask"].bool()
     assert torch.cosine_similarity(model(**batch)[0][real], expected[real], dim=-1).min() >= 0.99
@@ -112,8 +116,8 @@ def test_int8_models_with_extensions_keep_their_parameters(name):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shared", ["no", "before", "after"])
 def test_int8_transformers_models_equal_the_rounded_reference(name, shared):
-    model = tiny_model(name)
-    batch = source_batch(name) | {"decoder_input_ids": torch.arange(4, 19).view(3, 5)}
+    model = make_tiny_model(name)
+    batch = make_source_batch(name) | {"decoder_input_ids": torch.arange(4, 19).view(3, 5)}
     if shared == "before":
         share_memory(model)
     assert_as_rounded(model, batch)
@@ -134,7 +138,7 @@ def test_int8_layer_error_is_within_half_a_step(backend_setting):
         output = Int8Linear(linear)(states)
         with torch.no_grad():
             error = (output - linear(states)).abs()
-        assert (error <= worst_error(linear, states)).all() and error[..., 0].max() > 0
+        assert (error <= compute_max_error(linear, states)).all() and error[..., 0].max() > 0
         assert output.shape == (3, rows, size) and output.dtype == torch.float32
 
 
@@ -145,7 +149,7 @@ def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     monkeypatch.setattr(int8_weight, "ROWS_PER_BLOCK", 16)
     parts = Int8Weight.from_float32(weight)
     assert all(torch.equal(one, parts.to_tensors()[name]) for name, one in expected.to_tensors().items())
-    torch.testing.assert_close(expected.to_float32(), rounded_weight(weight), rtol=1e-6, atol=0)
+    torch.testing.assert_close(expected.to_float32(), round_weight(weight), rtol=1e-6, atol=0)
     integers = expected.unpack()
     expected.compute_linear(weight[:1], None)  # packs it, and keeps no other copy
     assert torch.equal(expected.unpack(), integers) and expected.unpack() is not integers
@@ -304,7 +308,7 @@ def test_deleted_int8_layer_frees_its_memory():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper"])
 def test_compiled_int8_step_generates_equal_tokens(kind):
-    model, batch = quantize(share_memory(tiny_model(kind))), source_batch(kind)
+    model, batch = quantize(share_memory(make_tiny_model(kind))), make_source_batch(kind)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static", "do_sample": False}
     options |= {"return_timestamps": False} if kind == "whisper" else {}
     expected = model.generate(**batch, **options)
@@ -326,7 +330,7 @@ def test_single_token_is_rounded_like_in_a_batch(bias, size, backend_setting):
     float_error = 1e-6 * (
         max(size, 1.0) if bias else size
     )  # instead of the default bound, so that outputs of any size are tested
-    assert (error <= worst_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
+    assert (error <= compute_max_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
     assert unlike.max() <= float_error
 
 
@@ -366,7 +370,7 @@ SEARCHES = {
 
 
 @torch.no_grad()
-def scores_of(model, batch, sequences):
+def compute_scores(model, batch, sequences):
     """Return the sum of log-probabilities of the generated tokens, one row per sequence."""
     repeats = len(sequences) // len(next(iter(batch.values())))
     inputs = {name: item.repeat_interleave(repeats, dim=0) for name, item in batch.items()}
@@ -384,16 +388,18 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     else:
         name = "t5" if kind == "shared" else kind
-        float32, batch = tiny_model(name), source_batch(name)
+        float32, batch = make_tiny_model(name), make_source_batch(name)
     if kind == "shared":
         share_memory(float32)
     quantized = quantize(copy.deepcopy(float32))
     torch.manual_seed(0)
     options = {"return_timestamps": False} if kind == "whisper" else {}
     sequences = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES[search], **options)
-    actual, exact = (scores_of(model, batch, sequences) for model in (quantized, float32))
-    rounded = scores_of(
-        rounded_model(float32, paths_of(quantized, Int8Linear), paths_of(quantized, Bfloat16Linear)), batch, sequences
+    actual, exact = (compute_scores(model, batch, sequences) for model in (quantized, float32))
+    rounded = compute_scores(
+        make_rounded_model(float32, find_paths(quantized, Int8Linear), find_paths(quantized, Bfloat16Linear)),
+        batch,
+        sequences,
     )
     # The order of a sum moves an input over an edge of its grid now and then.
     assert (actual - rounded).abs().max() <= 1.2 * (rounded - exact).abs().max() + 1e-4

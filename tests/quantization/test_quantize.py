@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from fixtures.upstream_seq2seq import source_batch, tiny_model
+from fixtures.upstream_seq2seq import make_source_batch, make_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, WavLMConfig, WavLMModel
 
 from hf_attn_variants import quantize, share_memory
@@ -29,12 +29,12 @@ GENERATES = "T5ForConditionalGeneration"
 
 
 @torch.no_grad()
-def logits_of(model, name="t5"):
+def compute_logits(model, name="t5"):
     ids = torch.arange(4, 19).view(3, 5)
-    return model(**source_batch(name), decoder_input_ids=ids).logits
+    return model(**make_source_batch(name), decoder_input_ids=ids).logits
 
 
-def kinds_of(model):
+def get_module_types(model):
     return {path: type(module) for path, module in model.named_modules()}
 
 
@@ -51,7 +51,7 @@ def outliers(monkeypatch):
 
 
 def test_quantize_works_in_place_and_keeps_the_class(outliers):
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     cls, embedding, norm = type(model), model.shared.weight, model.encoder.final_layer_norm.weight
     assert quantize(model) is model and type(model) is cls
     assert model.shared.weight is embedding and model.encoder.final_layer_norm.weight is norm
@@ -65,14 +65,14 @@ def test_quantize_works_in_place_and_keeps_the_class(outliers):
 
 def test_layers_with_outliers_stay_in_float32_without_bfloat16(outliers, monkeypatch):
     monkeypatch.setattr(in_place, "has_fast_bfloat16", lambda: False)
-    model = quantize(tiny_model("t5"))
+    model = quantize(make_tiny_model("t5"))
     for block in (*model.encoder.block, *model.decoder.block):
         assert type(block.layer[-1].DenseReluDense.wo) is torch.nn.Linear
         assert isinstance(block.layer[-1].DenseReluDense.wi, Int8Linear)
 
 
 def test_quantized_tied_head_keeps_the_embeddings():
-    model = tiny_model("bart")
+    model = make_tiny_model("bart")
     assert model.lm_head.weight is model.model.shared.weight
     before = model.model.shared.weight.clone()
     quantize(model)
@@ -80,7 +80,7 @@ def test_quantized_tied_head_keeps_the_embeddings():
 
 
 def test_shared_layer_is_quantized_once():
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     first, second = model.encoder.block
     second.layer[1].DenseReluDense.wi = first.layer[1].DenseReluDense.wi
     quantize(model)
@@ -90,13 +90,13 @@ def test_shared_layer_is_quantized_once():
 
 def test_layers_whose_weights_attention_reads_stay_in_float32():
     exact = quantize(T5.model(GENERATES, cross_kv_lora_rank=40, kv_lora_rank=16))
-    for path, kind in kinds_of(exact).items():
+    for path, kind in get_module_types(exact).items():
         if path.endswith(("EncDecAttention.k", "EncDecAttention.v", "decoder.block.0.layer.0.SelfAttention.k")):
             assert kind is torch.nn.Linear, path
         elif path.endswith(("SelfAttention.q", "EncDecAttention.q", ".o", ".wi")):
             assert kind is Int8Linear, path
     for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
-        shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
+        shared = quantize(share_memory(make_tiny_model("marian"), cross_cache=cross_cache))
         for _, module in iterate_cross_attentions(shared):
             assert [type(item) for item in module.key_value_projections()] == [kind] * 2
             assert isinstance(module.q_proj, Int8Linear)
@@ -106,27 +106,27 @@ def test_layers_whose_weights_attention_reads_stay_in_float32():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_quantized_model_can_be_copied_and_pickled(name, shared):
-    model = tiny_model(name)
+    model = make_tiny_model(name)
     quantize(share_memory(model) if shared else model)
-    expected, file = logits_of(model, name), io.BytesIO()
+    expected, file = compute_logits(model, name), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for item in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
-        assert torch.equal(logits_of(item, name), expected) and kinds_of(item) == kinds_of(model)
+        assert torch.equal(compute_logits(item, name), expected) and get_module_types(item) == get_module_types(model)
         with pytest.raises(ValueError, match="`save_pretrained`"):
             item.save_pretrained("nowhere")
 
 
 def test_state_dict_loads_into_another_int8_model(tmp_path):
-    model, other = quantize(tiny_model("t5")), quantize(tiny_model("t5", seed=1))
-    expected = logits_of(model)
-    assert not torch.equal(logits_of(other), expected)
+    model, other = quantize(make_tiny_model("t5")), quantize(make_tiny_model("t5", seed=1))
+    expected = compute_logits(model)
+    assert not torch.equal(compute_logits(other), expected)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["lm_head.weight"].dtype == torch.int8 and not other.load_state_dict(state).missing_keys
-    torch.testing.assert_close(logits_of(other), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(compute_logits(other), expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(RuntimeError, match="before calling `quantize`"):
-        other.load_state_dict(tiny_model("t5").state_dict())
+        other.load_state_dict(make_tiny_model("t5").state_dict())
     with pytest.raises(RuntimeError, match=r"lm_head\.scales"):
         other.load_state_dict({name: value for name, value in state.items() if name != "lm_head.scales"})
     with pytest.raises(RuntimeError, match="lm_head"):
@@ -134,7 +134,7 @@ def test_state_dict_loads_into_another_int8_model(tmp_path):
 
 
 def test_saving_a_quantized_model_raises_an_error(tmp_path):
-    for model in (quantize(tiny_model("bart")), quantize(T5.model(GENERATES))):
+    for model in (quantize(make_tiny_model("bart")), quantize(T5.model(GENERATES))):
         with pytest.raises(ValueError, match="`save_pretrained`"):
             model.save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match="`save_pretrained`"):
@@ -147,7 +147,7 @@ def test_saving_a_quantized_model_raises_an_error(tmp_path):
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_casting_a_quantized_model_raises_an_error(name):
     """Check every method that casts, also of a copy; no tensor changes before the error."""
-    model = quantize(tiny_model(name))
+    model = quantize(make_tiny_model(name))
     pickled = pickle.loads(pickle.dumps(model))
     for item in (model, copy.deepcopy(model), pickled, model.get_encoder()):
         for cast in (
@@ -167,22 +167,22 @@ def test_casting_a_quantized_model_raises_an_error(name):
 def test_resizing_a_quantized_vocabulary_raises_an_error():
     for name in ("t5", "bart"):
         with pytest.raises(ValueError, match="`resize_token_embeddings`"):
-            quantize(tiny_model(name)).resize_token_embeddings(70)
-    encoder = quantize(tiny_model("t5", transformers.T5EncoderModel))  # which has no head
+            quantize(make_tiny_model(name)).resize_token_embeddings(70)
+    encoder = quantize(make_tiny_model("t5", transformers.T5EncoderModel))  # which has no head
     assert encoder.resize_token_embeddings(70).num_embeddings == 70
 
 
 def test_quantized_head_is_not_tied_again():
     with pytest.raises(ValueError, match="`tie_weights`"):
-        quantize(tiny_model("bart")).tie_weights()
-    quantize(tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # which has no head
+        quantize(make_tiny_model("bart")).tie_weights()
+    quantize(make_tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # which has no head
 
 
 def test_deleted_quantized_model_is_freed_immediately():
     """Check that freeing needs no garbage collection."""
     gc.disable()
     try:
-        model = quantize(share_memory(tiny_model("t5")))
+        model = quantize(share_memory(make_tiny_model("t5")))
         result = weakref.ref(model)
         del model
         assert result() is None
@@ -191,8 +191,8 @@ def test_deleted_quantized_model_is_freed_immediately():
 
 
 def test_training_a_quantized_model_raises_an_error():
-    model = quantize(tiny_model("bart"))
-    batch = source_batch("bart") | {"labels": torch.arange(4, 19).view(3, 5)}
+    model = quantize(make_tiny_model("bart"))
+    batch = make_source_batch("bart") | {"labels": torch.arange(4, 19).view(3, 5)}
     with pytest.raises(RuntimeError, match="does not require grad"):
         model(**batch).loss.backward()
     model.requires_grad_(True)
@@ -209,10 +209,10 @@ def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(
         in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
     )
-    for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
-        expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
+    for model in (make_tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
+        expected = compute_logits(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
-        assert torch.equal(logits_of(model), expected)
+        assert torch.equal(compute_logits(model), expected)
     model.save_pretrained(tmp_path / "half")
 
 
@@ -220,13 +220,13 @@ def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
     monkeypatch.setattr(
         in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
     )
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
     before = wo.weight.clone()
     quantize(model, torch.bfloat16)
     assert wo.weight.dtype == torch.float32 and torch.equal(wo.weight, before)
-    assert logits_of(model).dtype == torch.bfloat16
+    assert compute_logits(model).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
@@ -234,7 +234,7 @@ def test_bfloat16_keeps_the_float32_buffers_of_transformers(kind, monkeypatch, t
     """Check RoPE's frequencies, which stay in float32 as in `from_pretrained`; sinusoids become bfloat16."""
     monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: {"all": 1.0})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else make_tiny_model(kind)
     model.eval().save_pretrained(tmp_path)
     upstreams = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     quantize(model, "bfloat16")
@@ -284,7 +284,7 @@ class ReadsWeights(transformers.BertPreTrainedModel):
         return self.called(states @ self.get_submodule("down").weight)
 
 
-def small_bert(cls):
+def make_small_bert(cls):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return cls(transformers.BertConfig(**sizes, intermediate_size=32)).eval()
@@ -292,7 +292,7 @@ def small_bert(cls):
 
 @torch.no_grad()
 def test_layers_with_weights_read_in_other_ways_stay_in_float32():
-    model, ids = small_bert(ReadsWeights), torch.arange(5, 14)[None]
+    model, ids = make_small_bert(ReadsWeights), torch.arange(5, 14)[None]
     mask = torch.ones_like(ids)
     expected = model(ids, mask)
     quantize(model)
@@ -309,11 +309,11 @@ def test_model_that_fails_with_int8_is_unchanged():
                 raise RuntimeError("not a linear layer")
             return super().forward(input_ids, attention_mask)
 
-    model = small_bert(Suspicious)
-    before = kinds_of(model)
+    model = make_small_bert(Suspicious)
+    before = get_module_types(model)
     with pytest.raises(ValueError, match="not a linear layer"):
         quantize(model)
-    assert kinds_of(model) == before
+    assert get_module_types(model) == before
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -324,11 +324,11 @@ def test_model_without_a_trial_batch_is_quantized_with_a_warning(caplog):
 
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
-        quantize(small_bert(Other))
+        quantize(make_small_bert(Other))
     assert "example_inputs" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "transformers"):
-        model = quantize(small_bert(Other), example_inputs={"words": torch.arange(5, 14)[None]})
+        model = quantize(make_small_bert(Other), example_inputs={"words": torch.arange(5, 14)[None]})
     transformers.logging.disable_propagation()
     assert "example_inputs" not in caplog.text
     assert type(model.down) is torch.nn.Linear and isinstance(model.called, Int8Linear)
@@ -340,7 +340,7 @@ def _sum_of(model, ids, queue):
 
 
 def test_used_quantized_model_can_be_sent_to_another_process():
-    model, ids = quantize(small_bert(transformers.BertModel)), torch.arange(5, 14)[None]
+    model, ids = quantize(make_small_bert(transformers.BertModel)), torch.arange(5, 14)[None]
     with torch.no_grad():
         expected = model(ids).last_hidden_state.sum().item()
     context = torch.multiprocessing.get_context("spawn")
@@ -375,7 +375,7 @@ def test_slower_int8_gives_a_warning(monkeypatch, caplog):
         monkeypatch.setattr(in_place, "time_calls_in_turn", lambda *calls, int8=int8: [1.0, int8])
         caplog.clear()
         with caplog.at_level(logging.INFO, "transformers"):
-            quantize(tiny_model("bart"))
+            quantize(make_tiny_model("bart"))
         assert words in caplog.text and ("float32 on this processor" in caplog.text) == bool(words)
         assert str(int8_weight.get_current_plan()) in caplog.text
     transformers.logging.disable_propagation()
@@ -401,7 +401,7 @@ def test_int8_layer_returns_the_autocast_dtype():
 
 
 def test_quantized_model_reports_its_size_and_rejects_other_devices():
-    model = tiny_model("bart")
+    model = make_tiny_model("bart")
     numbers, size = model.num_parameters(), model.get_memory_footprint()
     quantize(model)
     assert model.num_parameters() >= numbers  # of tied embeddings int8 has a copy
@@ -419,78 +419,78 @@ def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: ratios)
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
-        quantize(tiny_model("t5"), "bfloat16")
+        quantize(make_tiny_model("t5"), "bfloat16")
     assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
     caplog.clear()
     monkeypatch.setattr(
         in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 0.5)
     )
     with caplog.at_level(logging.WARNING, "transformers"):
-        quantize(tiny_model("t5"), "bfloat16")
+        quantize(make_tiny_model("t5"), "bfloat16")
     transformers.logging.disable_propagation()
     assert not caplog.text
 
 
-def compiled():
-    model = tiny_model("t5")
+def make_compiled_model():
+    model = make_tiny_model("t5")
     model._compiled_call_impl = print  # as `model.compile()` sets
     return model
 
 
-def hooked():
-    model = tiny_model("t5")
+def make_hooked_model():
+    model = make_tiny_model("t5")
     model.lm_head.register_forward_hook(print)
     return model
 
 
-def broken():
-    model = tiny_model("t5")
+def make_broken_model():
+    model = make_tiny_model("t5")
     model.lm_head.weight.data[0, 0] = float("nan")
     return model
 
 
-def quantized_by_torch():
+def quantize_with_torch():
     with pytest.warns(DeprecationWarning, match=r"torch\.ao\.quantization"):
-        return torch.ao.quantization.quantize_dynamic(tiny_model("t5"), {torch.nn.Linear})
+        return torch.ao.quantization.quantize_dynamic(make_tiny_model("t5"), {torch.nn.Linear})
 
 
-def adapted():
+def make_adapted_model():
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(tiny_model("t5"), peft.LoraConfig(target_modules=["q"], r=2)).eval()
+    return peft.get_peft_model(make_tiny_model("t5"), peft.LoraConfig(target_modules=["q"], r=2)).eval()
 
 
 # The model, `dtype`, and what the error names.
 ERRORS = {
-    "training": (lambda: tiny_model("t5").train(), "int8", "training mode"),
-    "device": (lambda: tiny_model("t5").to("meta"), "int8", "meta"),
-    "bfloat16": (lambda: tiny_model("t5").to(torch.bfloat16), "int8", "torch.bfloat16"),
-    "bfloat16 twice": (lambda: tiny_model("t5").to(torch.bfloat16), "bfloat16", "torch.bfloat16"),
-    "dtype": (lambda: tiny_model("t5"), "int4", "`dtype`"),
+    "training": (lambda: make_tiny_model("t5").train(), "int8", "training mode"),
+    "device": (lambda: make_tiny_model("t5").to("meta"), "int8", "meta"),
+    "bfloat16": (lambda: make_tiny_model("t5").to(torch.bfloat16), "int8", "torch.bfloat16"),
+    "bfloat16 twice": (lambda: make_tiny_model("t5").to(torch.bfloat16), "bfloat16", "torch.bfloat16"),
+    "dtype": (lambda: make_tiny_model("t5"), "int4", "`dtype`"),
     "no model": (lambda: torch.nn.Linear(2, 2), "int8", "`model`"),
     "path": (lambda: "runs/a", "int8", "`model`"),
-    "wrapped": (lambda: torch.compile(tiny_model("t5")), "int8", "`model`"),
-    "peft": (adapted, "int8", "`model`"),
-    "peft inside": (lambda: adapted().get_base_model(), "int8", "PEFT"),
-    "compiled": (compiled, "int8", "compiled"),
-    "hook": (hooked, "int8", "lm_head"),
-    "not finite": (broken, "int8", "lm_head.weight"),
-    "twice": (lambda: quantize(tiny_model("t5")), "int8", "already"),
-    "part of one": (lambda: quantize(tiny_model("t5")).get_encoder(), "int8", "already"),
-    "int8 to bfloat16": (lambda: quantize(tiny_model("t5")), "bfloat16", "already"),
-    "torch": (quantized_by_torch, "int8", "already"),
+    "wrapped": (lambda: torch.compile(make_tiny_model("t5")), "int8", "`model`"),
+    "peft": (make_adapted_model, "int8", "`model`"),
+    "peft inside": (lambda: make_adapted_model().get_base_model(), "int8", "PEFT"),
+    "compiled": (make_compiled_model, "int8", "compiled"),
+    "hook": (make_hooked_model, "int8", "lm_head"),
+    "not finite": (make_broken_model, "int8", "lm_head.weight"),
+    "twice": (lambda: quantize(make_tiny_model("t5")), "int8", "already"),
+    "part of one": (lambda: quantize(make_tiny_model("t5")).get_encoder(), "int8", "already"),
+    "int8 to bfloat16": (lambda: quantize(make_tiny_model("t5")), "bfloat16", "already"),
+    "torch": (quantize_with_torch, "int8", "already"),
 }
 
 
 @pytest.mark.parametrize("make, dtype, named", ERRORS.values(), ids=ERRORS)
 def test_quantize_errors_leave_the_model_unchanged(make, dtype, named):
     model = make()
-    before = kinds_of(model) if isinstance(model, torch.nn.Module) else None
+    before = get_module_types(model) if isinstance(model, torch.nn.Module) else None
     with pytest.raises(ValueError, match=re.escape(named)):
         quantize(model, dtype)
-    assert before is None or kinds_of(model) == before
+    assert before is None or get_module_types(model) == before
 
 
 def test_model_with_only_small_layers_raises_an_error(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=str(packed_linear.MIN_WEIGHTS)):
-        quantize(tiny_model("t5"))
+        quantize(make_tiny_model("t5"))

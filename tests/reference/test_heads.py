@@ -22,7 +22,7 @@ def _seed():
     torch.manual_seed(0)
 
 
-def rand(*shape):
+def draw_normal(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -30,20 +30,25 @@ def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def inputs():
-    return rand(B, N, D), rand(B, M_LEN, D)
+def make_inputs():
+    return draw_normal(B, N, D), draw_normal(B, M_LEN, D)
 
 
-def weights(h_k=H, kv=H, h_v=H, d=D):
+def make_weights(h_k=H, kv=H, h_v=H, d=D):
     """P_q, P_k, P_v and P_o of a size for which the softmax is neither uniform nor one-hot."""
-    return rand(h_k, d, K_DIM) / 2, rand(kv, d, K_DIM) / 2, rand(min(kv, h_v), d, V_DIM), rand(h_v, d, V_DIM)
+    return (
+        draw_normal(h_k, d, K_DIM) / 2,
+        draw_normal(kv, d, K_DIM) / 2,
+        draw_normal(min(kv, h_v), d, V_DIM),
+        draw_normal(h_v, d, V_DIM),
+    )
 
 
-def causal(n):
+def make_causal_mask(n):
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
 
 
-def sdpa_layer(X, M, P_q, P_k, P_v, P_o, mask=None, scale=SCALE):
+def compute_with_sdpa(X, M, P_q, P_k, P_v, P_o, mask=None, scale=SCALE):
     """Return multi-head attention by torch's kernel with flat 2-d projections."""
     h, d, k = P_q.shape
     v = P_v.shape[2]
@@ -70,13 +75,13 @@ def test_formulas_import_only_torch(name):
 
 
 def test_masked_softmax_equals_torch_where_torch_is_defined():
-    logits = rand(3, 4, 7) * 30
+    logits = draw_normal(3, 4, 7) * 30
     logits[..., 2] = -torch.inf
     close(heads.masked_softmax(logits), torch.softmax(logits, -1))
 
 
 def test_masked_softmax_handles_fully_masked_rows():
-    logits = rand(4, 5).requires_grad_()
+    logits = draw_normal(4, 5).requires_grad_()
     infinite = heads.masked_softmax(logits + torch.full((4, 1), -torch.inf))
     assert torch.equal(infinite, torch.zeros_like(infinite))
     infinite.sum().backward()
@@ -85,15 +90,15 @@ def test_masked_softmax_handles_fully_masked_rows():
 
 
 def test_dot_product_attention_equals_a_hand_computation():
-    q, K, V = rand(K_DIM), rand(M_LEN, K_DIM), rand(M_LEN, V_DIM)
+    q, K, V = draw_normal(K_DIM), draw_normal(M_LEN, K_DIM), draw_normal(M_LEN, V_DIM)
     scores = [math.exp(SCALE * sum(q[c] * K[row, c] for c in range(K_DIM))) for row in range(M_LEN)]
     expected = sum(score / sum(scores) * V[row] for row, score in enumerate(scores))
     close(heads.dot_product_attention(q, K, V, scale=SCALE), expected)
 
 
 def test_one_query_equals_sum_of_heads_and_concatenated_heads():
-    x, M, P = rand(D), rand(M_LEN, D), weights()
-    expected = sdpa_layer(x[None, None], M[None], *P)[0, 0]
+    x, M, P = draw_normal(D), draw_normal(M_LEN, D), make_weights()
+    expected = compute_with_sdpa(x[None, None], M[None], *P)[0, 0]
     for function in (
         heads.multihead_attention_one_query,
         heads.multihead_attention_sum,
@@ -103,17 +108,17 @@ def test_one_query_equals_sum_of_heads_and_concatenated_heads():
 
 
 def test_batched_multihead_equals_single_queries_and_torch():
-    X, M = inputs()
-    P = weights()
+    X, M = make_inputs()
+    P = make_weights()
     Y = heads.multihead_attention(X, M, *P, scale=SCALE)
     for b, n in itertools.product(range(B), range(N)):
         close(Y[b, n], heads.multihead_attention_one_query(X[b, n], M[b], *P, scale=SCALE))
-    mask = rand(B, H, N, M_LEN)
-    close(heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE), sdpa_layer(X, M, *P, mask=mask))
+    mask = draw_normal(B, H, N, M_LEN)
+    close(heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE), compute_with_sdpa(X, M, *P, mask=mask))
 
 
 def test_multihead_equals_nn_multihead_attention():
-    X, M = inputs()
+    X, M = make_inputs()
     layer = torch.nn.MultiheadAttention(D, H, bias=False, batch_first=True, dtype=torch.float64)
     size = D // H
     P_q, P_k, P_v = (W.view(H, size, D).transpose(1, 2) for W in layer.in_proj_weight.chunk(3))
@@ -123,10 +128,12 @@ def test_multihead_equals_nn_multihead_attention():
 
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_grouped_query_equals_multihead_with_repeated_heads(G):
-    X, M = inputs()
-    P_q, P_k, P_v, P_o = weights(kv=G)
-    mask = rand(B, H, N, M_LEN)
-    expected = sdpa_layer(X, M, P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o, mask=mask)
+    X, M = make_inputs()
+    P_q, P_k, P_v, P_o = make_weights(kv=G)
+    mask = draw_normal(B, H, N, M_LEN)
+    expected = compute_with_sdpa(
+        X, M, P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o, mask=mask
+    )
     close(heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o, mask=mask, scale=SCALE), expected)
     if G == 1:
         close(heads.multiquery_attention(X, M, P_q, P_k[0], P_v[0], P_o, mask=mask, scale=SCALE), expected)
@@ -134,8 +141,8 @@ def test_grouped_query_equals_multihead_with_repeated_heads(G):
 
 def test_consecutive_query_heads_share_a_head():
     """Check g = 2: query heads 0 and 1 use head 0, 2 and 3 use head 1; other orders give other results."""
-    X, M = inputs()
-    P_q, P_k, P_v, P_o = weights(kv=2)
+    X, M = make_inputs()
+    P_q, P_k, P_v, P_o = make_weights(kv=2)
     Y = heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o)
     in_order, interleaved = [0, 0, 1, 1], [0, 1, 0, 1]
     close(heads.multihead_attention(X, M, P_q, P_k[in_order], P_v[in_order], P_o), Y)
@@ -151,12 +158,12 @@ def test_consecutive_query_heads_share_a_head():
     ],
 )
 def test_incremental_equals_batched_with_a_causal_mask(batched, incremental, kv, cache):
-    X = rand(B, 6, D)
-    P_q, P_k, P_v, P_o = weights(kv=kv)
+    X = draw_normal(B, 6, D)
+    P_q, P_k, P_v, P_o = make_weights(kv=kv)
     if batched is heads.multiquery_attention:
         P_k, P_v = P_k[0], P_v[0]
-    Y = batched(X, X, P_q, P_k, P_v, P_o, mask=causal(6), scale=SCALE)
-    K, V = rand(*cache, 0, K_DIM), rand(*cache, 0, V_DIM)
+    Y = batched(X, X, P_q, P_k, P_v, P_o, mask=make_causal_mask(6), scale=SCALE)
+    K, V = draw_normal(*cache, 0, K_DIM), draw_normal(*cache, 0, V_DIM)
     for step in range(6):
         y, new_K, new_V = incremental(X[:, step], K, V, P_q, P_k, P_v, P_o, scale=SCALE)
         close(y, Y[:, step])
@@ -165,14 +172,19 @@ def test_incremental_equals_batched_with_a_causal_mask(batched, incremental, kv,
         K, V = new_K, new_V
 
 
-def talking_weights(h_k=2, h=4, h_v=3):
-    P = rand(h_k, D, K_DIM) / 2, rand(h_k, D, K_DIM) / 2, rand(h_v, D, V_DIM), rand(h_v, D, V_DIM)
-    return P, rand(h_k, h), rand(h, h_v)
+def make_talking_heads_weights(h_k=2, h=4, h_v=3):
+    P = (
+        draw_normal(h_k, D, K_DIM) / 2,
+        draw_normal(h_k, D, K_DIM) / 2,
+        draw_normal(h_v, D, V_DIM),
+        draw_normal(h_v, D, V_DIM),
+    )
+    return P, draw_normal(h_k, h), draw_normal(h, h_v)
 
 
-def dynamic_weights(h_k=2, h=4, h_v=3, names=DYNAMIC):
+def make_dynamic_weights(h_k=2, h=4, h_v=3, names=DYNAMIC):
     shapes = {"x2l": (D, h_k, h), "m2l": (D, h_k, h), "x2w": (D, h, h_v), "m2w": (D, h, h_v)}
-    return {f"P_{name}": rand(*shapes[name]) / D for name in names}
+    return {f"P_{name}": draw_normal(*shapes[name]) / D for name in names}
 
 
 def mix_at(P, kind, x, memory, dynamic):
@@ -181,7 +193,7 @@ def mix_at(P, kind, x, memory, dynamic):
     return P + sum(torch.tensordot(state, dynamic[name], 1) for state, name in terms if name in dynamic)
 
 
-def talking_heads_loops(X, M, P, P_l, P_w, term=None, dynamic=None, scale=SCALE):
+def compute_with_loops(X, M, P, P_l, P_w, term=None, dynamic=None, scale=SCALE):
     """Return Y, computed with Python loops over every position and head."""
     P_q, P_k, P_v, P_o = P
     Y = torch.zeros_like(X)
@@ -201,53 +213,53 @@ def talking_heads_loops(X, M, P, P_l, P_w, term=None, dynamic=None, scale=SCALE)
 
 
 def test_talking_heads_with_identity_projections_equals_multihead():
-    X, M = inputs()
-    P, eye, mask = weights(), torch.eye(H, dtype=torch.float64), rand(B, H, N, M_LEN)
-    expected = sdpa_layer(X, M, *P, mask=mask)
+    X, M = make_inputs()
+    P, eye, mask = make_weights(), torch.eye(H, dtype=torch.float64), draw_normal(B, H, N, M_LEN)
+    expected = compute_with_sdpa(X, M, *P, mask=mask)
     for projections in ({}, {"P_l": eye}, {"P_w": eye}, {"P_l": eye, "P_w": eye}):
         close(talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE), expected)
 
 
 def test_talking_heads_equals_loops_with_bias_and_mask_after_the_logits_projection():
-    X, M = inputs()
-    P, P_l, P_w = talking_weights()
-    bias, mask = rand(1, 4, N, M_LEN), torch.zeros(B, 1, 1, M_LEN, dtype=torch.float64)
+    X, M = make_inputs()
+    P, P_l, P_w = make_talking_heads_weights()
+    bias, mask = draw_normal(1, 4, N, M_LEN), torch.zeros(B, 1, 1, M_LEN, dtype=torch.float64)
     mask[0, ..., -1] = -torch.inf  # before a projection this would be NaN or flip its sign
     Y = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE)
-    close(Y, talking_heads_loops(X, M, P, P_l, P_w, term=bias + mask))
+    close(Y, compute_with_loops(X, M, P, P_l, P_w, term=bias + mask))
 
 
 @pytest.mark.parametrize("which", ["logits", "weights"])
 def test_omitted_projection_equals_the_identity(which):
-    X, M = inputs()
+    X, M = make_inputs()
     eye = torch.eye(4, dtype=torch.float64)
     if which == "logits":  # 2 query and key heads, 4 softmax and value heads
-        P, P_l, _ = talking_weights(h_k=2, h=4, h_v=4)
+        P, P_l, _ = make_talking_heads_weights(h_k=2, h=4, h_v=4)
         alone, both = {"P_l": P_l}, {"P_l": P_l, "P_w": eye}
     else:  # 4 query, key and softmax heads, 3 value heads
-        P, _, P_w = talking_weights(h_k=4, h=4, h_v=3)
+        P, _, P_w = make_talking_heads_weights(h_k=4, h=4, h_v=3)
         alone, both = {"P_w": P_w}, {"P_l": eye, "P_w": P_w}
     Y = talking_heads.talking_heads_attention(X, M, *P, **alone, scale=SCALE)
     close(Y, talking_heads.talking_heads_attention(X, M, *P, **both, scale=SCALE))
-    close(Y, talking_heads_loops(X, M, P, both["P_l"], both["P_w"]))
+    close(Y, compute_with_loops(X, M, P, both["P_l"], both["P_w"]))
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in DYNAMIC), DYNAMIC])
 def test_dynamic_projections_equal_a_hand_computation(names):
-    X, M = inputs()
-    P, P_l, P_w = talking_weights()
+    X, M = make_inputs()
+    P, P_l, P_w = make_talking_heads_weights()
     static = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE)
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in dynamic_weights(names=names).items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in make_dynamic_weights(names=names).items()}
     close(talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **zeros), static)
-    dynamic = dynamic_weights(names=names)
+    dynamic = make_dynamic_weights(names=names)
     Y = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE, **dynamic)
     assert (Y - static).abs().max() > 1e-3
-    close(Y, talking_heads_loops(X, M, P, P_l, P_w, dynamic=dynamic))
+    close(Y, compute_with_loops(X, M, P, P_l, P_w, dynamic=dynamic))
 
 
 def test_general_bilinear_attention_equals_loops():
-    X, M = inputs()
-    B_l, B_v, mask = rand(H, D, D) / D, rand(H, D, D), rand(B, H, N, M_LEN)
+    X, M = make_inputs()
+    B_l, B_v, mask = draw_normal(H, D, D) / D, draw_normal(H, D, D), draw_normal(B, H, N, M_LEN)
     Y = talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask)
     for b in range(B):
         for n in range(N):
@@ -260,8 +272,8 @@ def test_general_bilinear_attention_equals_loops():
 
 
 def test_multihead_equals_low_rank_bilinear_attention():
-    X, M = inputs()
-    P, mask = weights(), rand(B, H, N, M_LEN)
+    X, M = make_inputs()
+    P, mask = make_weights(), draw_normal(B, H, N, M_LEN)
     B_l, B_v = talking_heads.bilinear_forms(*P, scale=SCALE)
     close(
         talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask),
@@ -272,17 +284,17 @@ def test_multihead_equals_low_rank_bilinear_attention():
 
 
 def test_grouped_query_equals_bilinear_attention():
-    X, M = inputs()
-    P_q, P_k, P_v, P_o = weights(kv=2)
+    X, M = make_inputs()
+    P_q, P_k, P_v, P_o = make_weights(kv=2)
     forms = talking_heads.bilinear_forms(P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o)
     close(talking_heads.bilinear_attention(X, M, *forms), heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o))
 
 
 @pytest.mark.parametrize("rank", [7, D])
 def test_latent_attention_equals_multihead_attention_to_the_latent(rank):
-    X, M = inputs()
-    (P_q, _, _, P_o), (_, P_k, P_v, _), A = weights(), weights(d=rank), rand(D, rank)
-    mask = rand(B, H, N, M_LEN)
+    X, M = make_inputs()
+    (P_q, _, _, P_o), (_, P_k, P_v, _), A = make_weights(), make_weights(d=rank), draw_normal(D, rank)
+    mask = draw_normal(B, H, N, M_LEN)
     Y = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
     close(Y, heads.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
     if rank == D:  # the memory itself
@@ -292,11 +304,11 @@ def test_latent_attention_equals_multihead_attention_to_the_latent(rank):
 
 @pytest.mark.parametrize("projection_names", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
 def test_talking_heads_equals_low_rank_bilinear_attention(projection_names):
-    X, M = inputs()
+    X, M = make_inputs()
     h_k, h_v = (2 if "P_l" in projection_names else 4), (3 if "P_w" in projection_names else 4)
-    P, P_l, P_w = talking_weights(h_k=h_k, h=4, h_v=h_v)
+    P, P_l, P_w = make_talking_heads_weights(h_k=h_k, h=4, h_v=h_v)
     projections = {name: tensor for name, tensor in (("P_l", P_l), ("P_w", P_w)) if name in projection_names}
-    mask = rand(B, 4, N, M_LEN)
+    mask = draw_normal(B, 4, N, M_LEN)
     B_l, B_v = talking_heads.bilinear_forms(*P, **projections, scale=SCALE)
     expected = talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE)
     close(talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask), expected)
@@ -309,8 +321,8 @@ def test_talking_heads_equals_low_rank_bilinear_attention(projection_names):
 
 @pytest.mark.parametrize(("h", "kv"), [(4, 4), (4, 2), (4, 1)])
 def test_core_equals_torch_with_grouped_heads(h, kv):
-    query, key, value = rand(B, h, N, 4), rand(B, kv, M_LEN, 4), rand(B, kv, M_LEN, 3)
-    mask = rand(B, h, N, M_LEN)
+    query, key, value = draw_normal(B, h, N, 4), draw_normal(B, kv, M_LEN, 4), draw_normal(B, kv, M_LEN, 3)
+    mask = draw_normal(B, h, N, M_LEN)
     output, used = talking_heads.attention_core(query, key, value, scale=0.3, mask=mask)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
     close(output, expected)
@@ -322,10 +334,10 @@ def test_core_equals_torch_with_grouped_heads(h, kv):
 @pytest.mark.parametrize("names", [(), ("x2l",), ("m2w",), DYNAMIC])
 def test_core_equals_the_formula_of_talking_heads(names):
     """Check the forward pass and gradients, with separate head counts."""
-    X, M = inputs()
-    P, P_l, P_w = talking_weights()
+    X, M = make_inputs()
+    P, P_l, P_w = make_talking_heads_weights()
     P_q, P_k, P_v, P_o = P
-    dynamic, bias, mask = dynamic_weights(names=names), rand(1, 4, N, M_LEN), causal(M_LEN)[-N:]
+    dynamic, bias, mask = make_dynamic_weights(names=names), draw_normal(1, 4, N, M_LEN), make_causal_mask(M_LEN)[-N:]
     leaves = [X, M, *P, P_l, P_w, *dynamic.values(), bias]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -342,7 +354,7 @@ def test_core_equals_the_formula_of_talking_heads(names):
         X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE, **dynamic
     )
     close(Y, expected)
-    upstream = rand(*Y.shape)
+    upstream = draw_normal(*Y.shape)
     actual_grads = torch.autograd.grad(Y, leaves, upstream)
     for actual, expected_gradient in zip(actual_grads, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert expected_gradient.abs().max() > 1e-6
@@ -351,8 +363,8 @@ def test_core_equals_the_formula_of_talking_heads(names):
 
 def test_core_supports_grouped_talking_heads():
     """Check k that divides h_k and h_v, with unequal numbers of key and value heads."""
-    P_l, P_w = rand(4, 3), rand(3, 6)
-    query, key, value = rand(B, 4, N, 4), rand(B, 2, M_LEN, 4), rand(B, 3, M_LEN, 5)
+    P_l, P_w = draw_normal(4, 3), draw_normal(3, 6)
+    query, key, value = draw_normal(B, 4, N, 4), draw_normal(B, 2, M_LEN, 4), draw_normal(B, 3, M_LEN, 5)
     output, used = talking_heads.attention_core(query, key, value, scale=0.5, P_l=P_l, P_w=P_w)
     repeated = talking_heads.attention_core(
         query, key[:, [0, 0, 1, 1]], value[:, [0, 0, 1, 1, 2, 2]], scale=0.5, P_l=P_l, P_w=P_w
@@ -363,7 +375,7 @@ def test_core_supports_grouped_talking_heads():
 
 
 def test_core_handles_fully_masked_rows():
-    query, key, value = rand(B, H, N, 4), rand(B, H, M_LEN, 4), rand(B, H, M_LEN, 3)
+    query, key, value = draw_normal(B, H, N, 4), draw_normal(B, H, M_LEN, 4), draw_normal(B, H, M_LEN, 3)
     mask = torch.zeros(B, 1, N, M_LEN, dtype=torch.float64)
     mask[0, :, 1] = -torch.inf
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
@@ -372,7 +384,7 @@ def test_core_handles_fully_masked_rows():
     close(output, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5))
     grads = torch.autograd.grad(output.sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads) and not grads[0][0, :, 1].any()
-    P_w = rand(H, 2)
+    P_w = draw_normal(H, 2)
     mixed, _ = talking_heads.attention_core(query, key, value[:, :2], scale=0.5, P_w=P_w, mask=mask)
     assert not mixed[0, :, 1].any() and mixed[0, :, 0].all()
 
@@ -385,7 +397,7 @@ def test_core_handles_fully_masked_rows():
 @pytest.mark.parametrize("names", [(), DYNAMIC])
 def test_core_gradients_pass_gradcheck(names):
     def leaf(*shape):
-        return rand(*shape).requires_grad_()
+        return draw_normal(*shape).requires_grad_()
 
     tensors = {
         "query": leaf(1, 2, 2, 2),
@@ -407,17 +419,17 @@ def test_core_gradients_pass_gradcheck(names):
 
 
 def test_invalid_formula_inputs_raise_an_error():
-    X, M = inputs()
-    query, key = rand(B, 4, N, 4), rand(B, 3, M_LEN, 4)
+    X, M = make_inputs()
+    query, key = draw_normal(B, 4, N, 4), draw_normal(B, 3, M_LEN, 4)
     with pytest.raises(ValueError, match="key/value heads"):
         talking_heads.attention_core(query, key, key, scale=1.0)
     with pytest.raises(ValueError, match="key/value heads"):
-        heads.repeat_kv_heads(rand(3, D, K_DIM), 4)
+        heads.repeat_kv_heads(draw_normal(3, D, K_DIM), 4)
     with pytest.raises(ValueError, match="boolean"):
-        heads.multihead_attention(X, M, *weights(), mask=torch.ones(N, M_LEN, dtype=torch.bool))
+        heads.multihead_attention(X, M, *make_weights(), mask=torch.ones(N, M_LEN, dtype=torch.bool))
     with pytest.raises(ValueError, match="P_l or P_w"):
-        talking_heads.attention_core(query, query, query, scale=1.0, x2l=rand(B, N, 4, 4))
+        talking_heads.attention_core(query, query, query, scale=1.0, x2l=draw_normal(B, N, 4, 4))
     with pytest.raises(ValueError, match="P_l or P_w"):
-        talking_heads.talking_heads_attention(X, M, *weights(), P_x2w=rand(D, H, H))
+        talking_heads.talking_heads_attention(X, M, *make_weights(), P_x2w=draw_normal(D, H, H))
     with pytest.raises(ValueError, match=r"4 rows.*got 3"):
-        talking_heads.attention_core(query, query, query, scale=1.0, P_l=rand(3, 4))
+        talking_heads.attention_core(query, query, query, scale=1.0, P_l=draw_normal(3, 4))

@@ -16,7 +16,7 @@ from hf_attn_variants.reference.linear import (
 DOUBLE = torch.float64
 
 
-def unit(*shape):
+def draw_unit_vectors(*shape):
     return torch.nn.functional.normalize(torch.randn(*shape, dtype=DOUBLE), dim=-1)
 
 
@@ -39,7 +39,7 @@ def test_hedgehog_features_are_weights_of_both_signs():
 def test_random_features_have_the_exponential_as_mean(features, expected):
     """Check unit vectors: exp(x y) and exp(x y - 1)."""
     torch.manual_seed(0)
-    x, y = unit(6, 8), unit(6, 8)
+    x, y = draw_unit_vectors(6, 8), draw_unit_vectors(6, 8)
     W = draw_vectors(400_000, 8, 0, are_orthogonal=False).double()
     actual = features(x, W) @ features(y, W).T
     torch.testing.assert_close(actual, (x @ y.T).exp() * expected, rtol=0.02, atol=0)
@@ -48,7 +48,7 @@ def test_random_features_have_the_exponential_as_mean(features, expected):
 def test_orthogonal_vectors_have_a_smaller_error():
     """Check theorem 2 of arXiv 2009.14794: the mean squared error is smaller than for independent vectors."""
     torch.manual_seed(0)
-    x, y = unit(16, 8), unit(16, 8)
+    x, y = draw_unit_vectors(16, 8), draw_unit_vectors(16, 8)
     errors = []
     for are_orthogonal in (False, True):
         samples = [draw_vectors(8, 8, seed, are_orthogonal).double() for seed in range(400)]

@@ -21,7 +21,7 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def arguments(source, output, *more):
+def make_arguments(source, output, *more):
     return ["--model_name_or_path", str(source), "--output_dir", str(output), *more]
 
 
@@ -33,7 +33,7 @@ def run(*argv):
 def test_convert_script_converts_and_prints_a_summary(source, tmp_path, capsys):
     options = ["--num_key_value_heads", "2", "--method", "first", "--dtype", "bfloat16", "--talking_heads", "both"]
     options += ["--talking_heads_dynamic", "x2l", "x2w", "--talking_heads_init", "identity", "--seed", "3"]
-    assert run(*arguments(source, tmp_path / "out", *options)) == 0
+    assert run(*make_arguments(source, tmp_path / "out", *options)) == 0
     printed = capsys.readouterr().out
     for text in (
         "12 -> 2",
@@ -49,7 +49,7 @@ def test_convert_script_converts_and_prints_a_summary(source, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_convert_script_process_exits_with_status_2(tmp_path):
-    argv = arguments(tmp_path / "missing", tmp_path / "out", "--num_key_value_heads", "4")
+    argv = make_arguments(tmp_path / "missing", tmp_path / "out", "--num_key_value_heads", "4")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     script = ROOT / "scripts" / "convert_checkpoint.py"
     ended = subprocess.run(

@@ -80,7 +80,7 @@ def add_adapter(folder, kind="safetensors"):
     (folder / f"adapter_model.{kind}").write_bytes(b"x")
 
 
-def pickle_weights(folder):
+def save_pickled_weights(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
@@ -144,7 +144,7 @@ def test_adapter_in_a_subfolder_is_ignored(folder, call, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_CONFIGS])
 def test_every_command_rejects_pickles(name, folder, call):
-    pickle_weights(folder)
+    save_pickled_weights(folder)
     status, error = call(name, folder)
     assert status == 2 and f"pytorch_model.bin in {folder} is a pickle" in error, error
 

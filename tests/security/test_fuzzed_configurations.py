@@ -14,7 +14,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES
 from relatives import RELATIVES
-from security.test_hostile_files import limits
+from security.test_hostile_files import limit_time_and_memory
 
 import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
@@ -28,7 +28,7 @@ HEADS = 12  # of every tiny model: multi-head attention stays what it was
 COUNTS = pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
 
 
-def edited(config, draw):
+def edit_config(config, draw):
     """Return a configuration with one or two changed fields, and the changes."""
     changes = {}
     for name in draw.sample(sorted(config), draw.choice((1, 1, 2))):
@@ -47,7 +47,7 @@ def edited(config, draw):
     return undeleted | {name: value for name, value in changes.items() if value is not DELETED}, changes
 
 
-def outputs_of(model, batch):
+def compute_output(model, batch):
     with torch.no_grad():
         result = model(**batch)
     return next(value for value in result.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
@@ -78,16 +78,16 @@ def test_fuzzed_configuration_converts_with_equal_outputs_or_raises(source, coun
         copy, out = tmp_path / f"source-{number}", tmp_path / f"out-{number}"
         shutil.copytree(folder, copy, copy_function=os.link)
         (copy / "config.json").unlink()
-        values, changes = edited(config, draw)
+        values, changes = edit_config(config, draw)
         (copy / "config.json").write_text(json.dumps(values))
         shown = {name: "deleted" if value is DELETED else value for name, value in changes.items()}
-        with limits():
-            ends[ending(upstream, copy, out, batch, shown)] += 1
+        with limit_time_and_memory():
+            ends[describe_outcome(upstream, copy, out, batch, shown)] += 1
     print(ends)
     assert ends["equal"], ends
 
 
-def ending(upstream, folder, out, batch, changes):
+def describe_outcome(upstream, folder, out, batch, changes):
     try:
         report = convert_checkpoint(folder, out, HEADS)
     except (ValueError, OSError) as error:
@@ -98,11 +98,11 @@ def ending(upstream, folder, out, batch, changes):
         return "merged"
     try:
         model, loading = upstream.from_pretrained(folder, output_loading_info=True)
-        expected = outputs_of(model.eval(), batch)
+        expected = compute_output(model.eval(), batch)
     except Exception:
         return "upstream fails"
     assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: a part of it was not loaded"
-    actual = outputs_of(
+    actual = compute_output(
         getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch
     )
     torch.testing.assert_close(

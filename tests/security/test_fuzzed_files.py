@@ -13,7 +13,7 @@ from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from fixtures.linear_loop import make_loop
 from hypothesis import given
 from hypothesis import strategies as st
-from security.test_hostile_files import limits, tries
+from security.test_hostile_files import limit_time_and_memory, make_hypothesis_settings
 
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
@@ -58,7 +58,7 @@ EDITS = st.lists(
 )
 
 
-def edited(content, edits):
+def edit_content(content, edits):
     for kind, share, length, payload in edits:
         at = int(share * len(content))
         before, span, after = content[:at], content[at : at + length], content[at + length :]
@@ -83,7 +83,7 @@ def checkpoint(tmp_path_factory):
     return folder / "gqa"
 
 
-def table_of(suffix):
+def make_table(suffix):
     if suffix in ("csv", "tsv"):
         mark = {"csv": ",", "tsv": "\t"}[suffix]
         return "".join(f"{mark.join(row)}\n" for row in (("a", "b"), ("dog", '"a ""cat"""'), ("x", "y"))).encode()
@@ -107,11 +107,11 @@ GLUE_FILES = {
 }
 READERS = {
     **{
-        f"table.{item}": (table_of(item), lambda path: read_columns([path], ["a"]))
+        f"table.{item}": (make_table(item), lambda path: read_columns([path], ["a"]))
         for item in ("csv", "tsv", "json", "jsonl")
     },
-    "nested.jsonl": (table_of("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
-    "packed.csv.gz": (gzip.compress(table_of("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),
+    "nested.jsonl": (make_table("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
+    "packed.csv.gz": (gzip.compress(make_table("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),
     **{name: (content, read_classified) for name, content in CLASSIFIED.items()},
     "lines.txt": ("one\n\nzwei \u2028 drei\n".encode(), lambda path: read_lines([path])),
     "pairs.txt": (b"one\ntwo\n", lambda path: read_pairs(path, path)),
@@ -126,8 +126,8 @@ CHECKPOINT_FILES = ("README.md", "model_history.json", "all_results.json", "conv
 COUNTS = pytest.mark.parametrize("scale", [1, pytest.param(42, marks=pytest.mark.slow)])
 
 
-def works_or_says_why(read, *args):
-    with limits():
+def assert_works_or_explains(read, *args):
+    with limit_time_and_memory():
         try:
             read(*args)
         except (ValueError, OSError) as error:
@@ -141,11 +141,11 @@ def test_fuzzed_example_files_are_read_or_raise_an_error(name, scale, tmp_path):
     (tmp_path / name).write_bytes(content)
     read(tmp_path / name)  # unharmed it is read
 
-    @tries(12 * scale)
+    @make_hypothesis_settings(12 * scale)
     @given(edits=EDITS)
     def attempt(edits):
-        (tmp_path / name).write_bytes(edited(content, edits))
-        works_or_says_why(read, tmp_path / name)
+        (tmp_path / name).write_bytes(edit_content(content, edits))
+        assert_works_or_explains(read, tmp_path / name)
 
     attempt()
 
@@ -156,13 +156,13 @@ def test_fuzzed_checkpoint_files_are_read_or_raise_an_error(name, scale, checkpo
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     content = (folder / name).read_bytes()
 
-    @tries(4 * scale)
+    @make_hypothesis_settings(4 * scale)
     @given(edits=EDITS)
     def attempt(edits):
-        (folder / name).write_bytes(edited(content, edits))
-        with limits():
+        (folder / name).write_bytes(edit_content(content, edits))
+        with limit_time_and_memory():
             read_history(folder)  # the history names files that cannot be read
-        works_or_says_why(plan_push, folder, "me/gqa")
+        assert_works_or_explains(plan_push, folder, "me/gqa")
 
     attempt()
 
@@ -175,11 +175,11 @@ def test_fuzzed_source_files_are_read_or_raise_an_error(name, scale, tmp_path):
     content, outputs = (source / name).read_bytes(), tmp_path / "outputs"
     outputs.mkdir()
 
-    @tries(4 * scale)
+    @make_hypothesis_settings(4 * scale)
     @given(edits=EDITS)
     def attempt(edits):
-        (source / name).write_bytes(edited(content, edits))
-        works_or_says_why(convert_checkpoint, source, outputs / "gqa", 2, "mean")
+        (source / name).write_bytes(edit_content(content, edits))
+        assert_works_or_explains(convert_checkpoint, source, outputs / "gqa", 2, "mean")
         shutil.rmtree(outputs / "gqa", ignore_errors=True)
         assert not list(outputs.iterdir())
 
@@ -202,11 +202,11 @@ def test_fuzzed_run_files_are_read_or_raise_an_error(name, scale, tmp_path):
 
     go_on()
 
-    @tries(6 * scale)
+    @make_hypothesis_settings(6 * scale)
     @given(edits=EDITS)
     def attempt(edits):
-        path.write_bytes(edited(content, edits))
-        works_or_says_why(go_on)
+        path.write_bytes(edit_content(content, edits))
+        assert_works_or_explains(go_on)
 
     attempt()
 
@@ -220,7 +220,7 @@ def test_yaml_alias_bomb_in_a_card_uses_little_memory(checkpoint, tmp_path):
         for name, after in zip("abcdefgh", "bcdefghi", strict=True)
     ]
     (folder / "README.md").write_text("---\n" + "\n".join(lines) + "\ntags: *i\n---\n")
-    with limits():
+    with limit_time_and_memory():
         read_history(folder)
-    works_or_says_why(plan_push, folder, "me/gqa")
+    assert_works_or_explains(plan_push, folder, "me/gqa")
     assert isinstance(folder, Path)

@@ -58,16 +58,16 @@ HARM = [
 PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 
 
-def text(draw, pieces):
+def draw_text(draw, pieces):
     return "".join(draw.choices(pieces, k=draw.randint(0, 6)))
 
 
-def rows_of(draw, pieces):
+def draw_rows(draw, pieces):
     names = ["source", "target", "other"][: draw.randint(1, 3)]
-    return names, [[text(draw, pieces) + "x" for _ in names] for _ in range(draw.randint(1, 8))]
+    return names, [[draw_text(draw, pieces) + "x" for _ in names] for _ in range(draw.randint(1, 8))]
 
 
-def damaged(draw, content):
+def damage_content(draw, content):
     """Return bytes with up to three insertions or deletions."""
     for _ in range(draw.randint(0, 3)):
         at, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
@@ -75,7 +75,7 @@ def damaged(draw, content):
     return content.encode(errors="surrogatepass")
 
 
-def rows_or_none(path, read):
+def read_rows_or_none(path, read):
     """Return the rows, or None after an error that names the place."""
     try:
         return read()
@@ -85,7 +85,7 @@ def rows_or_none(path, read):
         return None
 
 
-def of_pandas(content, tabs):
+def read_with_pandas(content, tabs):
     form = {"sep": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
     options = {"dtype": str, "keep_default_na": False, "index_col": False, "encoding_errors": "strict"}
     return pandas.read_csv(io.BytesIO(content), **form, **options)
@@ -105,22 +105,24 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
     read, num_complete = 0, 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
-        names, rows = rows_of(draw, INSIDE if suffix == "csv" else PIECES)
+        names, rows = draw_rows(draw, INSIDE if suffix == "csv" else PIECES)
         written = (
             write_csv(draw, names, rows)
             if suffix == "csv"
             else "".join("\t".join(row) + "\n" for row in [names, *rows])
         )
-        content = damaged(draw, written)
+        content = damage_content(draw, written)
         path = tmp_path / f"{seed}.{suffix}{draw.choice(['', '.gz'])}"
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts)
+        result = read_rows_or_none(
+            path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts
+        )
         if content == written.encode():  # without harm every cell is there
             num_complete += 1
             assert result == [tuple(row) for row in rows], (seed, result)
         if result is not None:
             read += 1
-            expected = list(of_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
+            expected = list(read_with_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
             if len(names) == 1:  # pandas drops rows with only whitespace
                 result, expected = ([row for row in item if row[0].strip()] for item in (result, expected))
             assert result == expected, (seed, content)
@@ -133,17 +135,19 @@ def test_fuzzed_json_lines_equal_the_json_module(suffix, count, tmp_path):
     read = 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
-        names, rows = rows_of(draw, INSIDE)
+        names, rows = draw_rows(draw, INSIDE)
         records = [dict(zip(names, row, strict=True)) for row in rows]
         plain = draw.random() < 0.5
         if suffix == "json":
             written = json.dumps(records, ensure_ascii=plain, indent=draw.choice([None, 1]))
         else:
             written = "\n".join(json.dumps(record, ensure_ascii=plain) for record in records)
-        content = damaged(draw, written)
+        content = damage_content(draw, written)
         path = tmp_path / f"{seed}.{suffix}"
         path.write_bytes(content)
-        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts)
+        result = read_rows_or_none(
+            path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts
+        )
         if content == written.encode():
             assert result == [tuple(row) for row in rows], seed
             table = pandas.read_json(io.BytesIO(content), lines=suffix == "jsonl", dtype=False)
@@ -162,16 +166,16 @@ def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
     inside = [item for item in PIECES if item != "\u2028"]
     for seed in range(count):
         draw = random.Random(f"conll{seed}")
-        words = [[(text(draw, inside).strip(" ") or "w") for _ in range(draw.randint(1, 5))] for _ in range(4)]
+        words = [[(draw_text(draw, inside).strip(" ") or "w") for _ in range(draw.randint(1, 5))] for _ in range(4)]
         tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in item] for item in words]
         lines = [
             "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*item, strict=True)) for item in zip(words, tags, strict=True)
         ]
         written = "\n".join(lines)
-        content = damaged(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
+        content = damage_content(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
         path = tmp_path / f"{seed}.txt"
         path.write_bytes(content)
-        result = rows_or_none(path, lambda path=path: read_conll(path))
+        result = read_rows_or_none(path, lambda path=path: read_conll(path))
         if content == written.encode():
             assert result == list(zip(words, tags, strict=True)), seed
         if result is not None:
@@ -191,7 +195,7 @@ def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
 def test_fuzzed_lines_are_split_at_line_ends(count, tmp_path):
     for seed in range(count):
         draw = random.Random(f"lines{seed}")
-        lines = [text(draw, [*PIECES, "\r", "\t"]).rstrip("\r") for _ in range(draw.randint(1, 8))] + ["end"]
+        lines = [draw_text(draw, [*PIECES, "\r", "\t"]).rstrip("\r") for _ in range(draw.randint(1, 8))] + ["end"]
         path = tmp_path / f"{seed}.txt{draw.choice(['', '.gz'])}"
         content = draw.choice(["\n", "\r\n"]).join(lines).encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

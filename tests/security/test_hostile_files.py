@@ -32,7 +32,7 @@ BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGe
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 
 
-def tries(count):
+def make_hypothesis_settings(count):
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=checks)
 
@@ -42,7 +42,7 @@ class HungError(BaseException):
 
 
 @contextmanager
-def limits():
+def limit_time_and_memory():
     """Stop calls that take longer than `SECONDS` or need more than `MEMORY` additional address space."""
 
     def stop(*_):
@@ -61,8 +61,8 @@ def limits():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def succeeds_or_says_why(action, *clear):
-    with limits():
+def assert_succeeds_or_explains(action, *clear):
+    with limit_time_and_memory():
         try:
             return action()
         except (*CLEAR, *clear) as error:
@@ -99,7 +99,7 @@ DEEP = b"[" * 200_000
 
 
 @pytest.mark.thorough
-@tries(400)
+@make_hypothesis_settings(400)
 @given(content=FILES | st.binary(max_size=64))
 @example(content=struct.pack("<Q", len(DEEP)) + DEEP)
 @example(content=struct.pack("<Q", 200_002) + b'{"a":' * 40_000 + b"  ")
@@ -113,14 +113,14 @@ def test_fuzzed_safetensors_files_load_or_raise_an_error(content, tmp_path):
                 if entry.numel < 2**20:
                     reader.read(name)
 
-    succeeds_or_says_why(read_all)
+    assert_succeeds_or_explains(read_all)
 
 
 PIECES = st.sampled_from(["..", "/", "\\", ".", "a", "model.safetensors", "\0", "C:", "~", "%2e", "etc/passwd"])
 SHARDS = st.lists(PIECES, max_size=4).map("".join) | ANYTHING
 
 
-@tries(200)
+@make_hypothesis_settings(200)
 @given(shard=SHARDS)
 @example(shard="../outside.safetensors")
 def test_shards_outside_the_folder_raise_an_error(shard, tmp_path):
@@ -128,7 +128,7 @@ def test_shards_outside_the_folder_raise_an_error(shard, tmp_path):
     inside.mkdir(exist_ok=True)
     save_file({}, tmp_path / "outside.safetensors")
     (inside / INDEX_NAME).write_text(json.dumps({"weight_map": {"weight": shard}}))
-    with limits(), pytest.raises((ValueError, OSError), match=r"shard|index"):
+    with limit_time_and_memory(), pytest.raises((ValueError, OSError), match=r"shard|index"):
         open_checkpoint(inside)
 
 
@@ -143,25 +143,27 @@ OTHER_FIELDS = """architectures auto_map model_type dtype torch_dtype per_layer_
     use_return_dict problem_type transformers_version new_field""".split()
 
 
-def hostile_configs(architecture):
-    plain = plain_config(architecture)
+def make_hostile_configs(architecture):
+    plain = make_plain_config(architecture)
     fields = st.sampled_from(sorted({*plain, *architecture.config("mha").to_dict(), *OTHER_FIELDS}))
     return st.dictionaries(fields, HOSTILE, min_size=1, max_size=3).map(lambda changed: plain | changed)
 
 
-def plain_config(architecture):
+def make_plain_config(architecture):
     config = architecture.upstream_config_class(**architecture.tiny).to_dict()
     return config | {"architectures": [BASES[architecture.name]]}
 
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
-@tries(400)
+@make_hypothesis_settings(400)
 @given(data=st.data())
 def test_hostile_configurations_are_built_or_raise_an_error(architecture, data):
-    values = data.draw(hostile_configs(architecture))
+    values = data.draw(make_hostile_configs(architecture))
     # The checks of Transformers raise a special error type with a message.
-    succeeds_or_says_why(lambda: architecture.config_class.from_dict(copy.deepcopy(values)), StrictDataclassError)
+    assert_succeeds_or_explains(
+        lambda: architecture.config_class.from_dict(copy.deepcopy(values)), StrictDataclassError
+    )
 
 
 @pytest.fixture(scope="module")
@@ -176,24 +178,24 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
-@tries(80)
+@make_hypothesis_settings(80)
 @given(data=st.data())
 def test_hostile_configurations_are_converted_or_raise_an_error(architecture, checkpoints, tmp_path, data):
     folder = checkpoints[architecture.name]
-    (folder / "config.json").write_text(json.dumps(data.draw(hostile_configs(architecture))))
+    (folder / "config.json").write_text(json.dumps(data.draw(make_hostile_configs(architecture))))
     output = Path(tempfile.mkdtemp(dir=tmp_path)) / "out"
-    if succeeds_or_says_why(lambda: convert_checkpoint(folder, output, 1)) is None:
+    if assert_succeeds_or_explains(lambda: convert_checkpoint(folder, output, 1)) is None:
         assert not output.exists() and not list(output.parent.iterdir())
 
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
-@tries(80)
+@make_hypothesis_settings(80)
 @given(data=st.data())
 def test_hostile_configurations_are_inspected_or_raise_an_error(architecture, checkpoints, data, capsys):
     folder = checkpoints[architecture.name]
-    (folder / "config.json").write_text(json.dumps(data.draw(hostile_configs(architecture))))
-    with limits():
+    (folder / "config.json").write_text(json.dumps(data.draw(make_hostile_configs(architecture))))
+    with limit_time_and_memory():
         status = cli.main(["inspect", os.fspath(folder), "--json"])
     errors = capsys.readouterr().err
     assert status == 0 or (status == 2 and errors.startswith("error: ") and len(errors.splitlines()) == 1)
@@ -202,7 +204,7 @@ def test_hostile_configurations_are_inspected_or_raise_an_error(architecture, ch
 @EVERY_ARCHITECTURE
 def test_code_named_by_a_config_is_not_read(architecture, checkpoints, tmp_path):
     folder = checkpoints[architecture.name]
-    (folder / "config.json").write_text(json.dumps(plain_config(architecture) | {"auto_map": ELSEWHERE}))
+    (folder / "config.json").write_text(json.dumps(make_plain_config(architecture) | {"auto_map": ELSEWHERE}))
     convert_checkpoint(folder, tmp_path / "out", 1)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (
@@ -218,8 +220,8 @@ def test_code_named_by_a_config_is_not_read(architecture, checkpoints, tmp_path)
 def test_unparseable_config_raises_an_error(content, checkpoints, tmp_path, capsys):
     folder = checkpoints["bert"]
     (folder / "config.json").write_bytes(content)
-    with limits(), pytest.raises(ValueError, match=r"config\.json"):
+    with limit_time_and_memory(), pytest.raises(ValueError, match=r"config\.json"):
         convert_checkpoint(folder, tmp_path / "out", 1)
-    with limits():
+    with limit_time_and_memory():
         assert cli.main(["inspect", os.fspath(folder)]) == 2
     assert "config.json" in capsys.readouterr().err

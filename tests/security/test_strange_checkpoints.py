@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 from fixtures.glue.tiny_bert import make_tiny_bert
-from fixtures.speech import recordings, whisper_checkpoint
-from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from fixtures.speech import save_whisper_checkpoint, write_recordings
+from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
 from safetensors.torch import load_file, save_file
 
 from hf_attn_variants import cli, files
@@ -33,7 +33,7 @@ TAGGED = "Ann B-PER\nsleeps O\n\n" * 6
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
-    (folder / "text.txt").write_text("\n".join(lines_of_words(80)) + "\n")
+    (folder / "text.txt").write_text("\n".join(make_lines_of_words(80)) + "\n")
     (folder / "words.txt").write_text(TAGGED)
     return {"bert": make_tiny_bert(folder / "bert"), "t5": make_tiny_t5(folder), "text": folder / "text.txt"}
 
@@ -50,13 +50,13 @@ def run(capsys, *argv):
     return status, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
 
 
-def one_line(capsys, *argv):
+def read_single_line(capsys, *argv):
     status, lines = run(capsys, *argv)
     assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (status, lines)
     return lines[0]
 
 
-def converts(source, out, text):
+def iterate_conversion_commands(source, out, text):
     yield ["convert", source, "--output_dir", out, "--num_key_value_heads", 2, "--method", "mean"]
     yield ["convert", source, "--output_dir", out, "--kv_lora_rank", 4, "--method", "mean"]
     yield ["convert", source, "--output_dir", out, "--num_key_value_heads", 2, "--calibration_file", text]
@@ -73,8 +73,8 @@ def test_nonfinite_tensor_error_names_the_tensor(bert, sources, tmp_path, capsys
     tensors[name].view(-1)[3] = number
     tensors = {key: item.to(getattr(torch, dtype or "float32")) for key, item in tensors.items()}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
-    for argv in converts(bert, tmp_path / "out", sources["text"]):
-        line = one_line(capsys, *argv)
+    for argv in iterate_conversion_commands(bert, tmp_path / "out", sources["text"]):
+        line = read_single_line(capsys, *argv)
         assert name in line and ("NaN" if number != number else "infinite") in line
         assert not (tmp_path / "out").exists()
 
@@ -84,7 +84,7 @@ def test_nonfinite_tensor_in_memory_error_names_the_tensor(bert):
 
     model = AutoModel.from_pretrained(bert)
     model.get_parameter(KEY).data[0, 0] = torch.inf
-    calibration = Calibration(lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
+    calibration = Calibration(make_lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
     for options in ({"method": "mean"}, {"calibration": calibration}):
         with pytest.raises(ValueError, match=f"'{KEY}' .*must be finite"):
             convert(model, 2, **options)
@@ -94,9 +94,9 @@ def test_too_large_weights_error_names_the_tensor(bert, sources, tmp_path, capsy
     tensors = load_file(bert / "model.safetensors")
     tensors[KEY][:] = 1e30
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
-    *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
+    *_, calibrated, _, frontier = iterate_conversion_commands(bert, tmp_path / "out", sources["text"])
     for argv in (calibrated, frontier):
-        assert "'encoder.layer.0.attention' cannot be fitted" in one_line(capsys, *argv)
+        assert "'encoder.layer.0.attention' cannot be fitted" in read_single_line(capsys, *argv)
 
 
 @pytest.mark.parametrize("change", [float, str, bool, lambda x: [x]])
@@ -110,8 +110,8 @@ def test_safetensors_offsets_must_be_integers(bert, sources, tmp_path, capsys, c
             entry["data_offsets"] = [change(item) for item in entry["data_offsets"]]
     changed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(changed)) + changed + raw[8 + length :])
-    for argv in converts(bert, tmp_path / "out", sources["text"]):
-        assert str(bert) in one_line(capsys, *argv)
+    for argv in iterate_conversion_commands(bert, tmp_path / "out", sources["text"]):
+        assert str(bert) in read_single_line(capsys, *argv)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
@@ -121,11 +121,11 @@ def test_config_sizes_that_differ_from_the_weights_raise_an_error(bert, sources,
     words = ["--train_file", sources["text"].with_name("words.txt")]
     words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu"]
     for argv in [
-        *converts(bert, tmp_path / "out", sources["text"]),
+        *iterate_conversion_commands(bert, tmp_path / "out", sources["text"]),
         ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"],
         ["ner", bert, *words, "--output_dir", tmp_path / "out"],
     ]:
-        line = one_line(capsys, *argv)
+        line = read_single_line(capsys, *argv)
         assert "1000000000000" in line or "ignore_mismatched_sizes" in line
 
 
@@ -143,9 +143,9 @@ def test_invalid_t5_configurations_raise_an_error(sources, tmp_path, capsys, fie
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | fields))
-    assert re.search(message, one_line(capsys, "benchmark", source, "--length", 8))
+    assert re.search(message, read_single_line(capsys, "benchmark", source, "--length", 8))
     if "output_hidden_states" not in fields:
-        assert re.search(message, one_line(capsys, "inspect", source))
+        assert re.search(message, read_single_line(capsys, "inspect", source))
 
 
 def test_bucket_settings_of_transformers_are_accepted():
@@ -159,18 +159,24 @@ def test_unusable_tokenizer_files_are_listed(sources, tmp_path, capsys):
         path.unlink()
     (source / "vocab.txt").write_text("[PAD]\na\n")
     pair = ["--calibration_file", sources["text"], "--calibration_target_file", sources["text"]]
-    line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
+    line = read_single_line(
+        capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out"
+    )
     assert re.search("vocab.txt, but AutoTokenizer .*empty", line)
     (source / "vocab.txt").unlink()
-    line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
+    line = read_single_line(
+        capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out"
+    )
     assert "has no tokenizer files" in line
 
 
 @pytest.mark.parametrize("text", ["a \udcff cat", "\ud83d"])
 def test_non_text_arguments_raise_an_error(bert, tmp_path, capsys, text):
     argv = ["--output_dir", tmp_path / "out"]
-    assert "must be Unicode text" in one_line(capsys, "visualize", "--model_name_or_path", bert, "--text", text, *argv)
-    assert "is neither an existing folder" in one_line(
+    assert "must be Unicode text" in read_single_line(
+        capsys, "visualize", "--model_name_or_path", bert, "--text", text, *argv
+    )
+    assert "is neither an existing folder" in read_single_line(
         capsys, "convert", f"{bert}{text}", "--num_key_value_heads", 2, *argv
     )
     assert not is_unicode(text)
@@ -187,7 +193,7 @@ def test_dollar_signs_in_names_are_plotted_literally(sources, tmp_path, capsys):
     words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu", "--disable_tqdm"]
     assert run(capsys, "ner", source, *words, "--output_dir", tmp_path / "n$er_{")[0] == 0
     assert (tmp_path / "n$er_{/training_curves.png").is_file()
-    *_, frontier = converts(source, tmp_path / "f$_{", sources["text"])
+    *_, frontier = iterate_conversion_commands(source, tmp_path / "f$_{", sources["text"])
     assert run(capsys, *frontier)[0] == 0 and (tmp_path / "f$_{/frontier.png").is_file()
     arguments = ["--text", "a $x_{ cat", "--output_dir", tmp_path / "v$_{"]
     assert run(capsys, "visualize", "--model_name_or_path", source, *arguments)[0] == 0
@@ -207,7 +213,7 @@ def test_failed_plot_gives_a_warning(tmp_path, caplog):
 
 def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    *_, argv = converts(sources["bert"], out, sources["text"])
+    *_, argv = iterate_conversion_commands(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
     save = frontier.FrontierFile.save
 
@@ -222,7 +228,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
     monkeypatch.setattr(frontier.FrontierFile, "save", save)
-    assert "belongs to an interrupted call with different" in one_line(capsys, *argv, "--seed", 4)
+    assert "belongs to an interrupted call with different" in read_single_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0
     after = json.loads((out / "frontier.json").read_text())
@@ -236,7 +242,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
         for item in (out, tmp_path / "at_once")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert "is not empty" in one_line(capsys, *argv)
+    assert "is not empty" in read_single_line(capsys, *argv)
 
 
 # The environment of a process.
@@ -281,10 +287,10 @@ def test_out_of_memory_prints_one_line(error, capsys):
 
 @pytest.mark.thorough
 def test_transcription_prints_no_warnings(tmp_path, capsys):
-    source = whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
+    source = save_whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
     settings = json.loads((source / "generation_config.json").read_text())
     (source / "generation_config.json").write_text(json.dumps(settings | {"max_length": 448}))
-    folder = recordings(tmp_path / "audio", 60, seconds=0.5)
+    folder = write_recordings(tmp_path / "audio", 60, seconds=0.5)
     argv = ["--calibration_audio_dir", folder, "--fit_steps", 0, "--output_dir", tmp_path / "out", "--disable_tqdm"]
     result = call("convert", source, "--num_key_value_heads", 4, *argv)
     assert result.returncode == 0 and "[transformers]" not in result.stderr, result.stderr
@@ -316,7 +322,7 @@ def test_missing_tensors_report_names_the_folder(bert, sources, tmp_path, caplog
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        convert(bert, 2, calibration=Calibration(lines_of_words(40), fit_steps=0), output_dir=tmp_path / "out")
+        convert(bert, 2, calibration=Calibration(make_lines_of_words(40), fit_steps=0), output_dir=tmp_path / "out")
     finally:
         logger.removeHandler(caplog.handler)
     assert f"from: {bert}" in caplog.text and "from: None" not in caplog.text

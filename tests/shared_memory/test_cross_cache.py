@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.caches import get_cache
-from fixtures.upstream_seq2seq import source_batch, tiny_model
+from fixtures.upstream_seq2seq import make_source_batch, make_tiny_model
 
 from hf_attn_variants import share_memory
 from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, SharedMemoryMixin
@@ -11,7 +11,7 @@ from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, Shared
 IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
-def upstream_calls(model, monkeypatch):
+def count_upstream_calls(model, monkeypatch):
     """A list that grows with each call of Transformers' forward in the model's first cross-attention."""
     module = next(item for item in model.modules() if isinstance(item, SharedMemoryMixin))
     calls, forward = [], module.original_class.forward
@@ -25,8 +25,8 @@ def upstream_calls(model, monkeypatch):
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_single_beam_calls_the_transformers_forward(name, monkeypatch):
-    model, batch = share_memory(tiny_model(name)), source_batch(name)
-    calls = upstream_calls(model, monkeypatch)
+    model, batch = share_memory(make_tiny_model(name)), make_source_batch(name)
+    calls = count_upstream_calls(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4, min_new_tokens=4)
     assert sum(calls) == 4
     calls.clear()
@@ -37,9 +37,9 @@ def test_single_beam_calls_the_transformers_forward(name, monkeypatch):
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_long_prompt_still_caches_the_encoder_outputs(name):
     """Check a long prompt, whose keys and values are computed for one call: equal tokens, one cached tensor."""
-    upstream, shared = (tiny_model(name).double() for _ in range(2))
+    upstream, shared = (make_tiny_model(name).double() for _ in range(2))
     share_memory(shared, cross_cache="encoder_outputs")
-    batch = {key: item.double() if item.is_floating_point() else item for key, item in source_batch(name).items()}
+    batch = {key: item.double() if item.is_floating_point() else item for key, item in make_source_batch(name).items()}
     reads = []
     for module in shared.modules():
         if isinstance(module, SharedMemoryMixin):
@@ -62,7 +62,7 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
 
 
 def test_cache_form_can_be_changed_in_place():
-    model, batch = share_memory(tiny_model("t5")), source_batch("t5")
+    model, batch = share_memory(make_tiny_model("t5")), make_source_batch("t5")
     expected = model.generate(**batch, max_new_tokens=6, num_beams=2)
     plain = {type(item).original_class for item in model.modules() if isinstance(item, SharedMemoryMixin)}
     assert share_memory(model, cross_cache="encoder_outputs") is model
@@ -75,7 +75,7 @@ def test_cache_form_can_be_changed_in_place():
 
 
 def test_invalid_cache_form_raises_without_changes():
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
     assert not any(isinstance(item, SharedMemoryMixin) for item in model.modules())

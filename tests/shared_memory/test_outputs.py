@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache, with_cache
-from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_model
 
 from hf_attn_variants import share_memory
 from hf_attn_variants.shared_memory.attention import EncoderOutputsLayer, SharedMemoryMixin, iterate_cross_attentions
@@ -27,18 +27,18 @@ TOLERANCE = {"atol": 1e-7, "rtol": 1e-7}
 FLOAT32 = {"atol": 1e-3, "rtol": 1e-3}
 
 
-def pair(name, dtype=torch.float64, **fields):
-    return tiny_model(name, **fields).to(dtype), share_memory(tiny_model(name, **fields)).to(dtype)
+def make_pair(name, dtype=torch.float64, **fields):
+    return make_tiny_model(name, **fields).to(dtype), share_memory(make_tiny_model(name, **fields)).to(dtype)
 
 
-def batch_of(name, *args, dtype=torch.float64, **options):
+def make_batch(name, *args, dtype=torch.float64, **options):
     return {
         key: value.to(dtype) if value.is_floating_point() else value
-        for key, value in source_batch(name, *args, **options).items()
+        for key, value in make_source_batch(name, *args, **options).items()
     }
 
 
-def generated(model, batch, **options):
+def generate(model, batch, **options):
     torch.manual_seed(5)
     if model.config.model_type == "whisper":  # otherwise a timestamp would begin a new segment
         options = {"return_timestamps": False} | options
@@ -60,10 +60,10 @@ def assert_same(actual, expected_output):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("decoding", WAYS)
 def test_generated_tokens_equal_transformers(name, decoding, form):
-    upstream, shared = pair(name)
+    upstream, shared = make_pair(name)
     rows = 1 if decoding == "prompt lookup" else 3
-    batch = batch_of(name, rows)
-    assert_same(generated(shared, batch, **WAYS[decoding]), generated(upstream, batch, **WAYS[decoding]))
+    batch = make_batch(name, rows)
+    assert_same(generate(shared, batch, **WAYS[decoding]), generate(upstream, batch, **WAYS[decoding]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,9 +74,9 @@ def test_generated_tokens_equal_transformers(name, decoding, form):
 def test_stepwise_logits_equal_transformers(name, implementation, padded, rows, dtype, form):
     if FAMILIES[name].implementation == "eager" and implementation == "sdpa":
         pytest.skip("upstream's knows eager alone")
-    upstream, shared = pair(name, dtype, attn_implementation=implementation)
+    upstream, shared = make_pair(name, dtype, attn_implementation=implementation)
     batch, tolerance = (
-        batch_of(name, rows, padded=padded, dtype=dtype),
+        make_batch(name, rows, padded=padded, dtype=dtype),
         FLOAT32 if dtype == torch.float32 else TOLERANCE,
     )
     targets = torch.randint(4, 60, (rows, 6), generator=torch.Generator().manual_seed(1))
@@ -105,10 +105,10 @@ def test_fully_padded_row_equals_transformers(form):
     """Check rows of padding: T5 gives uniform weights, and BART only the value bias."""
     for name in ("t5", "umt5", "bart"):
         for implementation in ("sdpa", "eager"):
-            upstream, shared = pair(name, attn_implementation=implementation)
-            batch = batch_of(name)
+            upstream, shared = make_pair(name, attn_implementation=implementation)
+            batch = make_batch(name)
             batch["attention_mask"][1] = 0
-            outputs = upstream.get_encoder()(**batch_of(name))
+            outputs = upstream.get_encoder()(**make_batch(name))
             options = {"encoder_outputs": outputs, "attention_mask": batch["attention_mask"]}
             ids = torch.full((3, 2), 3)
             with torch.no_grad():
@@ -116,7 +116,7 @@ def test_fully_padded_row_equals_transformers(form):
             torch.testing.assert_close(actual, expected, **TOLERANCE)
             for number in (1, 3):
                 expected_generation, actual_generation = (
-                    generated(
+                    generate(
                         model,
                         {**options, "encoder_outputs": transformers.modeling_outputs.BaseModelOutput(outputs[0])},
                         num_beams=number,
@@ -129,10 +129,10 @@ def test_fully_padded_row_equals_transformers(form):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_has_one_row_per_sentence(name, form):
     """Check also that encoder outputs are one tensor for all layers."""
-    (_, shared), caches = pair(name), []
+    (_, shared), caches = make_pair(name), []
     decoder = shared.get_decoder()
     decoder.register_forward_hook(lambda module, args, output: caches.append((args, get_cache(output))))
-    shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
+    shared.generate(**make_batch(name), num_beams=4, max_new_tokens=5)
     layers = caches[-1][1].cross_attention_cache.layers
     if form == "source":
         assert all(type(layer) is EncoderOutputsLayer and layer.encoder_outputs.shape[0] == 3 for layer in layers)
@@ -144,10 +144,10 @@ def test_cache_has_one_row_per_sentence(name, form):
 @pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_attention_weights_equal_transformers(name, num_beams, form):
-    upstream, shared = pair(name, attn_implementation="eager")
-    batch = batch_of(name)
+    upstream, shared = make_pair(name, attn_implementation="eager")
+    batch = make_batch(name)
     options = {"output_attentions": True, "num_beams": num_beams}
-    expected_output, actual_output = (generated(model, batch, **options) for model in (upstream, shared))
+    expected_output, actual_output = (generate(model, batch, **options) for model in (upstream, shared))
     assert_same(actual_output, expected_output)
     for step_weights, expected in zip(actual_output.cross_attentions, expected_output.cross_attentions, strict=True):
         for layer_weights, expected_weights in zip(step_weights, expected, strict=True):
@@ -158,8 +158,8 @@ def test_attention_weights_equal_transformers(name, num_beams, form):
 @pytest.mark.parametrize("train", [False, True])
 def test_gradients_equal_transformers(name, train, form):
     dropout = {"dropout_rate": 0.0} if "t5" in name else {"dropout": 0.0, "attention_dropout": 0.0}
-    models = pair(name, **dropout)
-    batch = batch_of(name) | {"labels": torch.randint(4, 60, (3, 5), generator=torch.Generator().manual_seed(2))}
+    models = make_pair(name, **dropout)
+    batch = make_batch(name) | {"labels": torch.randint(4, 60, (3, 5), generator=torch.Generator().manual_seed(2))}
     for model in models:
         model.train(train)
         model(**batch).loss.backward()
@@ -173,8 +173,8 @@ def test_gradients_equal_transformers(name, train, form):
 
 def test_training_with_dropout_and_checkpointing_equals_transformers():
     for name in ("t5", "bart"):
-        models = pair(name)
-        batch = batch_of(name) | {"labels": torch.full((3, 5), 9)}
+        models = make_pair(name)
+        batch = make_batch(name) | {"labels": torch.full((3, 5), 9)}
         losses = []
         for model in models:
             model.train()
@@ -188,8 +188,8 @@ def test_training_with_dropout_and_checkpointing_equals_transformers():
 
 def test_gradient_of_a_single_projection_equals_transformers(source_form):
     """Check a model in which every other parameter is frozen."""
-    models = pair("bart")
-    batch = batch_of("bart") | {"labels": torch.full((3, 5), 9)}
+    models = make_pair("bart")
+    batch = make_batch("bart") | {"labels": torch.full((3, 5), 9)}
     gradients = []
     for model in models:
         model.requires_grad_(False)
@@ -201,22 +201,22 @@ def test_gradient_of_a_single_projection_equals_transformers(source_form):
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_assistant_model_shares_memory(name, form):
-    upstream, shared = pair(name)
-    helper = tiny_model(name, seed=1).double()
-    helped = share_memory(tiny_model(name, seed=1).double())
-    batch = batch_of(name, 1)
-    expected = generated(upstream, batch, assistant_model=helper)
-    assert_same(generated(shared, batch, assistant_model=helped), expected)
-    assert_same(generated(shared, batch, assistant_model=helper), expected)
+    upstream, shared = make_pair(name)
+    helper = make_tiny_model(name, seed=1).double()
+    helped = share_memory(make_tiny_model(name, seed=1).double())
+    batch = make_batch(name, 1)
+    expected = generate(upstream, batch, assistant_model=helper)
+    assert_same(generate(shared, batch, assistant_model=helped), expected)
+    assert_same(generate(shared, batch, assistant_model=helper), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shared_memory_works_in_half_precision(dtype, form):
     for name in ("t5", "bart"):
-        upstream, shared = pair(name, dtype)
-        batch = batch_of(name)
+        upstream, shared = make_pair(name, dtype)
+        batch = make_batch(name)
         ids = torch.full((3, 3), 3)
-        exact = tiny_model(name)
+        exact = make_tiny_model(name)
         with torch.no_grad():
             expected, actual, right = (
                 model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact)
@@ -230,23 +230,23 @@ def test_shared_memory_works_in_half_precision(dtype, form):
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_shared_memory_can_be_compiled(name, form):
     """Check a compiled model, and the compiled steps of a search with a static cache."""
-    upstream, shared = pair(name)
-    batch, ids = batch_of(name), torch.full((3, 3), 3)
+    upstream, shared = make_pair(name)
+    batch, ids = make_batch(name), torch.full((3, 3), 3)
     torch._dynamo.reset()
     with torch.no_grad():
         expected = upstream(**batch, decoder_input_ids=ids).logits
         compiled = torch.compile(shared, backend="eager")
         torch.testing.assert_close(compiled(**batch, decoder_input_ids=ids).logits, expected, **TOLERANCE)
     for options in (WAYS["static"], WAYS["static by beams"], {"num_beams": 3}):
-        expected = generated(upstream, batch, **options)
-        _, steps = pair(name)
+        expected = generate(upstream, batch, **options)
+        _, steps = make_pair(name)
         steps.forward = torch.compile(steps.forward, backend="eager")
-        assert_same(generated(steps, batch, **options), expected)
+        assert_same(generate(steps, batch, **options), expected)
 
 
 def test_shared_memory_works_under_autocast(form):
-    upstream, shared = pair("bart", torch.float32)
-    batch, ids = batch_of("bart"), torch.full((3, 3), 3)
+    upstream, shared = make_pair("bart", torch.float32)
+    batch, ids = make_batch("bart"), torch.full((3, 3), 3)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = upstream(**batch, decoder_input_ids=ids).logits
         assert torch.equal(shared(**batch, decoder_input_ids=ids).logits, expected)
@@ -255,8 +255,8 @@ def test_shared_memory_works_under_autocast(form):
 def test_caches_can_be_exchanged_with_transformers(form):
     """Check a prompt's cache of a Transformers model in a sharing model, and the reverse."""
     for name in ("t5", "bart"):
-        upstream, shared = pair(name)
-        batch, ids = batch_of(name), torch.full((3, 2), 3)
+        upstream, shared = make_pair(name)
+        batch, ids = make_batch(name), torch.full((3, 2), 3)
         with torch.no_grad():
             full = upstream(**batch, decoder_input_ids=ids.repeat(1, 2)).logits[:, 2:]
             for first, second in ((upstream, shared), (shared, upstream), (shared, shared)):
@@ -269,9 +269,12 @@ def test_caches_can_be_exchanged_with_transformers(form):
 def test_base_models_and_other_heads_share_memory(form):
     for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
         model_class = getattr(transformers, cls)
-        upstream, shared = tiny_model(name, model_class).double(), share_memory(tiny_model(name, model_class).double())
+        upstream, shared = (
+            make_tiny_model(name, model_class).double(),
+            share_memory(make_tiny_model(name, model_class).double()),
+        )
         assert any(isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(shared))
-        batch = batch_of(name)
+        batch = make_batch(name)
         if "Sequence" in cls:
             batch["input_ids"][:, 1] = 2
         else:

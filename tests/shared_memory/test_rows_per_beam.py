@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fixtures.caches import get_cache, with_cache
-from fixtures.upstream_seq2seq import source_batch, tiny_model
+from fixtures.upstream_seq2seq import make_source_batch, make_tiny_model
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
@@ -14,9 +14,9 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
 WIDTH = 32
 
 
-def ours(family, **fields):
+def make_variant_model(family, **fields):
     """Return a model with the same weights in a class of this package, with equal outputs."""
-    upstream = tiny_model(family)
+    upstream = make_tiny_model(family)
     config_class = getattr(hf_attn_variants, f"AttnVariant{type(upstream.config).__name__}")
     model = getattr(hf_attn_variants, f"AttnVariant{type(upstream).__name__}")(
         config_class.from_upstream(upstream.config, **fields)
@@ -27,18 +27,22 @@ def ours(family, **fields):
 
 
 MODELS = {
-    "share_memory": lambda family: share_memory(tiny_model(family)),
-    "share_memory of encoder outputs": lambda family: share_memory(tiny_model(family), cross_cache="encoder_outputs"),
-    "ours": ours,
-    "ours with a latent": lambda family: ours(family, cross_kv_lora_rank=WIDTH),
-    "ours with talking heads": lambda family: ours(family, cross_talking_heads="both", talking_heads_init="identity"),
+    "share_memory": lambda family: share_memory(make_tiny_model(family)),
+    "share_memory of encoder outputs": lambda family: share_memory(
+        make_tiny_model(family), cross_cache="encoder_outputs"
+    ),
+    "ours": make_variant_model,
+    "ours with a latent": lambda family: make_variant_model(family, cross_kv_lora_rank=WIDTH),
+    "ours with talking heads": lambda family: make_variant_model(
+        family, cross_talking_heads="both", talking_heads_init="identity"
+    ),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
 
 
-def cross_layers(model, **options):
-    result = model.generate(**source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
+def get_cross_attention_layers(model, **options):
+    result = model.generate(**make_source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
     return get_cache(result).cross_attention_cache.layers
 
 
@@ -53,8 +57,8 @@ def as_subclass(model, **methods):
 def test_per_row_adapters_work_with_beams(family, make):
     peft = pytest.importorskip("peft")
     names = ["one", "two", "__base__"]
-    batch, tokens = source_batch(family), []
-    for model in (tiny_model(family), make(family)):
+    batch, tokens = make_source_batch(family), []
+    for model in (make_tiny_model(family), make(family)):
         targets = ["q", "k", "v"] if family != "bart" else ["q_proj", "k_proj", "v_proj"]
         settings = peft.LoraConfig(r=2, lora_alpha=16, target_modules=targets)
         adapted = peft.get_peft_model(model, settings, adapter_name="one")
@@ -89,7 +93,7 @@ def test_subclasses_and_hooks_get_one_row_per_beam(family, make, reader):
         rows.append(len(encoder_outputs[0]))
         return super(type(self), self).prepare_inputs_for_generation(ids, encoder_outputs=encoder_outputs, **kwargs)
 
-    for model in (tiny_model(family), make(family)):
+    for model in (make_tiny_model(family), make(family)):
         if reader == "hook":
             model.get_decoder().register_forward_pre_hook(
                 lambda module, args, kwargs: rows.append(len(kwargs["encoder_hidden_states"])), with_kwargs=True
@@ -98,7 +102,7 @@ def test_subclasses_and_hooks_get_one_row_per_beam(family, make, reader):
             as_subclass(model, prepare_inputs_for_generation=prepare)
         else:
             as_subclass(model, forward=forward)
-        tokens.append(model.generate(**source_batch(family), **BEAMS))
+        tokens.append(model.generate(**make_source_batch(family), **BEAMS))
     assert torch.equal(*tokens)
     assert set(rows) == {9}
 
@@ -108,8 +112,8 @@ def test_subclasses_and_hooks_get_one_row_per_beam(family, make, reader):
 def test_candidates_can_be_expanded_after_the_first_step(family, make):
     """Check steps like contrastive search: repeat the cache for candidates, then select one of each."""
     logits = []
-    for model in (tiny_model(family), make(family)):
-        batch = source_batch(family)
+    for model in (make_tiny_model(family), make(family)):
+        batch = make_source_batch(family)
         with torch.no_grad():
             inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
             output = model(**inputs, decoder_input_ids=torch.full((3, 1), 3), use_cache=True)
@@ -129,25 +133,25 @@ def test_candidates_can_be_expanded_after_the_first_step(family, make):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
 def test_attentions_share_rows_between_beams(name, mode):
-    expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
+    expected = make_tiny_model("t5").generate(**make_source_batch("t5"), **BEAMS)
     model = MODELS[name]("t5")
     with mode():
-        assert all(len(layer.keys) == 3 for layer in cross_layers(model))
-        assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
+        assert all(len(layer.keys) == 3 for layer in get_cross_attention_layers(model))
+        assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
 def test_modified_encoder_outputs_have_one_row_per_beam(name, mode):
     def changed(model):
-        batch = source_batch("t5")
+        batch = make_source_batch("t5")
         inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
         _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
         more["encoder_outputs"][0][1] *= 2
         return model(**more, decoder_input_ids=torch.full((6, 1), 3), use_cache=True).logits
 
     with mode():
-        torch.testing.assert_close(changed(MODELS[name]("t5")), changed(tiny_model("t5")), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(changed(MODELS[name]("t5")), changed(make_tiny_model("t5")), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
@@ -155,8 +159,8 @@ def test_modified_beam_index_selects_other_rows(name):
     """Check an index tensor that first stays within sentences, and is then overwritten with one that does not."""
     ids = torch.randint(3, 20, (6, 2), generator=torch.Generator().manual_seed(0))
     logits = []
-    for model in (tiny_model("t5"), MODELS[name]("t5")):
-        batch, rows = source_batch("t5"), torch.tensor([1, 0, 3, 2, 5, 4])
+    for model in (make_tiny_model("t5"), MODELS[name]("t5")):
+        batch, rows = make_source_batch("t5"), torch.tensor([1, 0, 3, 2, 5, 4])
         with torch.no_grad():
             inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
             _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
@@ -172,7 +176,7 @@ def test_modified_beam_index_selects_other_rows(name):
 
 def test_modified_short_latent_gives_new_keys():
     """Check keys and values that are computed once from a short latent, after the latent is overwritten."""
-    model, batch = ours("t5", cross_kv_lora_rank=WIDTH), source_batch("t5")
+    model, batch = make_variant_model("t5", cross_kv_lora_rank=WIDTH), make_source_batch("t5")
     source = {name: value[:1] for name, value in batch.items()}
     ids, logits = torch.full((1, 1), 3), []
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import CHOICES, get_cache, with_cache
-from fixtures.upstream_seq2seq import source_batch, tiny_model
+from fixtures.upstream_seq2seq import make_source_batch, make_tiny_model
 
 from hf_attn_variants import share_memory
 
@@ -15,9 +15,9 @@ def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
     """Check some of the 2 beams of 3 sentences: they continue with the source of their sentence."""
     method, rows = CHOICES[choice]
     rows = torch.tensor(rows)
-    upstream, shared = (tiny_model("bart") for _ in range(2))
+    upstream, shared = (make_tiny_model("bart") for _ in range(2))
     share_memory(shared, cross_cache=cross_cache)
-    batch = source_batch("bart")
+    batch = make_source_batch("bart")
     ids = torch.randint(3, 20, (6, 3), generator=torch.Generator().manual_seed(0))
     mask = batch["attention_mask"].repeat_interleave(2, dim=0)
     logits = []
@@ -40,9 +40,9 @@ def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
 def test_static_cache_can_be_used_for_several_searches(family, cross_cache):
-    upstream, shared = (tiny_model(family) for _ in range(2))
+    upstream, shared = (make_tiny_model(family) for _ in range(2))
     share_memory(shared, cross_cache=cross_cache)
-    batch, caches = source_batch(family), []
+    batch, caches = make_source_batch(family), []
     for model in (upstream, shared):
         parts = [transformers.StaticCache(config=model.config, max_cache_len=length) for length in (20, 11)]
         caches.append(transformers.EncoderDecoderCache(*parts))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache, with_cache
-from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_model
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
@@ -25,7 +25,7 @@ VARIANTS += ({"cross_score_function": "additive"}, {"cross_attention_kernel": "e
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
-def states_of(model):
+def describe_modules(model):
     """Return for each module its class, and the names and identities of its attributes."""
     return {
         path: (type(module), {name: id(value) for name, value in vars(module).items()})
@@ -40,9 +40,9 @@ def is_shared(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unsharing_restores_the_model_exactly(name):
-    model, batch = tiny_model(name), source_batch(name)
+    model, batch = make_tiny_model(name), make_source_batch(name)
     expected = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
-    before = states_of(model)  # with what a first call of upstream's leaves
+    before = describe_modules(model)  # with what a first call of upstream's leaves
     cls, weights = type(model), model.state_dict()
     assert share_memory(model) is model and is_shared(model)
     assert type(model) is cls and isinstance(model, getattr(transformers, FAMILIES[name].model))
@@ -55,7 +55,7 @@ def test_unsharing_restores_the_model_exactly(name):
     model.generate(**batch, **BEAMS)
     assert share_memory(model) is model  # a second time changes nothing
     assert share_memory(model, False) is model
-    assert states_of(model) == before
+    assert describe_modules(model) == before
     again = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(again.sequences, expected.sequences)
     for step_scores, expected_scores in zip(again.scores, expected.scores, strict=True):
@@ -64,7 +64,7 @@ def test_unsharing_restores_the_model_exactly(name):
 
 
 def test_user_defined_forward_is_called_and_restored():
-    model, calls = tiny_model("bart"), []
+    model, calls = make_tiny_model("bart"), []
     upstreams = model._expand_inputs_for_generation
 
     def own(*args, **kwargs):
@@ -72,18 +72,18 @@ def test_user_defined_forward_is_called_and_restored():
         return upstreams(*args, **kwargs)
 
     setattr(model, EXPANSION_METHOD, own)
-    expected = tiny_model("bart").generate(**source_batch("bart"), **BEAMS)
+    expected = make_tiny_model("bart").generate(**make_source_batch("bart"), **BEAMS)
     share_memory(model)
-    assert torch.equal(model.generate(**source_batch("bart"), **BEAMS), expected)
+    assert torch.equal(model.generate(**make_source_batch("bart"), **BEAMS), expected)
     assert calls and "encoder_outputs" in calls[0]  # as Transformers calls it
     share_memory(model, False)
     assert vars(model)[EXPANSION_METHOD] is own
 
 
 def test_model_works_after_an_exception_during_a_search(source_form):
-    model, batch = tiny_model("t5"), source_batch("t5")
-    expected = tiny_model("t5").generate(**batch, **BEAMS)
-    before = states_of(model)
+    model, batch = make_tiny_model("t5"), make_source_batch("t5")
+    expected = make_tiny_model("t5").generate(**batch, **BEAMS)
+    before = describe_modules(model)
 
     class Stops(transformers.StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
@@ -96,7 +96,7 @@ def test_model_works_after_an_exception_during_a_search(source_form):
         model.generate(**batch, **BEAMS, stopping_criteria=[Stops()])
     assert torch.equal(model.generate(**batch, **BEAMS), expected)
     share_memory(model, False)
-    after = states_of(model)
+    after = describe_modules(model)
     assert {path: kind for path, (kind, _) in after.items()} == {path: kind for path, (kind, _) in before.items()}
     assert EXPANSION_METHOD not in vars(model)
     assert torch.equal(model.generate(**batch, **BEAMS), expected)
@@ -105,21 +105,21 @@ def test_model_works_after_an_exception_during_a_search(source_form):
 def test_exception_while_sharing_leaves_the_model_unchanged(monkeypatch):
     from hf_attn_variants.shared_memory import installation
 
-    model = tiny_model("bart")
-    before = states_of(model)
+    model = make_tiny_model("bart")
+    before = describe_modules(model)
     monkeypatch.setattr(installation.SharedInputExpansion, "__init__", lambda self, model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         share_memory(model)
     monkeypatch.undo()
-    assert states_of(model) == before
+    assert describe_modules(model) == before
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "marian", "whisper"])
 def test_copies_and_pickles_share_independently(name, form):
-    batch = source_batch(name)
-    expected = tiny_model(name).generate(**batch, **BEAMS)
-    model = share_memory(tiny_model(name))
+    batch = make_source_batch(name)
+    expected = make_tiny_model(name).generate(**batch, **BEAMS)
+    model = share_memory(make_tiny_model(name))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -140,7 +140,7 @@ def test_deleted_sharing_model_is_freed_immediately():
     gc.disable()
     try:
         for change in (lambda model: model, share_memory):
-            model = change(tiny_model("t5"))
+            model = change(make_tiny_model("t5"))
             result = weakref.ref(model)
             del model
             assert result() is None
@@ -151,13 +151,13 @@ def test_deleted_sharing_model_is_freed_immediately():
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
     """Check that training steps are bitwise equal, and that evaluation with beams gives equal tokens."""
-    batch = source_batch(name)
+    batch = make_source_batch(name)
     rows = [{key: value[i] for key, value in batch.items()} | {"labels": torch.arange(4, 9)} for i in range(3)]
     options = {"predict_with_generate": True, "generation_num_beams": 3, "generation_max_length": 7, "max_steps": 2}
     options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0}
     result = []
     for change in (lambda model: model, share_memory):
-        model = change(tiny_model(name))
+        model = change(make_tiny_model(name))
         args = transformers.Seq2SeqTrainingArguments(str(tmp_path), learning_rate=1e-2, **options)
         trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows)
         trainer.train()
@@ -165,14 +165,14 @@ def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
     (weights, tokens), (shared_weights, shared_tokens) = result
     assert all(torch.equal(shared_weights[key], weight) for key, weight in weights.items())
     assert (shared_tokens == tokens).all() and not torch.equal(
-        next(iter(weights.values())), next(iter(tiny_model(name).state_dict().values()))
+        next(iter(weights.values())), next(iter(make_tiny_model(name).state_dict().values()))
     )
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_saved_sharing_model_equals_transformers(name, tmp_path):
-    tiny_model(name).save_pretrained(tmp_path / "plain")
-    share_memory(tiny_model(name)).save_pretrained(tmp_path / "shared")
+    make_tiny_model(name).save_pretrained(tmp_path / "plain")
+    share_memory(make_tiny_model(name)).save_pretrained(tmp_path / "shared")
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
     for item in names:
@@ -188,16 +188,18 @@ class OwnModel(transformers.T5ForConditionalGeneration):
 
 
 def test_subclasses_can_share_memory(form):
-    model = share_memory(tiny_model("t5", OwnModel))
+    model = share_memory(make_tiny_model("t5", OwnModel))
     assert type(model) is OwnModel
-    model.load_state_dict(tiny_model("t5").state_dict())  # transformers draws the weights of a user's class otherwise
-    expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
-    assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected) and model.calls > 1
+    model.load_state_dict(
+        make_tiny_model("t5").state_dict()
+    )  # transformers draws the weights of a user's class otherwise
+    expected = make_tiny_model("t5").generate(**make_source_batch("t5"), **BEAMS)
+    assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected) and model.calls > 1
     share_memory(model, False)
     for _, module in iterate_cross_attentions(model):  # of an attention's subclass that leaves its forward
         module.__class__ = OwnAttention
     share_memory(model)
-    assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
+    assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected)
     share_memory(model, False)
     assert all(type(module) is OwnAttention for _, module in iterate_cross_attentions(model))
 
@@ -215,8 +217,8 @@ class OtherAttention(transformers.models.t5.modeling_t5.T5Attention):
 
 def test_returned_cache_can_be_copied_and_pickled(source_form):
     """Check that copies and pickles contain no model weights, and keys and values as in Transformers."""
-    upstream, shared = tiny_model("bart"), share_memory(tiny_model("bart"))
-    batch, ids = source_batch("bart"), torch.full((3, 2), 3)
+    upstream, shared = make_tiny_model("bart"), share_memory(make_tiny_model("bart"))
+    batch, ids = make_source_batch("bart"), torch.full((3, 2), 3)
     with torch.no_grad():
         expected_cache, actual_cache = (
             get_cache(model(**batch, decoder_input_ids=ids, use_cache=True)).cross_attention_cache
@@ -234,9 +236,9 @@ def test_returned_cache_can_be_copied_and_pickled(source_form):
 
 
 def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
-    shared = share_memory(tiny_model("bart"))
+    shared = share_memory(make_tiny_model("bart"))
     with torch.no_grad():
-        output = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
+        output = shared(**make_source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
     cache = get_cache(output)
     layers, states = cache.cross_attention_cache.layers, output.encoder_last_hidden_state
     for change, rows in (
@@ -253,7 +255,9 @@ def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     cache.self_attention_cache = transformers.DynamicCache()  # which some releases fill with zeros
     assert [layer.get_seq_length() for layer in layers] == [0] * 3
     with torch.no_grad():
-        again = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), **with_cache(cache)).logits
+        again = shared(
+            **make_source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), **with_cache(cache)
+        ).logits
     torch.testing.assert_close(again, output.logits, atol=1e-5, rtol=1e-5)
 
 
@@ -266,73 +270,73 @@ def test_projections_with_adapters_or_hooks_are_called(source_form):
             calls.append(len(states))
             return super().forward(states)
 
-    expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
+    expected = make_tiny_model("t5").generate(**make_source_batch("t5"), **BEAMS)
     for hooked, rows in ((False, 3), (True, 9)):
-        model = share_memory(tiny_model("t5"))
+        model = share_memory(make_tiny_model("t5"))
         for _, module in iterate_cross_attentions(model):
             module.k.__class__ = Counted
             if hooked:
                 module.v.register_forward_hook(lambda *args: None)
         calls.clear()
-        assert torch.equal(model.generate(**source_batch("t5"), **BEAMS), expected)
+        assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected)
         assert calls and set(calls) == {rows}
 
 
-def tiny_bert(cls=transformers.BertModel, **fields):
+def make_tiny_bert(cls=transformers.BertModel, **fields):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     return cls(cls.config_class(**sizes, vocab_size=20, **fields))
 
 
-def tiny_gpt2():
+def make_tiny_gpt2():
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "bos_token_id": 0, "eos_token_id": 1}
     return transformers.GPT2Model(transformers.GPT2Config(**sizes))
 
 
 def with_flash_attention():
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     model.config._attn_implementation_internal = "flash_attention_2"
     return model
 
 
 def with_another_class():
-    model = tiny_model("t5")
+    model = make_tiny_model("t5")
     model.decoder.block[1].layer[1].EncDecAttention.__class__ = OtherAttention
     return model
 
 
 def with_another_forward():
-    model = tiny_model("bart")
+    model = make_tiny_model("bart")
     model.model.decoder.layers[0].encoder_attn.forward = print
     return model
 
 
-def of_two_berts(cls):
-    decoder = tiny_bert(cls, is_decoder=True, add_cross_attention=True)
-    return transformers.EncoderDecoderModel(encoder=tiny_bert(), decoder=decoder)
+def make_bert2bert(cls):
+    decoder = make_tiny_bert(cls, is_decoder=True, add_cross_attention=True)
+    return transformers.EncoderDecoderModel(encoder=make_tiny_bert(), decoder=decoder)
 
 
 # The model, and what the error names.
 ERRORS = {
-    "encoder": (tiny_bert, "BertModel"),
-    "encoder of an encoder-decoder": (lambda: tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel"),
+    "encoder": (make_tiny_bert, "BertModel"),
+    "encoder of an encoder-decoder": (lambda: make_tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel"),
     "encoder of ours": (
         lambda: hf_attn_variants.AttnVariantT5EncoderModel(make_variant_config("t5")),
         "T5EncoderModel",
     ),
-    "decoder": (tiny_gpt2, "GPT2Model"),
+    "decoder": (make_tiny_gpt2, "GPT2Model"),
     "decoder of an encoder-decoder": (
-        lambda: transformers.BartForCausalLM(tiny_model("bart").config),
+        lambda: transformers.BartForCausalLM(make_tiny_model("bart").config),
         "BartForCausalLM",
     ),
     "path": (lambda: "runs/a", "`model`"),
     "no model": (lambda: torch.nn.Linear(2, 2), "`model`"),
-    "wrapped": (lambda: torch.compile(tiny_model("t5")), "`model`"),
+    "wrapped": (lambda: torch.compile(make_tiny_model("t5")), "`model`"),
     "implementation": (with_flash_attention, "flash_attention_2"),
     "another class": (with_another_class, "decoder.block.1.layer.1.EncDecAttention"),
     "another forward": (with_another_forward, "model.decoder.layers.0.encoder_attn"),
-    "two models": (lambda: of_two_berts(transformers.BertLMHeadModel), "EncoderDecoderModel"),
+    "two models": (lambda: make_bert2bert(transformers.BertLMHeadModel), "EncoderDecoderModel"),
     "two models, one of ours": (
-        lambda: of_two_berts(hf_attn_variants.AttnVariantBertLMHeadModel),
+        lambda: make_bert2bert(hf_attn_variants.AttnVariantBertLMHeadModel),
         "EncoderDecoderModel",
     ),
 }
@@ -341,30 +345,30 @@ ERRORS = {
 @pytest.mark.parametrize("make, named", ERRORS.values(), ids=ERRORS)
 def test_share_memory_errors_leave_the_model_unchanged(make, named):
     model = make()
-    before = states_of(model) if isinstance(model, transformers.PreTrainedModel) else None
+    before = describe_modules(model) if isinstance(model, transformers.PreTrainedModel) else None
     with pytest.raises(ValueError, match=re.escape(named)):
         share_memory(model)
-    assert before is None or states_of(model) == before
+    assert before is None or describe_modules(model) == before
 
 
 def make_variant_config(name, **fields):
     return getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].config}")(**FAMILIES[name].fields | fields)
 
 
-def variant_model(name, **fields):
+def make_variant_model(name, **fields):
     torch.manual_seed(0)
     cls = getattr(hf_attn_variants, f"AttnVariant{FAMILIES[name].model}")
     return cls(make_variant_config(name, **fields)).eval()
 
 
-def searched(model, name):
+def run_beam_search(model, name):
     """Return the tokens of a search by three beams, and the encoder rows that its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
         lambda module, args, named: rows.add(len(get_unrepeated_encoder_outputs(named["encoder_outputs"][0]))),
         with_kwargs=True,
     )
-    result = model.generate(**source_batch(name), **BEAMS)
+    result = model.generate(**make_source_batch(name), **BEAMS)
     spy.remove()
     return result, rows
 
@@ -373,19 +377,19 @@ def searched(model, name):
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", OURS)
 def test_own_encoder_decoders_share_memory_by_default(name, fields):
-    model = variant_model(name, **fields)
-    expected, rows = searched(model, name)
+    model = make_variant_model(name, **fields)
+    expected, rows = run_beam_search(model, name)
     assert rows == {3}  # sentences, not beams
-    before = states_of(model)
+    before = describe_modules(model)
     for share in (True, False, True):
-        assert share_memory(model, share) is model and states_of(model) == before
-    assert torch.equal(searched(model, name)[0], expected)
+        assert share_memory(model, share) is model and describe_modules(model) == before
+    assert torch.equal(run_beam_search(model, name)[0], expected)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_talking_heads_in_cross_attention_keep_one_row_per_beam(name):
-    model = variant_model(name, cross_talking_heads="logits")
-    assert searched(model, name)[1] == {9}
+    model = make_variant_model(name, cross_talking_heads="logits")
+    assert run_beam_search(model, name)[1] == {9}
     with pytest.raises(ValueError, match="cross_talking_heads="):
         share_memory(model)
     assert share_memory(model, False) is model
@@ -394,15 +398,15 @@ def test_talking_heads_in_cross_attention_keep_one_row_per_beam(name):
 @pytest.mark.parametrize("name", OURS)
 def test_cached_encoder_outputs_of_own_models_need_a_field(name):
     with pytest.raises(ValueError, match="`cross_kv_lora_rank=32`"):
-        share_memory(variant_model(name), cross_cache="encoder_outputs")
-    model = variant_model(name, cross_kv_lora_rank=32)
+        share_memory(make_variant_model(name), cross_cache="encoder_outputs")
+    model = make_variant_model(name, cross_kv_lora_rank=32)
     assert share_memory(model, cross_cache="encoder_outputs") is model
     with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
 
 
 def test_later_wrappers_must_be_removed_before_unsharing():
-    model = share_memory(tiny_model("bart"))
+    model = share_memory(make_tiny_model("bart"))
     attention = model.model.decoder.layers[0].encoder_attn
     attention.forward = attention.forward
     with pytest.raises(ValueError, match=r"model\.decoder\.layers\.0\.encoder_attn\.forward"):
@@ -415,8 +419,8 @@ def test_later_wrappers_must_be_removed_before_unsharing():
 
 def test_later_change_of_implementation_uses_transformers_forward(source_form):
     """Check a change after sharing: inputs are repeated as in Transformers."""
-    model, batch = share_memory(tiny_model("bart")), source_batch("bart")
-    expected = tiny_model("bart").generate(**batch, **BEAMS)
+    model, batch = share_memory(make_tiny_model("bart")), make_source_batch("bart")
+    expected = make_tiny_model("bart").generate(**batch, **BEAMS)
     seen = []
 
     def spying(module, *args, **kwargs):
@@ -436,4 +440,4 @@ def test_unknown_cross_attention_raises_an_error():
     with pytest.raises(ValueError, match="EncoderDecoderModel"):
         share_memory(model.eval())
     with pytest.raises(ValueError, match="BartEncoder"):
-        share_memory(tiny_model("bart").get_encoder())
+        share_memory(make_tiny_model("bart").get_encoder())

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache
-from fixtures.speech import TIMES, WINDOW, whisper_checkpoint
+from fixtures.speech import TIMES, WINDOW, save_whisper_checkpoint
 
 from hf_attn_variants import share_memory
 
@@ -23,14 +23,14 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
+    return save_whisper_checkpoint(tmp_path_factory.mktemp("whisper"))
 
 
-def loaded(folder, **options):
+def load_model(folder, **options):
     return transformers.WhisperForConditionalGeneration.from_pretrained(folder, **options).eval()
 
 
-def transcribed(model, long=False, **options):
+def transcribe(model, long=False, **options):
     torch.manual_seed(1)
     frames = 3 * WINDOW - 7 if long else WINDOW
     batch = {"input_features": torch.randn(2, 8, frames)}
@@ -41,17 +41,17 @@ def transcribed(model, long=False, **options):
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
 
 
-def same(actual, expected):
+def assert_same(actual, expected):
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     elif isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for name in expected.keys() - {"result"}:
-            same(actual[name], expected[name])
+            assert_same(actual[name], expected[name])
     elif isinstance(expected, list | tuple):
         assert len(actual) == len(expected)
         for pair in zip(actual, expected, strict=True):
-            same(*pair)
+            assert_same(*pair)
     else:
         assert actual == expected
 
@@ -59,17 +59,17 @@ def same(actual, expected):
 @pytest.mark.thorough
 @pytest.mark.parametrize("decoding", WAYS)
 def test_sharing_whisper_transcripts_equal_transformers(checkpoint, decoding, form):
-    expected = transcribed(loaded(checkpoint), **WAYS[decoding])
-    same(transcribed(share_memory(loaded(checkpoint)), **WAYS[decoding]), expected)
+    expected = transcribe(load_model(checkpoint), **WAYS[decoding])
+    assert_same(transcribe(share_memory(load_model(checkpoint)), **WAYS[decoding]), expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("decoding", [{}, {"num_beams": 3}, {"long": True}], ids=str)
 def test_sharing_whisper_word_timestamps_equal_transformers(checkpoint, decoding, form):
     options = decoding | {"return_token_timestamps": True, "return_timestamps": True}
-    models = (loaded(checkpoint, attn_implementation="eager") for _ in range(2))
-    expected = transcribed(next(models), **options)
-    same(transcribed(share_memory(next(models)), **options), expected)
+    models = (load_model(checkpoint, attn_implementation="eager") for _ in range(2))
+    expected = transcribe(next(models), **options)
+    assert_same(transcribe(share_memory(next(models)), **options), expected)
 
 
 @pytest.mark.thorough
@@ -82,15 +82,15 @@ def test_returned_dictionary_contains_the_cache(checkpoint, decoding, form):
         "force_unique_generate_call": True,
     }
     expected, actual = (
-        transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint)))
+        transcribe(item, **options) for item in (load_model(checkpoint), share_memory(load_model(checkpoint)))
     )
-    same(actual["sequences"], expected["sequences"])
+    assert_same(actual["sequences"], expected["sequences"])
     options.pop("force_unique_generate_call")
     expected, actual = (
-        transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint)))
+        transcribe(item, **options) for item in (load_model(checkpoint), share_memory(load_model(checkpoint)))
     )
     if not isinstance(expected, torch.Tensor):
-        same(actual["sequences"], expected["sequences"])
+        assert_same(actual["sequences"], expected["sequences"])
         actual_layers, expected_layers = (get_cache(item).cross_attention_cache.layers for item in (actual, expected))
         for layer, expected_layer in zip(actual_layers, expected_layers, strict=True):
             assert layer.keys.shape == expected_layer.keys.shape
@@ -103,7 +103,7 @@ def test_sharing_whisper_works_in_a_pipeline(checkpoint):
 
     transcripts = []
     for share in (False, True):
-        model = loaded(checkpoint)
+        model = load_model(checkpoint)
         transcribe = transformers.pipeline(
             "automatic-speech-recognition",
             model=share_memory(model) if share else model,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.span_corruption import make_sentinel_tokenizer
-from fixtures.tiny_t5 import lines_of_words
+from fixtures.tiny_t5 import make_lines_of_words
 from fixtures.uptraining import make_t5
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -29,7 +29,7 @@ def values(tmp_path_factory):
     names += tuple(f"multi30k/{part}.{end}" for part in ("train", "val", "test_2016_flickr") for end in ("en", "de"))
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
-        lines = lines_of_words(600 if "train-" in name else 64)
+        lines = make_lines_of_words(600 if "train-" in name else 64)
         (folder / f"{name}.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     make_t5(folder / "t5")
     sizes = {"d_model": 32, "d_kv": 4, "d_ff": 64, "num_layers": 1, "num_heads": 8, "decoder_start_token_id": 0}

@@ -60,7 +60,7 @@ def run(path, out, *more):
     return cli.main(["sweep", str(path), "--output_dir", str(out), "--disable_tqdm", *more])
 
 
-def results_without_times(out):
+def read_results_without_times(out):
     """Return all results of a sweep without times."""
     result = json.loads((out / "sweep_results.json").read_text())
 
@@ -82,7 +82,7 @@ def undisturbed(sweep_file, tmp_path_factory):
 
 @pytest.mark.thorough
 def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
-    contestants, table = results_without_times(undisturbed)
+    contestants, table = read_results_without_times(undisturbed)
     assert [item["name"] for item in contestants] == ["multi-head", "grouped"]
     assert all(item["seeds"] == [0, 1] and set(item["runs"]) == {"0", "1"} for item in contestants)
     # Every number is that of the training's own file, and the spread is that of these numbers.
@@ -239,7 +239,7 @@ def test_killed_sweep_ends_with_the_same_table(undisturbed, sweep_file, tmp_path
         shutil.copytree(undisturbed, tmp_path / "expected")
         assert run(path, tmp_path / "expected") == 0  # of its finished runs
         undisturbed = tmp_path / "expected"
-    assert results_without_times(out) == results_without_times(undisturbed)
+    assert read_results_without_times(out) == read_results_without_times(undisturbed)
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, tmp
     assert "stopped by" in error
     assert not psutil.pid_exists(process.pid)
     assert run(sweep_file, out) == 0
-    assert results_without_times(out) == results_without_times(undisturbed)
+    assert read_results_without_times(out) == read_results_without_times(undisturbed)
 
 
 @pytest.mark.thorough
@@ -267,7 +267,7 @@ def test_simultaneous_calls_share_the_runs(undisturbed, sweep_file, tmp_path):
     assert [call.returncode for call in calls] == [0, 0, 0], errors
     logs = [path.read_text() for path in out.glob("runs/*/*/output.log")]
     assert len(logs) == 4 and all(log.count(" glue ") == 1 for log in logs)
-    assert results_without_times(out) == results_without_times(undisturbed)
+    assert read_results_without_times(out) == read_results_without_times(undisturbed)
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def test_sweep_uses_accelerate_launch(sweep_file, tmp_path):
     assert len(states) == 2
 
 
-def results_of(points, **more):
+def make_results(points, **more):
     """Return the results of a sweep: (variant, point, loss) of each contestant, with two seeds."""
     contestants = [
         {
@@ -323,7 +323,7 @@ def results_of(points, **more):
 
 def test_plot_has_curves_for_numbers_and_bars_for_names():
     points = [("a", {"alpha": 0.1}, 1.0), ("a", {"alpha": 0.01}, 2.0), ("b", {"alpha": 0.01}, 3.0), ("r", {}, 4.0)]
-    [axes] = plot_sweep(results_of(points, curve="alpha")).axes
+    [axes] = plot_sweep(make_results(points, curve="alpha")).axes
     curves = {line.get_label(): line for line in axes.containers}
     assert [*curves] == ["a", "b"] and axes.get_xlabel() == "alpha"
     line = curves["a"].lines[0]
@@ -331,12 +331,12 @@ def test_plot_has_curves_for_numbers_and_bars_for_names():
     low, high = (segment[:, 1] for segment in curves["a"].lines[2][0].get_segments())
     assert sorted(low) == pytest.approx([2.0, 2.1]) and sorted(high) == pytest.approx([1.0, 1.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["r", "a", "b"]
-    left, right = plot_sweep(results_of([("a", {}, 1.0)], metrics=["eval_loss", "eval_bleu"])).axes
+    left, right = plot_sweep(make_results([("a", {}, 1.0)], metrics=["eval_loss", "eval_bleu"])).axes
     assert [text.get_text() for text in left.get_xticklabels()] == ["a"] and right.get_ylabel() == "bleu"
 
 
 def test_models_that_ignore_their_context_are_named():
-    result = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
+    result = make_results([("a", {}, 1.0), ("b", {}, 2.0)])
     assert format_markdown(result).endswith("|\n")
     for item, passed in zip(result["contestants"], (True, False), strict=True):
         item["runs"]["0"]["gate_passed"] = passed

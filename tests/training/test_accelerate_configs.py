@@ -85,7 +85,7 @@ def test_deepspeed_gets_the_batch_size_and_unsupported_options_raise():
         configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
-def _session(tmp_path, *flags):
+def _open_session(tmp_path, *flags):
     needed = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "out"), "--cpu"]
     return open_session(parse_args([*needed, *flags]))
 
@@ -93,7 +93,7 @@ def _session(tmp_path, *flags):
 def test_accelerate_environment_does_not_scale_the_gradient(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     weight = torch.ones(1, requires_grad=True)
-    with _session(tmp_path) as accelerator:
+    with _open_session(tmp_path) as accelerator:
         accelerator.backward(weight.sum())
     assert weight.grad == 1
 
@@ -102,7 +102,7 @@ def test_adafactor_with_fsdp2_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
     with (
         pytest.raises(ValueError, match="--optim adafactor is not supported"),
-        _session(tmp_path, "--optim", "adafactor"),
+        _open_session(tmp_path, "--optim", "adafactor"),
     ):
         pass
     assert not (tmp_path / "out").exists()
@@ -148,17 +148,17 @@ def launch_fsdp():
     return launch
 
 
-def losses(folder):
+def read_losses(folder):
     return [record["loss"] for record in log_of(folder) if "loss" in record]
 
 
-def weights_are_close(first, second):
+def has_close_weights(first, second):
     result, expected = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert result.keys() == expected.keys()
     return all(torch.allclose(result[name], expected[name], atol=1e-5) for name in result)
 
 
-def glue_flags(model, glue, out, batch_size, *more):
+def make_glue_flags(model, glue, out, batch_size, *more):
     return [
         "--model_name_or_path", model, "--task_name", "stsb", "--data_dir", glue / "STS-B", "--output_dir", out,
         "--max_length", 48, "--per_device_train_batch_size", batch_size, "--gradient_accumulation_steps", 2,
@@ -176,41 +176,41 @@ def variant(tiny_bert):
 @pytest.fixture(scope="module")
 def one_process(variant, glue, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "out"
-    main(parse_args([str(flag) for flag in glue_flags(variant, glue, out, 4, "--cpu")]))
+    main(parse_args([str(flag) for flag in make_glue_flags(variant, glue, out, 4, "--cpu")]))
     return out
 
 
 @pytest.mark.thorough
 def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one_process, tmp_path):
-    launch("cpu.yaml", ROOT / "scripts/run_glue.py", *glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
+    launch("cpu.yaml", ROOT / "scripts/run_glue.py", *make_glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
     assert (tmp_path / "two/checkpoint-4/random_states_1.pkl").is_file()
-    assert len(losses(one_process)) == 6
-    assert losses(tmp_path / "two") == pytest.approx(losses(one_process), rel=1e-4)
-    assert weights_are_close(tmp_path / "two", one_process)
+    assert len(read_losses(one_process)) == 6
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(one_process), rel=1e-4)
+    assert has_close_weights(tmp_path / "two", one_process)
     resume = ["--cpu", "--resume_from_checkpoint", tmp_path / "two/checkpoint-4"]
-    flags = glue_flags(variant, glue, tmp_path / "resumed", 2, *resume)
+    flags = make_glue_flags(variant, glue, tmp_path / "resumed", 2, *resume)
     statuses, printed = run_processes(2, run_script, "run_glue", [str(flag) for flag in flags])
     assert statuses == [0, 0], printed
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "two")
+    assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "two")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
     assert weights[0] == weights[1]
     with pytest.raises(ValueError, match="processes was 2 and is now 1"):
-        main(parse_args([str(flag) for flag in glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
+        main(parse_args([str(flag) for flag in make_glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
 
 
 @pytest.mark.thorough
 def test_fsdp2_equals_one_process_and_resumes_bitwise_equal(variant, glue, one_process, launch_fsdp, tmp_path):
     uninterrupted, resumed = tmp_path / "whole", tmp_path / "resumed"
-    launch_fsdp("glue", *glue_flags(variant, glue, uninterrupted, 2))
+    launch_fsdp("glue", *make_glue_flags(variant, glue, uninterrupted, 2))
     assert (uninterrupted / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share
-    assert losses(uninterrupted) == pytest.approx(losses(one_process), rel=1e-4)
-    assert weights_are_close(uninterrupted, one_process)
+    assert read_losses(uninterrupted) == pytest.approx(read_losses(one_process), rel=1e-4)
+    assert has_close_weights(uninterrupted, one_process)
     code = {path.name for path in one_process.glob("*.py")}
     assert "modeling_attn_variant_bert.py" in code and {path.name for path in uninterrupted.glob("*.py")} == code
     launch_fsdp(
-        "glue", *glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", uninterrupted / "checkpoint-4")
+        "glue", *make_glue_flags(variant, glue, resumed, 2, "--resume_from_checkpoint", uninterrupted / "checkpoint-4")
     )
-    assert losses(resumed) == losses(uninterrupted)
+    assert read_losses(resumed) == read_losses(uninterrupted)
     assert (resumed / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 
@@ -234,6 +234,6 @@ def test_fsdp2_trains_a_t5_with_tied_embeddings_and_keeps_its_best_weights(launc
     expected = uptrain.main(uptrain.parse_args([str(flag) for flag in flags(one, 16, "--cpu")]))
     launch_fsdp("uptrain", *flags(two, 8))
     results = json.loads((two / "all_results.json").read_text())
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4) and len(losses(one)) == 4
+    assert read_losses(two) == pytest.approx(read_losses(one), rel=1e-4) and len(read_losses(one)) == 4
     assert results["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
-    assert results["best_step"] == expected["best_step"] and weights_are_close(two, one)
+    assert results["best_step"] == expected["best_step"] and has_close_weights(two, one)

@@ -20,7 +20,7 @@ main, parse_args = glue.main, glue.parse_args
 STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
 
 
-def flags(tiny_bert, glue, out, *more):
+def make_flags(tiny_bert, glue, out, *more):
     argv = ["--model_name_or_path", tiny_bert, "--task_name", "stsb", "--data_dir", glue / "STS-B"]
     argv += ["--output_dir", out, "--max_length", 48, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3"]
     argv += ["--logging_steps", 2, "--max_train_steps", STEPS, "--checkpointing_steps", 3, "--eval_steps", 2]
@@ -42,17 +42,17 @@ def flags(tiny_bert, glue, out, *more):
 )
 def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = main(parse_args(flags(tiny_bert, glue, uninterrupted, *more)))
+    expected = main(parse_args(make_flags(tiny_bert, glue, uninterrupted, *more)))
     step = draw_step(steps)
     kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
-    statuses, output = run_processes(1, run_script, "run_glue", flags(tiny_bert, glue, killed, *more), kill)
+    statuses, output = run_processes(1, run_script, "run_glue", make_flags(tiny_bert, glue, killed, *more), kill)
     assert statuses == [-signal.SIGKILL], output
     result = [path.name for path in checkpoints.list_checkpoints(killed)]
     if in_checkpoint:
         assert result[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
     else:
         assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
-    results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
+    results = main(parse_args(make_flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
     assert log_without_times(killed) == log_without_times(uninterrupted)
     untimed = [
         {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
@@ -65,15 +65,15 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
 @pytest.fixture
 def trained(tiny_bert, glue, tmp_path):
     out = tmp_path / "out"
-    main(parse_args(flags(tiny_bert, glue, out)))
-    return out, lambda *more: main(parse_args(flags(tiny_bert, glue, out, *more)))
+    main(parse_args(make_flags(tiny_bert, glue, out)))
+    return out, lambda *more: main(parse_args(make_flags(tiny_bert, glue, out, *more)))
 
 
 @pytest.fixture(scope="module")
 def once_trained(tiny_bert, glue, tmp_path_factory):
     """A finished run that no test changes."""
     out = tmp_path_factory.mktemp("once") / "out"
-    main(parse_args(flags(tiny_bert, glue, out)))
+    main(parse_args(make_flags(tiny_bert, glue, out)))
     return out
 
 
@@ -97,7 +97,7 @@ def test_damaged_checkpoint_error_names_the_file(once_trained, tiny_bert, glue, 
     assert (damaged / name).is_file()
     (damaged / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        main(parse_args(flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))))
+        main(parse_args(make_flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))))
 
 
 def test_inexact_resume_raises_an_error(trained, tmp_path):
@@ -150,14 +150,18 @@ def test_resume_with_a_changed_option_error_names_the_option(
     with pytest.raises(ValueError, match=message):
         main(
             parse_args(
-                flags(tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value))
+                make_flags(
+                    tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value)
+                )
             )
         )
     assert log_without_times(once_trained) == before
 
 
 def test_checkpoint_of_another_folder_needs_an_empty_output_folder(once_trained, tiny_bert, glue, tmp_path):
-    argv = flags(tiny_bert, glue, tmp_path / "other", "--resume_from_checkpoint", str(once_trained / "checkpoint-12"))
+    argv = make_flags(
+        tiny_bert, glue, tmp_path / "other", "--resume_from_checkpoint", str(once_trained / "checkpoint-12")
+    )
     (tmp_path / "other").mkdir()
     (tmp_path / "other/train_log.jsonl").write_text("precious")
     with pytest.raises(ValueError, match=r"is not in --output_dir .*other, which is not empty"):
@@ -188,7 +192,7 @@ def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, gl
 
     monkeypatch.setattr(checkpoints, "save_checkpoint", disk_full)
     with pytest.raises(OSError, match=r"checkpoint-6 .*\(SafetensorError: .*last good checkpoint is .*checkpoint-3.$"):
-        main(parse_args(flags(tiny_bert, glue, tmp_path / "out")))
+        main(parse_args(make_flags(tiny_bert, glue, tmp_path / "out")))
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]
 
 

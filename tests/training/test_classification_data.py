@@ -47,7 +47,7 @@ def load(tmp_path):
     return call
 
 
-def columns_of(split):
+def get_columns(split):
     return {name: split.data[name][:] for name in split.data.column_names if name not in ("file", "line")}
 
 
@@ -254,14 +254,14 @@ def test_all_file_formats_give_the_same_rows(load):
         {"train.jsonl.gz": lines},
     ):
         result = load(files)
-        assert columns_of(result.splits["train"]) == {
+        assert get_columns(result.splits["train"]) == {
             "text1": [text for text, _ in rows],
             "index": [1, 2, 3],
             "label": [1, 0, 1],
         }
         assert result.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and result.text_columns == ("text",)
     tabs = load({"train.tsv": 'text\tlabel\na "b\t0\nc\t1\n'})
-    assert columns_of(tabs.splits["train"])["text1"] == ['a "b', "c"]
+    assert get_columns(tabs.splits["train"])["text1"] == ['a "b', "c"]
 
 
 def test_several_files_form_one_split_and_errors_name_the_file(load):
@@ -283,7 +283,7 @@ def test_second_file_without_the_label_column_is_named(load, second):
 def test_pairs_nested_columns_and_unusual_names_are_read(load):
     rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
     result = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
-    assert columns_of(result.splits["train"]) == {
+    assert get_columns(result.splits["train"]) == {
         "text1": ["a", "c"],
         "text2": ["b", "d"],
         "index": [1, 2],
@@ -428,7 +428,7 @@ def test_detected_settings_are_printed(load, caplog):
 # A saved model's labels
 
 
-def classifier(names, kind=None):
+def make_classifier_config(names, kind=None):
     return SimpleNamespace(
         architectures=["AttnVariantBertForSequenceClassification"], id2label=dict(enumerate(names)), problem_type=kind
     )
@@ -437,16 +437,16 @@ def classifier(names, kind=None):
 def test_evaluation_uses_the_labels_of_the_model(load):
     only = "--num_train_epochs", 0
     rows = {"dev.csv": "text,label\na,b\nc,a\n"}
-    assert load(rows, *only, config=classifier(["b", "a"])).splits["validation"].data["label"][:] == [0, 1]
+    assert load(rows, *only, config=make_classifier_config(["b", "a"])).splits["validation"].data["label"][:] == [0, 1]
     numbers = {"dev.csv": "text,label\na,1\nc,0\n"}
-    assert load(numbers, *only, config=classifier(["LABEL_0", "LABEL_1"])).scheme.names == ("0", "1")
-    result = load(numbers, *only, config=classifier(["score"], REGRESSION))
+    assert load(numbers, *only, config=make_classifier_config(["LABEL_0", "LABEL_1"])).scheme.names == ("0", "1")
+    result = load(numbers, *only, config=make_classifier_config(["score"], REGRESSION))
     assert result.splits["validation"].data["label"][:] == [1.0, 0.0]
-    alone = load({"test.csv": "text,other\na,b\n"}, *only, config=classifier(["b", "a"]))
+    alone = load({"test.csv": "text,other\na,b\n"}, *only, config=make_classifier_config(["b", "a"]))
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
-        (classifier(["x", "y"]), "dev.csv, line 2, row 1, column 'label'.*'x', 'y', got 'b'"),
-        (classifier(["x", "y"], REGRESSION), "single output for regression, got 2"),
+        (make_classifier_config(["x", "y"]), "dev.csv, line 2, row 1, column 'label'.*'x', 'y', got 'b'"),
+        (make_classifier_config(["x", "y"], REGRESSION), "single output for regression, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             load(rows, *only, config=config)
@@ -488,11 +488,11 @@ def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
         Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features),
         ("--num_train_epochs", "0"),
     )
-    result = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
+    result = load_source({"validation": rows}, *only, config=make_classifier_config(["LABEL_0", "LABEL_1"]))
     assert result.scheme.names == ("neg", "pos") and result.splits["validation"].data["label"][:] == [1, 0]
     with pytest.raises(ValueError, match="'0', '1', '2', got 'pos'"):
-        load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1", "LABEL_2"]))
-    result = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
+        load_source({"validation": rows}, *only, config=make_classifier_config(["LABEL_0", "LABEL_1", "LABEL_2"]))
+    result = load_source({"validation": rows}, *only, config=make_classifier_config(["pos", "neg"]))
     assert result.splits["validation"].data["label"][:] == [0, 1]
 
 

@@ -25,7 +25,7 @@ from hf_attn_variants.training.engine.models import LabelMap
 from hf_attn_variants.training.engine.settings import is_greater_better
 
 
-def made(kind, classes, rows=60, seed=0):
+def make_output(kind, classes, rows=60, seed=0):
     generator = np.random.default_rng(seed)
     names = tuple(f"class {i}" for i in range(classes)) if kind != REGRESSION else ()
     logits = generator.normal(size=(rows, max(classes, 1)))
@@ -41,7 +41,7 @@ def made(kind, classes, rows=60, seed=0):
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_single_label_scores_equal_scikit_learn(classes):
-    scheme, result, labels = made(SINGLE_LABEL, classes)
+    scheme, result, labels = make_output(SINGLE_LABEL, classes)
     values, details = (
         compute_classification_metrics(scheme, result, labels),
         compute_metric_details(scheme, result, labels),
@@ -62,7 +62,7 @@ def test_single_label_scores_equal_scikit_learn(classes):
 
 
 def test_multilabel_scores_equal_scikit_learn():
-    scheme, result, labels = made(MULTI_LABEL, 4)
+    scheme, result, labels = make_output(MULTI_LABEL, 4)
     values, details = (
         compute_classification_metrics(scheme, result, labels),
         compute_metric_details(scheme, result, labels),
@@ -84,7 +84,7 @@ def test_single_optional_label_is_scored_as_a_binary_label():
     """Check one label, whose column scikit-learn would score as two averaged classes."""
     labels = [[float(i < 8)] for i in range(40)]
     for chosen, f1 in (([0] * 40, 0.0), ([1] * 10 + [0] * 30, 2 * 8 / 18)):
-        values, details = scored(MULTI_LABEL, ("spam",), [[4.0 * one - 2] for one in chosen], labels)
+        values, details = compute_scores(MULTI_LABEL, ("spam",), [[4.0 * one - 2] for one in chosen], labels)
         assert values["f1_micro"] == values["f1_macro"] == pytest.approx(f1)
         assert values["accuracy"] == pytest.approx(
             np.mean([one == label for one, [label] in zip(chosen, labels, strict=True)])
@@ -94,7 +94,7 @@ def test_single_optional_label_is_scored_as_a_binary_label():
 
 
 def test_regression_scores_equal_reference_values():
-    scheme, result, labels = made(REGRESSION, 0)
+    scheme, result, labels = make_output(REGRESSION, 0)
     values = compute_classification_metrics(scheme, result, labels)
     assert tuple(values) == METRICS_BY_PROBLEM[REGRESSION]
     assert values["rmse"] == pytest.approx(math.sqrt(((result.predicted_labels - labels) ** 2).mean()))
@@ -111,7 +111,7 @@ def test_metrics_to_minimize_are_known():
     assert all(map(is_greater_better, "pearson f1 accuracy bleu score meteor exact_match character per".split()))
 
 
-def scored(kind, names, logits, labels):
+def compute_scores(kind, names, logits, labels):
     scheme = LabelScheme(kind, names)
     result = ClassificationOutput(scheme, np.array(logits, dtype=np.float32), 0.5)
     return compute_classification_metrics(scheme, result, np.array(labels)), compute_metric_details(
@@ -120,18 +120,18 @@ def scored(kind, names, logits, labels):
 
 
 def test_undefined_score_has_a_reason():
-    values, details = scored(SINGLE_LABEL, ("a", "b"), [[1, 0], [0, 1]], [0, 0])
+    values, details = compute_scores(SINGLE_LABEL, ("a", "b"), [[1, 0], [0, 1]], [0, 0])
     assert math.isnan(values["roc_auc"]) and values["accuracy"] == 0.5
     assert details["undefined"]["roc_auc"] == "all 2 rows have 'a' and no row has 'b': it is not defined"
     assert math.isnan(details["per_class"]["b"]["recall"]) and details["per_class"]["b"]["precision"] == 0.0
-    values, details = scored(SINGLE_LABEL, ("a", "b", "c"), [[2, 1, 0], [1, 2, 0]], [0, 1])
+    values, details = compute_scores(SINGLE_LABEL, ("a", "b", "c"), [[2, 1, 0], [1, 2, 0]], [0, 1])
     assert values["roc_auc"] == 1.0 and math.isnan(details["per_class"]["c"]["f1"])
     assert details["undefined"]["roc_auc"] == "no row has 'c': it is the mean over the other 2"
-    values, details = scored(MULTI_LABEL, ("a", "b"), [[1, -1], [-1, -1]], [[1.0, 0.0], [0.0, 0.0]])
+    values, details = compute_scores(MULTI_LABEL, ("a", "b"), [[1, -1], [-1, -1]], [[1.0, 0.0], [0.0, 0.0]])
     assert values["roc_auc"] == 1.0 and details["undefined"]["roc_auc"].startswith("no row has 'b'")
-    values, details = scored(REGRESSION, (), [[1.0], [1.0]], [0.5, 1.5])
+    values, details = compute_scores(REGRESSION, (), [[1.0], [1.0]], [0.5, 1.5])
     assert math.isnan(values["pearson"]) and details["undefined"]["pearson"] == "all predictions are the same"
-    values, _ = scored(REGRESSION, (), [[1.0]], [0.5])
+    values, _ = compute_scores(REGRESSION, (), [[1.0]], [0.5])
     assert math.isnan(values["spearmanr"]) and values["mae"] == 0.5
 
 

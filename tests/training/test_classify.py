@@ -69,7 +69,7 @@ TEXT = ("--text_columns", "what is said")
 LEARNS = ("--learning_rate", "3e-3", "--dropout_rate", 0, "--num_train_epochs", 8)
 
 
-def lines_of(path):
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -126,7 +126,7 @@ def test_single_label_model_is_trained_saved_and_predicts(run, sorts, learner, t
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
     assert model.config.id2label == {0: "animal", 1: "both", 2: "thing"} and model.config.num_key_value_heads == 2
     assert model.config.problem_type == "single_label_classification"
-    written, tokenizer = lines_of(out / "predictions_test.jsonl"), AutoTokenizer.from_pretrained(out)
+    written, tokenizer = read_lines(out / "predictions_test.jsonl"), AutoTokenizer.from_pretrained(out)
     assert [row["row"] for row in written] == list(range(1, len(texts) + 1)) and "label" not in written[0]
     with torch.no_grad():
         shares = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts]).softmax(-1)
@@ -134,7 +134,7 @@ def test_single_label_model_is_trained_saved_and_predicts(run, sorts, learner, t
         assert list(row["text"].values()) == [text]
         assert list(row["probabilities"].values()) == pytest.approx(expected, abs=1e-4)
         assert row["prediction"] == max(row["probabilities"], key=row["probabilities"].get)
-    scored = lines_of(out / "predictions_dev.jsonl")
+    scored = read_lines(out / "predictions_dev.jsonl")
     right = sum(row["label"] == row["prediction"] for row in scored)
     assert right / len(scored) == pytest.approx(results["eval_accuracy"]) and len(scored) == results["eval_samples"]
     saved = json.loads((out / "all_results.json").read_text())
@@ -161,7 +161,7 @@ def test_saved_classifier_evaluates_and_predicts(run, sorts, tmp_path):
     assert again["labels"] == names and again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
     alone, folder = run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="alone", test=test)
     assert not [name for name in alone if name.startswith("eval_")] and alone["test_samples"] == 10
-    assert len(lines_of(folder / "predictions_test.jsonl")) == 10 and (folder / "training_curves.png").is_file()
+    assert len(read_lines(folder / "predictions_test.jsonl")) == 10 and (folder / "training_curves.png").is_file()
     on, _ = run(train, dev, *TEXT, *label, "--max_train_steps", 3, "--dropout_rate", 0, model=out, out="on")
     off, _ = run(
         train, dev, *TEXT, *label, "--max_train_steps", 3, "--dropout_rate", 0, model=tmp_path / "other", out="off"
@@ -179,13 +179,13 @@ def test_multilabel_model_is_trained(run, sorts, learner):
     assert results["labels"] == ["animal", "guitar", "house", "mat", "street"]
     assert results["eval_f1_micro"] > 0.9 and results["eval_roc_auc"] > 0.9
     assert not (out / "confusion_matrix.png").exists() and "eval_confusion_matrix" not in results
-    rows = lines_of(out / "predictions_dev.jsonl")
+    rows = read_lines(out / "predictions_dev.jsonl")
     assert any(row["label"] == ["animal", "guitar"] for row in rows) and any(row["label"] == [] for row in rows)
     for row in rows:
         assert row["prediction"] == [name for name, share in row["probabilities"].items() if share > 0.5]
     # The pipeline of Transformers gives the same labels.
     classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
-    for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
+    for text, row in zip(texts, read_lines(out / "predictions_test.jsonl"), strict=True):
         printed = {item["label"]: item["score"] for item in classifier([text])[0]}
         assert printed == pytest.approx(row["probabilities"], abs=1e-4)
 
@@ -196,12 +196,12 @@ def test_regression_model_is_trained(run, sorts, learner):
     flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
     results, out = run(train, dev, *TEXT, *flags, test=test, model=learner)
     assert results["eval_pearson"] > 0.9 and results["eval_rmse"] < 1 and "labels" not in results
-    records = [row for row in lines_of(out / "train_log.jsonl") if "eval_rmse" in row]
+    records = [row for row in read_lines(out / "train_log.jsonl") if "eval_rmse" in row]
     assert results["eval_rmse"] == min(row["eval_rmse"] for row in records)
-    rows = lines_of(out / "predictions_dev.jsonl")
+    rows = read_lines(out / "predictions_dev.jsonl")
     errors = [row["prediction"] - row["label"] for row in rows]
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(results["eval_rmse"], rel=1e-4)
-    assert isinstance(lines_of(out / "predictions_test.jsonl")[0]["prediction"], float)
+    assert isinstance(read_lines(out / "predictions_test.jsonl")[0]["prediction"], float)
 
 
 @pytest.mark.thorough
@@ -214,7 +214,7 @@ def test_class_weights_favor_the_rare_class(run, tmp_path):
     weighted, _ = run(table, table, *flags, "--class_weights", '{"rare": 5}', out="given")
     assert balanced["class_weights"] == pytest.approx({"common": 0.6, "rare": 3.0}) and "class_weights" not in plain
     assert weighted["class_weights"] == {"common": 1.0, "rare": 5.0}
-    share = [lines_of(folder / "predictions_dev.jsonl")[0]["probabilities"]["rare"] for folder in (out, other)]
+    share = [read_lines(folder / "predictions_dev.jsonl")[0]["probabilities"]["rare"] for folder in (out, other)]
     assert share[0] < 0.3 < 0.35 < share[1]
 
 
@@ -246,7 +246,7 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
         scored, again = run(None, None, *known, model=out, out="again", test=dev)
     printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
     assert f"model's training: {printed}" in caplog.text
-    assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
+    assert scored["test_samples"] == len(read_lines(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
     # The prediction uses them too, and given columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
     assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
@@ -328,7 +328,7 @@ def test_run_without_dev_rows_saves_a_model(run, sorts):
     train, _, test, _ = sorts
     results, out = run(train, None, *TEXT, "--label_column", "size", "--max_train_steps", 1, test=test)
     assert "eval_loss" not in results and (out / "model.safetensors").is_file()
-    assert len(lines_of(out / "predictions_test.jsonl")) == results["test_samples"]
+    assert len(read_lines(out / "predictions_test.jsonl")) == results["test_samples"]
 
 
 def test_undefined_scores_are_null_with_a_reason(run, tmp_path, capsys):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from fixtures.uptraining import make_t5
-from fixtures.wikipedia_sections import articles_by_headings, paragraphs_by_heading
+from fixtures.wikipedia_sections import read_articles_by_headings, read_paragraphs_by_heading
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -52,14 +52,14 @@ def classify(*argv):
 TABLES = [("sst2", "SST-2", []), ("stsb", "STS-B", []), ("mnli", "MNLI", NLI)]
 
 
-def divided(rows, count):
+def divide_rows(rows, count):
     rows = sorted(rows)
     random.Random(0).shuffle(rows)
     return rows[:count], rows[count : count + count // 4]
 
 
 def test_wikipedia_sections_are_classified(minilm, shared_data, tmp_path):
-    train, dev = divided(paragraphs_by_heading(shared_data / "wikipedia"), 1000)
+    train, dev = divide_rows(read_paragraphs_by_heading(shared_data / "wikipedia"), 1000)
     convert(minilm, 4, output_dir=tmp_path / "gqa4")
     files = [write_csv(tmp_path / f"{i}.csv", ("text", "topic"), rows) for i, rows in enumerate((train, dev))]
     results = classify(
@@ -75,7 +75,7 @@ def test_wikipedia_sections_are_classified(minilm, shared_data, tmp_path):
 
 
 def test_wikipedia_articles_get_their_section_labels(minilm, shared_data, tmp_path):
-    train, dev = divided(articles_by_headings(shared_data / "wikipedia"), 1600)
+    train, dev = divide_rows(read_articles_by_headings(shared_data / "wikipedia"), 1600)
     files = []
     for name, rows in (("train", train), ("dev", dev)):
         files.append(tmp_path / f"{name}.jsonl")

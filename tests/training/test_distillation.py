@@ -32,12 +32,12 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
 BASES = {"bert": "BertModel", "albert": "AlbertModel", "t5": "T5ForConditionalGeneration"}
 
 
-def random(*shape, seed=0):
+def draw_random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
-    student, teacher = [random(2, 4, 3, seed=i) for i in (0, 1)], [random(2, 4, 3, seed=i) for i in (2, 3)]
+    student, teacher = [draw_random(2, 4, 3, seed=i) for i in (0, 1)], [draw_random(2, 4, 3, seed=i) for i in (2, 3)]
     sums, items = compute_layer_error(student, teacher, [torch.tensor(2.0), torch.tensor(4.0)], MASK)
     expected = torch.zeros(2)
     for b, n in MASK.nonzero().tolist():
@@ -67,7 +67,7 @@ def test_mean_vector_of_the_teacher_has_error_one():
 
 
 def test_logits_divergence_equals_kullback_leibler_at_the_temperature():
-    student, teacher = random(2, 4, 5).float(), random(2, 4, 5, seed=1).float()
+    student, teacher = draw_random(2, 4, 5).float(), draw_random(2, 4, 5, seed=1).float()
     sums, items = compute_logits_divergence(student, teacher, MASK, temperature=2.0)
     p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
     expected = (4 * (p * (p / q).log()).sum(-1) * MASK).sum(-1)
@@ -80,7 +80,7 @@ def test_logits_divergence_equals_kullback_leibler_at_the_temperature():
 
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_multilabel_probabilities_are_compared_per_label(mask):
-    student, teacher = random(2, 4).float(), random(2, 4, seed=1).float()
+    student, teacher = draw_random(2, 4).float(), draw_random(2, 4, seed=1).float()
     sums, items = compute_label_divergence(student, teacher, mask, temperature=2.0)
     p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
     expected = 4 * (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
@@ -89,7 +89,7 @@ def test_multilabel_probabilities_are_compared_per_label(mask):
     assert items.tolist() == counted.sum(-1).tolist()
 
 
-def _logits_term(student, teacher, batch):
+def _compute_logits_term(student, teacher, batch):
     objective = UptrainingObjective(student, TermWeights(logits=1.0), Teacher(teacher))
     with torch.no_grad():
         sums, items = objective.compute_terms(student, batch)["logits_divergence"]
@@ -102,7 +102,7 @@ def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
     teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
     with torch.no_grad():
         student.classifier.bias.add_(1.0)
-    actual, student_logits, teacher_logits = _logits_term(student, teacher, BERT.batch(head))
+    actual, student_logits, teacher_logits = _compute_logits_term(student, teacher, BERT.batch(head))
     p, q = teacher_logits.sigmoid(), student_logits.sigmoid()
     of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
     expected = float(of_labels) if problem.startswith("multi") else 0.0
@@ -113,14 +113,14 @@ def test_discriminator_outputs_are_compared_per_token_without_padding():
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
     batch = electra.batch("ElectraForPreTraining")
-    actual, student_logits, teacher_logits = _logits_term(student, teacher, batch)
+    actual, student_logits, teacher_logits = _compute_logits_term(student, teacher, batch)
     p, q, mask = teacher_logits.sigmoid(), student_logits.sigmoid(), batch["attention_mask"]
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     assert float(actual) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
 
 
 def test_score_error_is_a_share_of_the_variance():
-    student, teacher = random(5, 2).float(), random(5, 2, seed=1).float()
+    student, teacher = draw_random(5, 2).float(), draw_random(5, 2, seed=1).float()
     sums, items = compute_scores_error(student, teacher, torch.tensor(4.0))
     torch.testing.assert_close(sums, ((student - teacher) ** 2).mean(-1) / 4)
     assert items.tolist() == [1] * 5
@@ -154,7 +154,7 @@ def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, an
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_is_excluded_from_answer_positions(dtype, temperature):
-    spans = [random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
+    spans = [draw_random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
     inputs = {"attention_mask": MASK}
     outputs = [types.SimpleNamespace(start_logits=pair[:, 0], end_logits=pair[:, 1]) for pair in spans]
     masked = [objective._get_span_logits(inputs, output) for output in outputs]
@@ -176,12 +176,12 @@ def test_encoder_decoder_answers_are_distributions_over_the_text():
 
 
 def test_cross_entropy_and_embedding_distance_equal_their_formulas():
-    logits, labels = random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
+    logits, labels = draw_random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
     sums, items = compute_token_cross_entropy(logits, labels)
     expected = functional.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100)
     torch.testing.assert_close(sums, torch.tensor([float(expected), 0.0]))
     assert items.tolist() == [3, 0]
-    states = random(2, 4, 3).float()
+    states = draw_random(2, 4, 3).float()
     turned = states @ torch.tensor([[0.0, 1, 0], [-1, 0, 0], [0, 0, 1]])
     distances, items = compute_embedding_distance(turned, 3 * states, MASK)
     means = [(states[b] * MASK[b][:, None]).sum(0) / MASK[b].sum() for b in range(2)]

@@ -84,10 +84,10 @@ def test_scores_are_written_before_the_test_split_is_predicted(run, tmp_path, mo
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "all_results.json", "predictions_dev_CoLA.tsv"} <= written
     assert "predictions_CoLA.tsv" not in written
-    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_get_umask()
 
 
-def _umask():
+def _get_umask():
     umask = os.umask(0)
     os.umask(umask)
     return umask

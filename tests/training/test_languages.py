@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
+from fixtures.multilingual import LANGUAGES, TOKENIZERS, make_marian_tokenizer
 from fixtures.uptraining import make_text
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -66,7 +66,7 @@ def run(tmp_path):
     return call
 
 
-def flags(kind):
+def make_flags(kind):
     return ["--source_lang", LANGUAGES[kind][0], "--target_lang", LANGUAGES[kind][1]]
 
 
@@ -100,7 +100,7 @@ def test_batches_equal_those_of_the_transformers_collator(folders, kind):
 @pytest.mark.thorough
 @EVERY_KIND
 def test_training_saves_the_languages(run, folders, kind):
-    results, out = run(seq2seq, folders[kind], *flags(kind))
+    results, out = run(seq2seq, folders[kind], *make_flags(kind))
     assert results["steps"] == 2 and "eval_bleu" in results
     tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
@@ -127,7 +127,7 @@ def test_missing_languages_raise_an_error(run, folders, kind):
 
 def test_generation_starts_with_the_requested_token(run, folders):
     target = LANGUAGES["mbart"][1]
-    _, out = run(seq2seq, folders["mbart"], *flags("mbart"), "--forced_bos_token", target)
+    _, out = run(seq2seq, folders["mbart"], *make_flags("mbart"), "--forced_bos_token", target)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert GenerationConfig.from_pretrained(out).forced_bos_token_id == tokenizer.convert_tokens_to_ids(target)
 
@@ -139,7 +139,7 @@ def test_uptraining_keeps_the_languages(run, folders, tmp_path, kind):
     more = ["--teacher", folders[kind], "--objective", "seq2seq", "--predict_with_generate"]
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
         run(uptrain, tmp_path / "gqa", *more)
-    results, out = run(uptrain, tmp_path / "gqa", *more, *flags(kind))
+    results, out = run(uptrain, tmp_path / "gqa", *more, *make_flags(kind))
     assert results["steps"] == 2 and "eval_bleu" in results
     tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
@@ -154,13 +154,13 @@ def test_calibration_needs_the_languages(folders, tmp_path):
     argv += ["--calibration_file", text, "--fit_steps", 0, "--max_length", 16, "--disable_tqdm"]
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
         convert_command.main(convert_command.parse_args([str(part) for part in argv]))
-    convert_command.main(convert_command.parse_args([str(part) for part in (*argv, *flags("m2m_100"))]))
+    convert_command.main(convert_command.parse_args([str(part) for part in (*argv, *make_flags("m2m_100"))]))
     assert (tmp_path / "gqa" / "config.json").is_file()
 
 
 def test_marian_with_two_vocabularies_trains(run, tmp_path):
     (tmp_path / "marian").mkdir()
-    tokenizer = marian_tokenizer(tmp_path / "marian")
+    tokenizer = make_marian_tokenizer(tmp_path / "marian")
     target_size, pad = len(tokenizer.target_encoder), tokenizer.pad_token_id
     torch.manual_seed(0)
     fields = {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": 0, "bos_token_id": None}

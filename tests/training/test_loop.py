@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from fixtures.full_disk import full_disk
-from fixtures.linear_loop import OBJECTIVE, log_of, losses_of, make_loop, rows, train_accumulated
+from fixtures.linear_loop import OBJECTIVE, log_of, make_loop, make_rows, read_losses, train_accumulated
 from fixtures.processes import run_processes
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
@@ -57,7 +57,7 @@ def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
     train_accumulated(one, 4)
     statuses, output = run_processes(2, train_accumulated, two, 2)
     assert statuses == [0, 0], output
-    losses, expected = ([loss for _, loss in losses_of(folder)] for folder in (two, one))
+    losses, expected = ([loss for _, loss in read_losses(folder)] for folder in (two, one))
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
     result, one_process_result = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
     torch.testing.assert_close({name.removeprefix("module."): result[name] for name in result}, one_process_result)
@@ -67,7 +67,7 @@ def test_first_logged_loss_is_the_mean_over_items(tmp_path):
     loop = make_loop(tmp_path, batch_size=5, total_steps=1)
     weight = [parameter.detach().clone() for parameter in loop.model.parameters()]
     loop.run()
-    batch = {key: torch.stack([row[key] for row in rows()[:5]]) for key in ("x", "y", "mask")}
+    batch = {key: torch.stack([row[key] for row in make_rows()[:5]]) for key in ("x", "y", "mask")}
     error = ((batch["x"] @ weight[0].T + weight[1] - batch["y"]) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
     assert log_of(tmp_path)[0]["loss"] == pytest.approx(error.item())
 
@@ -125,7 +125,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path, poison, named):
     assert all(torch.equal(saved[f"0.{key}"], value) for key, value in seen[3].items())
 
 
-SCALED = {"total_steps": 40, "data": rows(200), "lr": 1e-3}
+SCALED = {"total_steps": 40, "data": make_rows(200), "lr": 1e-3}
 
 
 def test_gradients_not_finite_at_any_loss_scale_stop_the_run(tmp_path):
@@ -221,7 +221,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, siz
     (tmp_path / "whole").mkdir()
     uninterrupted_loop = make_loop(tmp_path / "whole", **settings)
     uninterrupted_loop.run()
-    assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and resumed.state.best_step == 5
+    assert read_losses(tmp_path) == read_losses(tmp_path / "whole") and resumed.state.best_step == 5
     assert torch.equal(resumed.model.weight, uninterrupted_loop.model.weight)
 
 
@@ -244,7 +244,7 @@ def test_sigterm_saves_a_checkpoint(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
     AcceleratorState._reset_state(reset_partial_state=True)
     make_loop(cut, total_steps=8, resume_from_checkpoint="latest").run()
-    assert losses_of(cut) == losses_of(uninterrupted)
+    assert read_losses(cut) == read_losses(uninterrupted)
 
 
 def test_run_resumed_from_an_earlier_checkpoint_keeps_its_files(tmp_path):
@@ -301,7 +301,7 @@ def test_final_scores_belong_to_the_final_weights(tmp_path):
 
 
 def test_last_losses_are_checked_without_a_full_log_window(tmp_path):
-    loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=rows(20))
+    loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=make_rows(20))
     loop.run()
     assert [record["step"] for record in log_of(tmp_path)] == [3, 5]
     assert loop.get_results(20)["train_loss"] == pytest.approx(
@@ -317,7 +317,7 @@ def test_losses_are_checked_with_a_delay_of_one_step(tmp_path):
             looked.append(self._pending and self._pending[0])
             super()._record_last_loss()
 
-    loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=rows(20))
+    loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=make_rows(20))
     loop.__class__ = Watched
     loop.run()
     # The step that ends a run is looked at before the clock is.
@@ -350,7 +350,7 @@ class Seekable(IterableDataset):
 
     def __iter__(self):
         for i in range(self.start, 10, 2):
-            pair = rows()[i : i + 2]
+            pair = make_rows()[i : i + 2]
             yield {key: torch.stack([row[key] for row in pair]) for key in pair[0]} | {
                 "position": torch.tensor([i + 1])
             }
@@ -366,12 +366,12 @@ def test_resumed_run_seeks_to_the_position_of_the_last_batch(tmp_path):
     settings = {"total_steps": 5, "resume_from_checkpoint": "latest"}
     make_loop(cut, data=data, batch_size=None, seek=data.seek, **settings).run()
     assert data.start == 6
-    assert losses_of(cut) == losses_of(uninterrupted)
+    assert read_losses(cut) == read_losses(uninterrupted)
 
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(rows(5))
+        return iter(make_rows(5))
 
 
 def test_stream_without_length_restarts_at_its_end(tmp_path):

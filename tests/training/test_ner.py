@@ -19,7 +19,7 @@ main, parse_args = ner.main, ner.parse_args
 NAMES, PLACES, VERBS = ("Ann", "Bob", "Tom Lee"), ("Rome", "New York"), ("visits", "likes", "left")
 
 
-def sentences():
+def iterate_sentences():
     rows = [(name, verb, place) for name in NAMES for verb in VERBS for place in PLACES]
     for name, verb, place in rows:
         words = [*name.split(), verb, *place.split(), "."]
@@ -38,7 +38,7 @@ def write(path, rows, has_tags=True):
 
 @pytest.fixture
 def run(tiny_bert, tmp_path):
-    rows = list(sentences())
+    rows = list(iterate_sentences())
     train, dev = write(tmp_path / "train.txt.gz", rows), write(tmp_path / "dev.txt", rows[::3])
     test = write(tmp_path / "test.txt", rows[1::5], has_tags=False)
 
@@ -59,7 +59,7 @@ def test_variant_learns_to_tag_every_word(run, tiny_bert, tmp_path):
     model = AutoModelForTokenClassification.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
     assert sorted(model.config.label2id) == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
-    expected = [[word for word, _ in row] for row in list(sentences())[1::5]]
+    expected = [[word for word, _ in row] for row in list(iterate_sentences())[1::5]]
     assert [words for words, _ in read_conll(out / "predictions_test.txt")] == expected
     assert len(read_conll(out / "predictions_dev.txt")) == 6 and (out / "training_curves.png").is_file()
     again, _ = run("--num_train_epochs", 0, model=out, out="again")
@@ -95,7 +95,7 @@ def test_scores_count_whole_entities():
 
 
 def test_dataset_gives_the_same_sentences_as_files(tmp_path):
-    rows = [{"tokens": [w for w, _ in row], "ner_tags": [t for _, t in row]} for row in sentences()]
+    rows = [{"tokens": [w for w, _ in row], "ner_tags": [t for _, t in row]} for row in iterate_sentences()]
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
@@ -129,7 +129,7 @@ def test_test_file_may_have_tags(tmp_path, caplog, text, tags):
 
 
 def test_tagged_test_sentences_are_scored(run, tmp_path, capsys):
-    scored = write(tmp_path / "scored.txt", list(sentences())[::3])
+    scored = write(tmp_path / "scored.txt", list(iterate_sentences())[::3])
     results, _ = run("--max_train_steps", 3, "--test_file", scored)
     assert {name: results[f"test_{name}"] for name in ("f1", "accuracy")} == {
         name: results[f"eval_{name}"] for name in ("f1", "accuracy")
@@ -144,7 +144,7 @@ def test_tagged_test_sentences_are_scored(run, tmp_path, capsys):
 def test_evaluated_tagger_keeps_its_tags(run, tmp_path, caplog):
     """Check that other tags raise an error: outputs are not renamed, and no new head is made."""
     _, out = run("--max_train_steps", 2)
-    rows = list(sentences())
+    rows = list(iterate_sentences())
     for text in ("Ann B-ABC\nleft O\nRome B-LOC\n", "Ann B-PER\nleft B-ORG\n"):
         (tmp_path / "odd.txt").write_text(text)
         printed = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"

@@ -63,7 +63,7 @@ class Tokenizer:
         return {"a": 59}
 
 
-def argv(fields):
+def make_argv(fields):
     flags = []
     for name, value in fields.items():
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
@@ -71,7 +71,7 @@ def argv(fields):
     return flags
 
 
-def config_of(command, model_type, *more):
+def make_config(command, model_type, *more):
     needed = ["--model_type", model_type, "--tokenizer_name", "x", "--output_dir", "o", "--max_train_steps", "1"]
     return make_new_config(command.parse_args([*needed, "--train_file", "a", *more]), Tokenizer())
 
@@ -87,7 +87,7 @@ def test_flag_sets_its_field(name):
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
     if name == "encoder_attention_kernel":
         fields["position_embedding_type"] = "sinusoidal"
-    config = config_of(command, model_type, "--config_overrides", SIZES[model_type], *argv(fields))
+    config = make_config(command, model_type, "--config_overrides", SIZES[model_type], *make_argv(fields))
     assert config.model_type == f"attn_variant_{model_type}"
     assert getattr(config, name) == value
     assert getattr(type(config)(), name) != value
@@ -154,8 +154,8 @@ def test_overrides_and_flags_give_equal_configurations():
     fields = 'talking_heads=both,talking_heads_dynamic=["x2l","m2l"],per_layer_values={"num_key_value_heads":[1,4]}'
     flags = ["--talking_heads", "both", "--talking_heads_dynamic", "x2l", "m2l"]
     flags += ["--per_layer_values", '{"num_key_value_heads": [1, 4]}']
-    config = config_of(pretrain_t5, "t5", "--config_overrides", sizes, *flags)
-    again = config_of(pretrain_t5, "t5", "--config_overrides", f"{sizes},{fields}")
+    config = make_config(pretrain_t5, "t5", "--config_overrides", sizes, *flags)
+    again = make_config(pretrain_t5, "t5", "--config_overrides", f"{sizes},{fields}")
     assert again.to_dict() == config.to_dict() and again.talking_heads_dynamic == ["x2l", "m2l"]
 
 
@@ -169,7 +169,7 @@ def test_overrides_and_flags_give_equal_configurations():
 )
 def test_unknown_or_duplicate_overrides_raise_an_error(more, message):
     with pytest.raises(ValueError, match=message):
-        config_of(pretrain_t5, "t5", *more)
+        make_config(pretrain_t5, "t5", *more)
 
 
 def test_invalid_flag_value_prints_one_line(capsys):
@@ -178,7 +178,7 @@ def test_invalid_flag_value_prints_one_line(capsys):
         (["--talking_heads_dynamic", "x2l", "l2x"], "argument --talking_heads_dynamic: invalid choice: 'l2x'"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            config_of(pretrain_t5, "t5", *more)
+            make_config(pretrain_t5, "t5", *more)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 

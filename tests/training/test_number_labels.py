@@ -6,7 +6,7 @@ from hf_attn_variants.training.classification import REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.classification.data import infer_problem_type
 
 
-def kind(labels):
+def infer_kind(labels):
     return infer_problem_type(labels, lambda i: f"row {i + 1}")
 
 
@@ -29,7 +29,7 @@ def kind(labels):
 )
 def test_formatted_numbers_are_parsed(labels):
     with pytest.raises(ValueError, match=r"1234\.5"):
-        kind(labels * 2)
+        infer_kind(labels * 2)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_formatted_numbers_are_parsed(labels):
 )
 def test_unique_labels_raise_an_error(labels):
     with pytest.raises(ValueError, match=r"different labels in .*--problem_type regression"):
-        kind(labels)
+        infer_kind(labels)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_unique_labels_raise_an_error(labels):
     ],
 )
 def test_formatted_numbers_can_be_classes(labels):
-    assert kind(labels) == SINGLE_LABEL
+    assert infer_kind(labels) == SINGLE_LABEL
 
 
 def test_formatted_numbers_can_be_regression_targets():
-    assert kind(["1.5", "1000", "-2e3"]) == REGRESSION
+    assert infer_kind(["1.5", "1000", "-2e3"]) == REGRESSION

@@ -65,7 +65,7 @@ def step_on_ones(model, optimizer, scheduler):
     scheduler.step()
 
 
-def adafactor(**changed):
+def make_adafactor(**changed):
     flags = {"optim": "adafactor", "adafactor_scale_parameter": False, "adafactor_relative_step": False}
     model, args = TalkingHeadsSettings(), replace(SETTINGS, **flags | {"weight_decay": 0.0} | changed)
     optimizer = create_optimizer(model, args)
@@ -74,7 +74,7 @@ def adafactor(**changed):
 
 def test_adafactor_uses_the_learning_rate_and_schedule():
     # On a gradient of ones the first update is one everywhere: the step is the rate.
-    model, optimizer, scheduler = adafactor(warmup_ratio=0.0)
+    model, optimizer, scheduler = make_adafactor(warmup_ratio=0.0)
     before = model.query.weight.detach().clone()
     step_on_ones(model, optimizer, scheduler)
     torch.testing.assert_close(model.query.weight.detach(), before - 1e-2)
@@ -84,14 +84,14 @@ def test_adafactor_uses_the_learning_rate_and_schedule():
 
 
 def test_adafactor_scales_steps_by_each_parameter():
-    model, optimizer, scheduler = adafactor(warmup_ratio=0.0, adafactor_scale_parameter=True)
+    model, optimizer, scheduler = make_adafactor(warmup_ratio=0.0, adafactor_scale_parameter=True)
     model.x2l_proj.data.fill_(3.0)
     step_on_ones(model, optimizer, scheduler)
     torch.testing.assert_close(model.x2l_proj.detach(), torch.full((4, 4), 3.0 - 3.0 * 1e-2))
 
 
 def test_adafactor_relative_steps_replace_the_schedule():
-    model, optimizer, scheduler = adafactor(adafactor_relative_step=True, warmup_ratio=0.0)
+    model, optimizer, scheduler = make_adafactor(adafactor_relative_step=True, warmup_ratio=0.0)
     rates = []
     for _ in range(3):
         step_on_ones(model, optimizer, scheduler)
@@ -114,7 +114,7 @@ def test_parameter_groups_contain_each_trainable_parameter_once():
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
 
 
-def rates_of_eight_steps(optimizer, **changed):
+def get_rates_of_eight_steps(optimizer, **changed):
     scheduler = create_scheduler(optimizer, replace(SETTINGS, **changed), total_steps=8)
     rates = []
     for _ in range(8):
@@ -137,13 +137,13 @@ def rates_of_eight_steps(optimizer, **changed):
 )
 def test_schedules_equal_their_formulas_after_the_warmup(kind, settings, expected):
     optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
-    rates = rates_of_eight_steps(optimizer, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
+    rates = get_rates_of_eight_steps(optimizer, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
     assert rates == pytest.approx([0.0, 5e-3, *(1e-2 * part for part in expected)])
 
 
 def test_warmup_ratio_is_limited():
     optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
-    rates = rates_of_eight_steps(optimizer)
+    rates = get_rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
     with pytest.raises(ValueError, match="at most 8"):
         create_scheduler(optimizer, replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=8)

@@ -61,7 +61,7 @@ MODELS = {
 }
 
 
-def model_of(name):
+def load_model(name):
     model_class, config_class, fields = MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**SIZES, **fields)).eval()
@@ -97,11 +97,11 @@ def run(text, tokenizer, tmp_path):
     return call
 
 
-def scratch(model_type="bert", *more):
+def make_scratch_flags(model_type="bert", *more):
     return ["--model_type", model_type, "--config_overrides", TINY, *more]
 
 
-def batch_of(tokenizer, length=10, rows=3):
+def make_batch(tokenizer, length=10, rows=3):
     """Return random blocks, the last one short, and the batch that they form."""
     prepare = CausalLMPreparer(tokenizer, length)
     generator = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def batch_of(tokenizer, length=10, rows=3):
 
 
 def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
-    blocks, batch = batch_of(tokenizer)
+    blocks, batch = make_batch(tokenizer)
     prepare = CausalLMPreparer(tokenizer, 10)
     assert prepare.block_length == 10 and prepare.separator == tokenizer.sep_token_id
     for i, block in enumerate(blocks):
@@ -126,7 +126,7 @@ def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
-    model, (blocks, batch) = model_of(name), batch_of(tokenizer)
+    model, (blocks, batch) = load_model(name), make_batch(tokenizer)
     actual = make_cross_entropy_objective(compute_causal_logits).loss_sum(model, batch)
     sums = compute_label_statistics(compute_causal_logits(model, batch), batch["labels"])
     assert (
@@ -150,7 +150,7 @@ def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_clm_loss_does_not_depend_on_later_tokens(tokenizer, name):
-    model, (_, batch) = model_of(name), batch_of(tokenizer)
+    model, (_, batch) = load_model(name), make_batch(tokenizer)
     changed = {key: tensor.clone() for key, tensor in batch.items()}
     changed["input_ids"][:, 5] = (changed["input_ids"][:, 5] + 7) % 60
     before, after = compute_causal_logits(model, batch), compute_causal_logits(model, changed)
@@ -159,7 +159,7 @@ def test_clm_loss_does_not_depend_on_later_tokens(tokenizer, name):
 
 
 def test_shuffling_keeps_the_next_token_of_each_word(tokenizer):
-    _, batch = batch_of(tokenizer)
+    _, batch = make_batch(tokenizer)
     shuffled = shuffle_positions(batch)
     for i in range(3):
         pairs = [
@@ -182,7 +182,7 @@ def test_shuffling_keeps_the_next_token_of_each_word(tokenizer):
     ids=["MQA", "window", "elu"],
 )
 def test_new_clm_variant_learns_and_generates_with_a_cache(run, tokenizer, more, tmp_path):
-    results = run(*scratch(), *more, "--max_train_steps", 40, "--eval_steps", 20)
+    results = run(*make_scratch_flags(), *more, "--max_train_steps", 40, "--eval_steps", 20)
     log = log_of(run.out)
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
@@ -208,7 +208,7 @@ def test_new_clm_variant_learns_and_generates_with_a_cache(run, tokenizer, more,
 
 @pytest.mark.parametrize("model_type", ["roberta", "electra"])
 def test_relatives_of_bert_train_as_decoders(run, model_type):
-    results = run(*scratch(model_type), "--max_train_steps", 2)
+    results = run(*make_scratch_flags(model_type), "--max_train_steps", 2)
     model = AutoModelForCausalLM.from_pretrained(run.out)
     assert type(model).__name__ == {"roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM"}[model_type]
     assert model.config.is_decoder and math.isfinite(results["eval_loss"])
@@ -229,7 +229,13 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
 
 
 def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
-    flags = [*scratch("bert", "--num_key_value_heads", 2), "--max_train_steps", 7, "--checkpointing_steps", 4]
+    flags = [
+        *make_scratch_flags("bert", "--num_key_value_heads", 2),
+        "--max_train_steps",
+        7,
+        "--checkpointing_steps",
+        4,
+    ]
     complete_run = run(*flags)
     checkpoint = ["--resume_from_checkpoint", run.out / "checkpoint-4"]
     resumed = run(*flags, *checkpoint, output_dir=tmp_path / "resumed")
@@ -243,7 +249,7 @@ def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (scratch("albert"), "--model_type"),
+        (make_scratch_flags("albert"), "--model_type"),
         (["--model_type", "distilbert"], "--model_type"),
         (["--model_type", "bert", "--config_overrides", f"{TINY},attention_kernel=linformer"], "linformer"),
     ],

@@ -77,7 +77,7 @@ def text(tmp_path_factory):
     return folder
 
 
-def argv_of(text, tokenizer, out, *more):
+def make_argv(text, tokenizer, out, *more):
     argv = ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", out, "--max_length", 24]
     argv += [] if "--train_file" in more else ["--train_file", *sorted(text.glob("train-*.txt.gz"))]
     argv += [] if "--validation_file" in more else ["--validation_file", text / "valid.txt"]
@@ -89,16 +89,16 @@ def argv_of(text, tokenizer, out, *more):
 @pytest.fixture
 def run(text, tokenizer, tmp_path):
     def call(*more, out=tmp_path / "out"):
-        return main(parse_args(argv_of(text, tokenizer, out, *more))), out
+        return main(parse_args(make_argv(text, tokenizer, out, *more))), out
 
     return call
 
 
-def scratch(model_type="bert", *more):
+def make_scratch_flags(model_type="bert", *more):
     return ["--model_type", model_type, "--config_overrides", TINY, *more]
 
 
-def masked_counts(prepare, blocks):
+def count_masked_tokens(prepare, blocks):
     actual = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
     for i, block in enumerate(blocks):
         example = prepare(block, (0, i))
@@ -125,7 +125,7 @@ def blocks(tokenizer):
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_masks_have_the_requested_rates(tokenizer, blocks, whole_words):
     prepare = MaskedLMPreparer(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
-    actual = masked_counts(prepare, blocks * 5)
+    actual = count_masked_tokens(prepare, blocks * 5)
     assert actual["tokens"] > 20_000
     assert actual["chosen"] / actual["tokens"] == pytest.approx(0.15, abs=0.015)
     assert actual["mask"] / actual["chosen"] == pytest.approx(0.8, abs=0.03)
@@ -199,7 +199,7 @@ def test_vocabulary_may_have_gaps(tmp_path):
     assert make_word_start_mask(tokenizer)[ids].tolist() == [True, False, True]
     prepare = MaskedLMPreparer(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
-    argv = ["--tokenizer_name", tmp_path, "--output_dir", tmp_path, "--train_file", "x", *STEPS, *scratch()]
+    argv = ["--tokenizer_name", tmp_path, "--output_dir", tmp_path, "--train_file", "x", *STEPS, *make_scratch_flags()]
     assert make_new_config(parse_args(list(map(str, argv))), tokenizer).vocab_size == 22
 
 
@@ -232,7 +232,7 @@ SIZES = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "interme
 SIZES |= {"num_hidden_layers": 2}
 
 
-def tiny_models():
+def make_tiny_models():
     torch.manual_seed(0)
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     distilbert = {"vocab_size": 50, "dim": 16, "n_heads": 4, "hidden_dim": 32, "n_layers": 2}
@@ -251,7 +251,7 @@ def tiny_models():
     return models
 
 
-def batch_of_random_tokens():
+def make_random_batch():
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 50, (3, 10), generator=generator)
     labels = torch.where(torch.rand(3, 10, generator=generator) < 0.3, ids, IGNORED_LABEL)
@@ -260,9 +260,9 @@ def batch_of_random_tokens():
     return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
 
 
-@pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", make_tiny_models(), ids=lambda model: type(model).__name__)
 def test_loss_on_masked_positions_equals_the_model_loss(model):
-    batch = batch_of_random_tokens()
+    batch = make_random_batch()
     objective = make_masked_lm_objective(model)
     count = objective.count(batch)
     assert count == (batch["labels"] != IGNORED_LABEL).sum() and objective.examples(batch) == 3
@@ -292,7 +292,7 @@ def test_loss_on_masked_positions_equals_the_model_loss(model):
 )
 def test_loss_with_a_sentence_task_equals_the_model_loss(model, label_name):
     model.eval()
-    batch = batch_of_random_tokens() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
+    batch = make_random_batch() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
     model_loss = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
     masked = int((batch["labels"] != IGNORED_LABEL).sum())
@@ -305,11 +305,11 @@ def test_loss_with_a_sentence_task_equals_the_model_loss(model, label_name):
     assert without.item() / masked < model_loss.item()
 
 
-@pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", make_tiny_models(), ids=lambda model: type(model).__name__)
 @torch.no_grad()
 def test_positions_are_independent_without_attention(model):
     model.eval()
-    ids = batch_of_random_tokens()["input_ids"]
+    ids = make_random_batch()["input_ids"]
     changed = ids.clone()
     changed[:, 4] = (changed[:, 4] + 1) % 50
     others = [i for i in range(10) if i != 4]
@@ -321,7 +321,7 @@ def test_positions_are_independent_without_attention(model):
 
 
 def test_shuffled_context_keeps_tokens_and_labels():
-    batch = batch_of_random_tokens()
+    batch = make_random_batch()
     shuffled = shuffle_positions(batch)
     assert torch.equal(shuffled["input_ids"], shuffle_positions(batch)["input_ids"])
     for row, length in enumerate([10, 10, 7]):
@@ -342,7 +342,7 @@ def test_context_check_needs_both_losses(shuffled, zeroed, passed):
 @pytest.mark.thorough
 def test_new_bert_trains_with_windows(run, tokenizer):
     flags = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
-    results, out = run(*scratch("bert", *flags), *STEPS)
+    results, out = run(*make_scratch_flags("bert", *flags), *STEPS)
     config = AutoConfig.from_pretrained(out)
     actual = config.attention_pattern, config.attention_window, config.num_global_tokens
     assert actual == ("sliding_window", 4, 1)
@@ -355,7 +355,7 @@ def test_new_bert_trains_with_windows(run, tokenizer):
     with pytest.raises(ValueError, match="--attention_pattern is only supported for a model from scratch"):
         run("--model_name_or_path", out, *flags, *STEPS, out=out.parent / "other")
     with pytest.raises(ValueError, match="`attention_window` must be set"):
-        run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
+        run(*make_scratch_flags("bert", *flags[:2]), *STEPS, out=out.parent / "other")
 
 
 def test_variant_fields_may_be_overrides(tokenizer):
@@ -367,7 +367,7 @@ def test_variant_fields_may_be_overrides(tokenizer):
 
 @pytest.mark.thorough
 def test_new_albert_variant_trains_and_loads(run, tokenizer):
-    results, out = run(*scratch("albert", "--num_key_value_heads", 2, "--talking_heads", "logits"), *STEPS)
+    results, out = run(*make_scratch_flags("albert", "--num_key_value_heads", 2, "--talking_heads", "logits"), *STEPS)
     assert results["steps"] == 6 and results["train_samples"] == 24 and results["train_tokens"] == 24 * 24
     assert results["eval_samples"] == 8 and results["eval_loss"] == pytest.approx(np.log(results["eval_perplexity"]))
     saved = json.loads((out / "all_results.json").read_text())
@@ -393,7 +393,7 @@ def test_new_albert_variant_trains_and_loads(run, tokenizer):
     [("bert", "nsp", AttnVariantBertForPreTraining), ("albert", "sop", AttnVariantAlbertForPreTraining)],
 )
 def test_sentence_task_trains_its_head(run, model_type, task, loaded):
-    results, out = run(*scratch(model_type, "--num_key_value_heads", 2), "--sentence_task", task, *STEPS)
+    results, out = run(*make_scratch_flags(model_type, "--num_key_value_heads", 2), "--sentence_task", task, *STEPS)
     assert results["eval_sentence_loss"] > 0 and results["eval_sentence_accuracy"] in [i / 8 for i in range(9)]
     model = AutoModelForPreTraining.from_pretrained(out)
     assert isinstance(model, loaded) and model.config.num_key_value_heads == 2
@@ -407,7 +407,7 @@ def test_sentence_task_trains_its_head(run, model_type, task, loaded):
 
 
 def test_run_reports_throughput_and_utilization(run):
-    results, out = run(*scratch(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
+    results, out = run(*make_scratch_flags(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
     # Seconds are compared, not rates: they are rounded to a millisecond, a good part of so short a run.
     seconds, tokens = results["train_runtime"], results["train_tokens"]
     assert tokens / results["train_tokens_per_second"] == pytest.approx(seconds, abs=1e-3, rel=1e-2)
@@ -421,11 +421,11 @@ def test_run_reports_throughput_and_utilization(run):
     for record, begin in zip(logged, [0, logged[0]["time"]], strict=True):
         assert tokens / 2 / record["tokens_per_second"] == pytest.approx(record["time"] - begin, abs=2e-3, rel=1e-2)
     with pytest.raises(ValueError, match="--peak_tflops must be more than 0, got 0"):
-        run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
+        run(*make_scratch_flags(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
 
 def test_evaluating_a_sentence_task_with_a_new_head_raises_an_error(run):
-    _, out = run(*scratch(), *STEPS)
+    _, out = run(*make_scratch_flags(), *STEPS)
     with pytest.raises(ValueError, match="cannot be loaded as BertForPreTraining"):
         run(
             *("--model_name_or_path", out, "--sentence_task", "nsp", "--num_train_epochs", 0),
@@ -436,7 +436,7 @@ def test_evaluating_a_sentence_task_with_a_new_head_raises_an_error(run):
 
 
 def test_continued_training_starts_from_the_checkpoint(run):
-    first, out = run(*scratch(), "--max_train_steps", 40, "--learning_rate", "1e-2")
+    first, out = run(*make_scratch_flags(), "--max_train_steps", 40, "--learning_rate", "1e-2")
     log = log_of(out)
     assert log[0]["loss"] - first["eval_loss"] > 1
     run("--model_name_or_path", out, *STEPS, out=out.parent / "more")
@@ -456,7 +456,7 @@ def test_continued_training_starts_from_the_checkpoint(run):
 )
 def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, more):
     # 30 steps of 4 examples go over an epoch's end; dropout is BERT's.
-    flags = [*scratch(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
+    flags = [*make_scratch_flags(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
     flags += ["--metric_for_best_model", "loss"]
     expected, uninterrupted = run(*flags, out=tmp_path / "whole")
     assert expected["epoch"] >= 1
@@ -494,7 +494,7 @@ def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_war
 
     def train(steps):
         out = tmp_path / f"out-{steps}"
-        return main(parse_args(argv_of(tmp_path, tokenizer, out, *flags, "--max_train_steps", steps)))
+        return main(parse_args(make_argv(tmp_path, tokenizer, out, *flags, "--max_train_steps", steps)))
 
     untrained = train(1)
     assert not untrained["gate_passed"] and "unigram model" in caplog.text
@@ -507,11 +507,11 @@ def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_war
 def test_empty_text_raises_before_removing_the_earlier_run(run, tmp_path):
     void = tmp_path / "void.txt"
     void.write_text("\u200b [PAD] \u200b\n")
-    _, out = run(*scratch(), *STEPS)
+    _, out = run(*make_scratch_flags(), *STEPS)
     before = sorted(path.name for path in out.iterdir())
     for flag in ("--train_file", "--validation_file"):
         with pytest.raises(ValueError, match=r"void\.txt"):
-            run(*scratch(), *STEPS, "--overwrite_output_dir", flag, void)
+            run(*make_scratch_flags(), *STEPS, "--overwrite_output_dir", flag, void)
     assert sorted(path.name for path in out.iterdir()) == before
 
 
@@ -520,7 +520,7 @@ def test_resumed_run_selects_weights_with_the_same_text(text, tokenizer, tmp_pat
     (tmp_path / "dev.txt").write_text(LICENCE.read_text())
     flags = ["--train_file", *text.glob("*.gz"), "--validation_file", tmp_path / "dev.txt", "--max_length", 24]
     flags += ["--tokenizer_name", tokenizer.name_or_path, "--output_dir", tmp_path / "out", "--checkpointing_steps", 3]
-    flags += [*scratch(), *STEPS, "--disable_tqdm", "--cpu"]
+    flags += [*make_scratch_flags(), *STEPS, "--disable_tqdm", "--cpu"]
 
     def again(*more):
         return main(parse_args([str(flag) for flag in (*flags, *more)]))
@@ -541,7 +541,16 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
         lines = "\n".join(json.dumps({"body": row}) for row in rows)
         (tmp_path / f"data/{split}.jsonl").write_text(lines + "\n")
     flags = ["--dataset_name", tmp_path / "data", "--text_column", "body", "--tokenizer_name", tokenizer.name_or_path]
-    flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *scratch(), *STEPS]
+    flags += [
+        "--max_length",
+        24,
+        "--disable_tqdm",
+        "--cpu",
+        "--output_dir",
+        tmp_path / "out",
+        *make_scratch_flags(),
+        *STEPS,
+    ]
     results = main(parse_args([str(flag) for flag in flags]))
     assert results["steps"] == 6 and results["eval_samples"] > 5
 
@@ -550,11 +559,11 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
     ("more", "message"),
     [
         ([], "--model_name_or_path.*--model_type"),
-        (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
-        (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
-        (scratch("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),
-        (scratch("bert", "--metric_for_best_model", "f1"), "must be one of loss, perplexity, accuracy"),
-        (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
+        (make_scratch_flags("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
+        (make_scratch_flags("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
+        (make_scratch_flags("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),
+        (make_scratch_flags("bert", "--metric_for_best_model", "f1"), "must be one of loss, perplexity, accuracy"),
+        (make_scratch_flags("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
     ],
@@ -602,19 +611,19 @@ def test_model_without_a_masked_lm_raises_an_error(run, tokenizer, tmp_path):
 def test_roberta_positions_start_after_the_padding_index(run, tokenizer, tmp_path):
     # 64 positions, of which texts cannot use the padding index and those before it.
     used = 63 - tokenizer.pad_token_id
-    results, _ = run(*scratch("roberta"), "--max_train_steps", 1, "--max_length", used)
+    results, _ = run(*make_scratch_flags("roberta"), "--max_train_steps", 1, "--max_length", used)
     assert results["steps"] == 1
     with pytest.raises(ValueError, match=f"--max_length must be at most {used}, .* got {used + 1}"):
-        run(*scratch("roberta"), *STEPS, "--max_length", used + 1, out=tmp_path / "long")
+        run(*make_scratch_flags("roberta"), *STEPS, "--max_length", used + 1, out=tmp_path / "long")
 
 
 def test_held_out_text_without_masks_raises_before_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", None)
     (tmp_path / "short.txt").write_text("a\n")
     with pytest.raises(ValueError, match=r"short\.txt"):
-        run(*STEPS, *scratch(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)
+        run(*STEPS, *make_scratch_flags(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)
 
 
 def test_epochs_with_a_stream_raise_an_error(run):
     with pytest.raises(ValueError, match="--max_train_steps"):
-        run(*scratch())
+        run(*make_scratch_flags())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fixtures.linear_loop import losses_of
+from fixtures.linear_loop import read_losses
 from fixtures.span_corruption import make_sentinel_tokenizer
 
 from hf_attn_variants.commands.training import pretrain, pretrain_t5
@@ -59,19 +59,19 @@ def write_rows(path, texts, column="text"):
 def assert_goes_on_to_the_same_end(run, text, *flags):
     run(*flags, "--resume_from_checkpoint", "latest")
     run(*flags, out="whole")
-    assert len(losses_of(text / "whole")) == STEPS and losses_of(text / "out") == losses_of(text / "whole")
+    assert len(read_losses(text / "whole")) == STEPS and read_losses(text / "out") == read_losses(text / "whole")
     weights = [(text / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
     assert weights[0] == weights[1]
 
 
-def second_shard(text):
+def get_second_shard(text):
     order = np.random.default_rng((42, SHARD_ORDER, 0)).permutation(3)
     return text / f"train-{order[1]}.txt.gz"
 
 
 @pytest.mark.thorough
 def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, monkeypatch):
-    broken, opened = second_shard(text), text_stream.open_file
+    broken, opened = get_second_shard(text), text_stream.open_file
 
     class FailingDisk:
         def __init__(self, file):

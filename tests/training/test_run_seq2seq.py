@@ -45,7 +45,7 @@ def run(t5, source, tmp_path):
     return call
 
 
-def predictions(folder, split="dev"):
+def read_predictions(folder, split="dev"):
     return [json.loads(line) for line in (folder / f"predictions_{split}.jsonl").read_text().splitlines()]
 
 
@@ -73,7 +73,7 @@ def test_t5_has_no_length_limit_and_disabled_bars_are_not_printed(run, t5, tmp_p
 @pytest.mark.thorough
 def test_predictions_equal_the_model_in_row_order(run, t5, source):
     results = run("--num_train_epochs", 0, "--num_beams", 1, 3, "--metrics", "bleu", "accuracy")
-    rows = predictions(run.out)
+    rows = read_predictions(run.out)
     lines = source.read_text().splitlines()
     assert [row["source"] for row in rows] == lines[:13] and len(rows) == 13
     assert [row["references"][0] for row in rows] == source.with_name("target.txt").read_text().splitlines()[:13]
@@ -94,7 +94,7 @@ def test_seq2seq_loss_equals_the_loss_of_transformers_labels(run, t5):
     results = run("--num_train_epochs", 0)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(t5).eval(), AutoTokenizer.from_pretrained(t5)
     total = tokens = 0
-    for row in predictions(run.out):
+    for row in read_predictions(run.out):
         labels = tokenizer(row["references"][0], return_tensors="pt").input_ids
         with torch.no_grad():
             loss = model(input_ids=tokenizer(row["source"], return_tensors="pt").input_ids, labels=labels).loss
@@ -203,9 +203,9 @@ def test_predictions_identify_rows_of_several_files(run, source, tmp_path):
     text = ["--validation_file", *files, "--test_source_file", source.parent / "test.txt", "--num_train_epochs", 0]
     (source.parent / "test.txt").write_text("three\n\n")
     run(text=text)
-    result = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
+    result = [(row["file"], row["row"], row["source"]) for row in read_predictions(run.out)]
     assert result == [(files[0], 2, "one"), (files[1], 1, "two")]
-    assert [(row["row"], row["source"]) for row in predictions(run.out, "test")] == [(1, "three"), (2, "")]
+    assert [(row["row"], row["source"]) for row in read_predictions(run.out, "test")] == [(1, "three"), (2, "")]
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
@@ -235,7 +235,7 @@ def test_test_split_without_targets_is_predicted(run, source):
     unscored = source.with_name("test.txt")
     unscored.write_text("\n" + source.read_text())
     results = run("--max_train_steps", 1, "--test_source_file", unscored)
-    rows = predictions(run.out, "test")
+    rows = read_predictions(run.out, "test")
     assert [row["source"] for row in rows] == ["", *source.read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(1, 66))
     assert results["test_samples"] == 65 and set(rows[0]) == {"row", "source", "prediction"}
@@ -266,7 +266,7 @@ def test_test_split_is_decoded_after_the_dev_scores(run, source, monkeypatch):
     with pytest.raises(OSError, match="no network"):
         run("--num_train_epochs", 0, "--push_to_hub", *test)
     assert written and {"predictions_dev.jsonl", "training_curves.png", "model.safetensors"} <= written[0]
-    assert "predictions_test.jsonl" not in written[0] and predictions(run.out, "test")
+    assert "predictions_test.jsonl" not in written[0] and read_predictions(run.out, "test")
 
 
 def test_test_split_is_skipped_on_request(run, source):
@@ -293,7 +293,7 @@ def test_last_evaluation_is_computed_once(run, monkeypatch, more):
     monkeypatch.setattr(Seq2SeqFineTuning, "decode", decode)
     results = run("--max_train_steps", 2, "--num_beams", 1, 3, *more)
     assert done == ["loss", 1, 3] and {"eval_loss", "eval_bleu", "eval_bleu_beam3"} <= results.keys()
-    assert {"prediction", "prediction_beam3"} <= predictions(run.out)[0].keys()
+    assert {"prediction", "prediction_beam3"} <= read_predictions(run.out)[0].keys()
     done.clear()
     again = run("--num_train_epochs", 0, "--num_beams", 1, 3, model=run.out, output_dir=run.out.with_name("again"))
     assert done == ["loss", 1, 3] and again["eval_bleu_beam3"] == results["eval_bleu_beam3"]
@@ -339,7 +339,7 @@ def test_glue_task_trains_text_to_text(run, glue):
     log = log_of(run.out)
     evaluations = [record for record in log if "eval_loss" in record]
     assert evaluations and all("eval_matthews_correlation" not in record for record in evaluations)
-    rows = predictions(run.out)
+    rows = read_predictions(run.out)
     assert {row["references"][0] for row in rows} <= {"acceptable", "unacceptable"}
     assert [row["index"] for row in rows] == [str(i) for i in range(len(rows))]
 

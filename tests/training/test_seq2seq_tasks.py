@@ -52,12 +52,14 @@ def test_generated_texts_other_than_labels_count_as_wrong():
     assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
 
 
-def arguments(*argv):
+def parse_arguments(*argv):
     return parse_args(["m", "--output_dir", "out", *map(str, argv)])
 
 
 def test_glue_task_is_read_and_scored_as_text(glue):
-    data = load_text_task(arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x "))
+    data = load_text_task(
+        parse_arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x ")
+    )
     dev = data.splits["dev"]
     assert set(data.splits) == {"train", "dev", "test"} and data.splits["test"].references is None
     assert all(source.startswith("x stsb sentence1: ") and " sentence2: " in source for source in dev.sources)
@@ -72,7 +74,7 @@ def test_glue_task_is_read_and_scored_as_text(glue):
 
 def test_squad_is_read_and_scored_as_text(tmp_path):
     file = write_questions(tmp_path / "dev.json")
-    data = load_text_task(arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
+    data = load_text_task(parse_arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
     dev = data.splits["dev"]
     assert dev.sources[0].startswith("question: Where did Mary go? context: Mary went to the red house.")
     assert dev.references[0] == ("the red house",)
@@ -83,20 +85,20 @@ def test_squad_is_read_and_scored_as_text(tmp_path):
 def test_text_to_text_evaluation_needs_no_training_split(tmp_path, glue):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
     flags = ["--task_name", "cola", "--data_dir", tmp_path]
-    assert set(load_text_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
+    assert set(load_text_task(parse_arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
     with pytest.raises(OSError, match=r"train\.tsv"):
-        load_text_task(arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
+        load_text_task(parse_arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
     file = write_questions(tmp_path / "dev.json")
     flags = ["--task_name", "squad", "--train_file", tmp_path / "none", "--validation_file", file]
-    assert set(load_text_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
+    assert set(load_text_task(parse_arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
 
 
 def test_invalid_tasks_and_files_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="got 'sst3'"):
-        load_text_task(arguments("--task_name", "sst3"))
+        load_text_task(parse_arguments("--task_name", "sst3"))
     with pytest.raises(ValueError, match=r"--train_file.*--task_name.*2"):
-        load_text_task(arguments("--task_name", "stsb", "--train_file", "a", "b"))
+        load_text_task(parse_arguments("--task_name", "stsb", "--train_file", "a", "b"))
     file = write_questions(tmp_path / "dev.json", version_2=True)
     with pytest.raises(ValueError, match="2 questions have no answer"):
-        load_text_task(arguments("--task_name", "squad", "--validation_file", file))
+        load_text_task(parse_arguments("--task_name", "squad", "--validation_file", file))
     assert "squad" in TEXT_TASKS and "mnli" in TEXT_TASKS and "ax" not in TEXT_TASKS

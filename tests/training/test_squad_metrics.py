@@ -13,7 +13,7 @@ from hf_attn_variants.training.squad.data import (
 )
 
 
-def question(key, *answers):
+def make_question(key, *answers):
     return Question(key, "?", "", tuple(Answer(text, 0) for text in answers))
 
 
@@ -44,13 +44,13 @@ def test_empty_normalized_answers_follow_the_official_scripts():
 
 
 def test_best_of_several_answers_counts():
-    questions = [question("a", "a dog", "the big dog"), question("b", "Wales")]
+    questions = [make_question("a", "a dog", "the big dog"), make_question("b", "Wales")]
     result = compute_squad_metrics(questions, {"a": "big dog", "b": "south Wales"})
     assert result == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
 
 
 def test_version_2_scores_empty_answers_and_the_best_threshold():
-    questions = [question("a", "Tom"), question("b", "red house"), question("c"), question("d")]
+    questions = [make_question("a", "Tom"), make_question("b", "red house"), make_question("c"), make_question("d")]
     texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}
     odds = {"a": -3.0, "b": 1.0, "c": -1.0, "d": 2.0}
     result = compute_squad_metrics(questions, texts, odds, no_answer_threshold=0.0)

@@ -54,7 +54,7 @@ def shards(tmp_path):
     return check_text_files([plain, packed])
 
 
-def expected_tokens(tokenizer, texts=ARTICLES):
+def tokenize_texts(tokenizer, texts=ARTICLES):
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.sep_token_id] for text in texts]
     return list(itertools.chain(*ids))
 
@@ -62,8 +62,8 @@ def expected_tokens(tokenizer, texts=ARTICLES):
 def test_packing_keeps_every_token(tokenizer, shards):
     blocks = read_blocks(shards, tokenizer, LENGTH, tokenizer.sep_token_id)
     assert {len(block) for block in blocks[:-1]} == {LENGTH} and 0 < len(blocks[-1]) <= LENGTH
-    assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
-    assert tokenizer.unk_token_id not in expected_tokens(tokenizer)
+    assert np.concatenate(blocks).tolist() == tokenize_texts(tokenizer)
+    assert tokenizer.unk_token_id not in tokenize_texts(tokenizer)
     assert len(read_blocks(shards, tokenizer, LENGTH, tokenizer.sep_token_id, limit=3)) == 3
 
 
@@ -120,25 +120,25 @@ def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=
     return TextStream(shards, tokenizer, prepare, batch_size, seed, window, process_index, num_processes)
 
 
-def rows(batches):
+def get_rows(batches):
     return torch.cat([batch["ids"] for batch in batches]).tolist()
 
 
 def test_block_order_depends_only_on_seed_and_epoch(tokenizer, shards):
     stream = make_stream(tokenizer, shards)
     first = list(stream)
-    assert rows(stream) == rows(first) == rows(make_stream(tokenizer, shards))
+    assert get_rows(stream) == get_rows(first) == get_rows(make_stream(tokenizer, shards))
     assert [tuple(key) for batch in first for key in batch["key"].tolist()] == [
-        (0, i) for i in range(len(rows(first)))
+        (0, i) for i in range(len(get_rows(first)))
     ]
-    unshuffled = sorted(token for row in rows(first) for token in row if token)
-    assert unshuffled == sorted(expected_tokens(tokenizer))
-    orders = [rows(first)]
+    unshuffled = sorted(token for row in get_rows(first) for token in row if token)
+    assert unshuffled == sorted(tokenize_texts(tokenizer))
+    orders = [get_rows(first)]
     for epoch in range(1, 4):
         stream.start_epoch(epoch)
-        orders.append(rows(stream))
+        orders.append(get_rows(stream))
     assert len({str(order) for order in orders}) > 2
-    assert rows(make_stream(tokenizer, shards, seed=6)) != orders[0]
+    assert get_rows(make_stream(tokenizer, shards, seed=6)) != orders[0]
 
 
 @pytest.fixture(params=["files", "datasets"])
@@ -226,7 +226,7 @@ def test_dataset_rows_are_read_as_text(tokenizer, tmp_path):
     source = DatasetShard("articles", stream)
     assert list(source.read_articles(3)) == [(3, ARTICLES[3]), (4, ARTICLES[4])]
     blocks = read_blocks([source], tokenizer, LENGTH, tokenizer.sep_token_id)
-    assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
+    assert np.concatenate(blocks).tolist() == tokenize_texts(tokenizer)
     with pytest.raises(ValueError, match=r"row 0.*column 'body'"):
         next(DatasetShard("articles", stream, "body").read_articles())
 

@@ -42,7 +42,7 @@ def flags(tiny_bert, tmp_path):
     return make
 
 
-def records(out):
+def read_records(out):
     return [(record["step"], record["loss"], record["lr"]) for record in log_of(out) if "loss" in record]
 
 
@@ -56,7 +56,7 @@ def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_pat
     expected = script.main(script.parse_args(flags(name, tmp_path / "one", 4, *more)))
     statuses, output = run_processes(2, run_script, name, flags(name, tmp_path / "two", 2, *more))
     assert statuses == [0, 0], output
-    one, two = ([loss for _, loss, _ in records(tmp_path / out)] for out in ("one", "two"))
+    one, two = ([loss for _, loss, _ in read_records(tmp_path / out)] for out in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 5 and expected["epoch"] == 0
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for key in ("eval_loss", "gate_shuffled_cost", "train_loss", "train_tokens", "eval_samples"):
@@ -88,7 +88,7 @@ def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     assert not (cut / "model.safetensors").exists()
     statuses, output = run_processes(2, run_script, script, resumed)
     assert statuses == [0, 0], output
-    assert records(cut) == records(uninterrupted) and len(records(uninterrupted)) == 12
+    assert read_records(cut) == read_records(uninterrupted) and len(read_records(uninterrupted)) == 12
     assert (cut / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 

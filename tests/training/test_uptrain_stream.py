@@ -55,7 +55,7 @@ def t5(tmp_path_factory):
     return folder
 
 
-def files_of(text):
+def make_file_flags(text):
     return ["--train_file", *sorted(text.glob("train-*.txt.gz")), "--validation_file", text / "valid.txt"]
 
 
@@ -63,7 +63,13 @@ def files_of(text):
 def run(text, t5, tmp_path):
     def flags(*more, model=t5 / "mqa", output_dir=tmp_path / "out", files=None):
         argv = ["--model_name_or_path", model, "--objective", "span_corruption", "--output_dir", output_dir, *LENGTH]
-        argv += [*(files_of(text) if files is None else files), "--max_eval_samples", 8, "--shuffle_buffer_size", 16]
+        argv += [
+            *(make_file_flags(text) if files is None else files),
+            "--max_eval_samples",
+            8,
+            "--shuffle_buffer_size",
+            16,
+        ]
         return [str(part) for part in [*argv, "--logging_steps", 1, "--cpu", "--disable_tqdm", *more]]
 
     def call(*more, **options):
@@ -73,7 +79,7 @@ def run(text, t5, tmp_path):
     return call
 
 
-def settings_of(**changed):
+def make_settings(**changed):
     files = {"train_file": ("a",), "validation_file": ("b",)}
     shared = {"model_name_or_path": "t5", "objective": "span_corruption", "output_dir": "o"}
     return UptrainingSettings(**shared | files | changed)
@@ -91,7 +97,14 @@ def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeyp
     steps += ["--per_device_train_batch_size", 5]
     results = run(*steps, "--noise_density", 0.2)
     uptraining_batches, seen = seen, []
-    argv = ["--model_name_or_path", t5 / "mqa", "--output_dir", tmp_path / "pretrained", *files_of(text), *LENGTH]
+    argv = [
+        "--model_name_or_path",
+        t5 / "mqa",
+        "--output_dir",
+        tmp_path / "pretrained",
+        *make_file_flags(text),
+        *LENGTH,
+    ]
     argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
     pretrain_t5.main(pretrain_t5.parse_args([str(item) for item in [*argv, "--noise_density", 0.2]]))
     assert len(uptraining_batches) == len(seen) == 4 and all(len(group) == 2 for group in uptraining_batches)
@@ -110,7 +123,7 @@ def test_loss_decreases_and_equals_the_pretraining_loss(run, text, t5, tmp_path)
     assert [record["step"] for record in log if "eval_loss" in record] == [0, 12, 24, 36, 48, 60]
     assert (results["block_length"], results["target_length"], results["objective"]) == (34, 8, "span_corruption")
     for folder, expected in ((t5 / "mqa", "initial_eval_loss"), (run.out, "eval_loss")):
-        argv = ["--model_name_or_path", folder, "--output_dir", tmp_path / expected, *files_of(text), *LENGTH]
+        argv = ["--model_name_or_path", folder, "--output_dir", tmp_path / expected, *make_file_flags(text), *LENGTH]
         argv += ["--num_train_epochs", 0, "--max_eval_samples", 8, "--cpu", "--disable_tqdm"]
         again = pretrain_t5.main(pretrain_t5.parse_args(list(map(str, argv))))
         assert again["eval_loss"] == pytest.approx(results[expected], rel=1e-5)
@@ -169,7 +182,7 @@ def test_stream_uptraining_in_two_processes_equals_one(run, tmp_path):
     [(0.05, 1_000_000, 50_000), (0.05, 41, 3), (0.07, 100, 7), (0.1, 3, 1), (0, 10, 0), (1, 7, 7), (1e-6, 10, 1)],
 )
 def test_alpha_steps_are_rounded_up(alpha, steps, expected):
-    assert settings_of(alpha=alpha, pretraining_steps=steps).alpha_steps == expected
+    assert make_settings(alpha=alpha, pretraining_steps=steps).alpha_steps == expected
 
 
 def test_alpha_determines_the_length_of_the_run(run, caplog):
@@ -192,7 +205,7 @@ def test_text_shorter_than_a_step_gives_a_warning(run, caplog):
 
 
 def test_defaults_equal_t5_pretraining():
-    settings = settings_of(alpha=0.05, pretraining_steps=1_000_000)
+    settings = make_settings(alpha=0.05, pretraining_steps=1_000_000)
     assert (settings.optim, settings.adafactor_scale_parameter, settings.adafactor_relative_step) == (
         "adafactor",
         True,
@@ -201,10 +214,10 @@ def test_defaults_equal_t5_pretraining():
     assert (settings.max_length, settings.total_train_batch_size, settings.trainable) == (512, 2048, "all")
     assert (settings.max_grad_norm, settings.warmup_ratio, settings.learning_rate) == (0.0, 0.0, 1e-3)
     assert dataclasses.replace(settings, seed=1).values() == settings.values() | {"seed": 1}
-    assert settings_of(max_train_steps=3, gradient_accumulation_steps=4).total_train_batch_size is None
-    others = settings_of(max_train_steps=3, optim="adamw", adafactor_scale_parameter=None)
+    assert make_settings(max_train_steps=3, gradient_accumulation_steps=4).total_train_batch_size is None
+    others = make_settings(max_train_steps=3, optim="adamw", adafactor_scale_parameter=None)
     assert (others.adafactor_scale_parameter, others.max_grad_norm) == (False, 1.0)
-    assert not settings_of(max_train_steps=3, adafactor_scale_parameter=False).adafactor_scale_parameter
+    assert not make_settings(max_train_steps=3, adafactor_scale_parameter=False).adafactor_scale_parameter
     flags = "m --objective span_corruption --train_file a.txt --validation_file b.txt --output_dir o"
     assert uptrain.parse_args([*flags.split(), "--max_train_steps", "3"]).adafactor_scale_parameter
     rows = UptrainingSettings(model_name_or_path="t5", objective="mlm", output_dir="o", train_file=("a",))
@@ -214,7 +227,7 @@ def test_defaults_equal_t5_pretraining():
 
 @pytest.mark.parametrize("pretrained", [20_000, 1_000_000])
 def test_learning_rate_continues_from_the_pretraining(pretrained):
-    settings = settings_of(alpha=0.05, pretraining_steps=pretrained)
+    settings = make_settings(alpha=0.05, pretraining_steps=pretrained)
     optimizer = create_optimizer(torch.nn.Linear(2, 2), settings)
     scheduler = create_scheduler(optimizer, settings, settings.alpha_steps)
     for step in range(300):
@@ -225,14 +238,14 @@ def test_learning_rate_continues_from_the_pretraining(pretrained):
 
 
 def test_given_settings_change_the_schedule():
-    constant = settings_of(max_train_steps=9)
+    constant = make_settings(max_train_steps=9)
     assert (constant.lr_scheduler_type, constant.learning_rate, constant.lr_scheduler_kwargs) == ("constant", 1e-3, {})
-    short = settings_of(max_train_steps=9, pretraining_steps=500)
+    short = make_settings(max_train_steps=9, pretraining_steps=500)
     assert (short.learning_rate, short.lr_scheduler_kwargs) == (0.01, {"timescale": 10_000})
-    assert settings_of(max_train_steps=9, num_warmup_steps=3).lr_scheduler_type == "constant_with_warmup"
-    linear = settings_of(max_train_steps=9, pretraining_steps=500, lr_scheduler_type="linear")
+    assert make_settings(max_train_steps=9, num_warmup_steps=3).lr_scheduler_type == "constant_with_warmup"
+    linear = make_settings(max_train_steps=9, pretraining_steps=500, lr_scheduler_type="linear")
     assert (linear.lr_scheduler_type, linear.lr_scheduler_kwargs) == ("linear", {})
-    changed_settings = settings_of(max_train_steps=9, pretraining_steps=500, adafactor_relative_step=True)
+    changed_settings = make_settings(max_train_steps=9, pretraining_steps=500, adafactor_relative_step=True)
     assert changed_settings.lr_scheduler_kwargs == {}
 
 

@@ -12,28 +12,32 @@ ARCHITECTURES = (
 )
 
 
-def folder() -> Path:
+def get_transformers_folder() -> Path:
     """Return the folder of the installed Transformers, without importing it."""
     return Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
 
 
 @cache
-def tree_of(architecture: str) -> ast.Module:
+def parse_modeling_file(architecture: str) -> ast.Module:
     """Return the syntax tree of an architecture's modeling file."""
-    return ast.parse((folder() / "models" / architecture / f"modeling_{architecture}.py").read_text(encoding="utf-8"))
+    return ast.parse(
+        (get_transformers_folder() / "models" / architecture / f"modeling_{architecture}.py").read_text(
+            encoding="utf-8"
+        )
+    )
 
 
-def classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+def get_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
     """Return a dictionary of the classes of a file."""
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def method(result: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+def get_method(result: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     """Return a method that a class itself defines."""
     return next((item for item in result.body if isinstance(item, ast.FunctionDef) and item.name == name), None)
 
 
-def parameters(function: ast.FunctionDef) -> list[str]:
+def get_parameter_names(function: ast.FunctionDef) -> list[str]:
     """Return the names of a method's parameters except `self` and the starred ones."""
     arguments = function.args
     return [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:] + [
@@ -41,29 +45,29 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     ]
 
 
-def _linears(result: ast.ClassDef) -> int:
+def _count_linears(result: ast.ClassDef) -> int:
     calls = (node for node in ast.walk(result) if isinstance(node, ast.Call))
     return sum(ast.unparse(call.func) == "nn.Linear" for call in calls)
 
 
-def role(tree: ast.Module, name: str) -> list[str]:
+def find_role_classes(tree: ast.Module, name: str) -> list[str]:
     """Return the classes of a role: "attention", "embeddings", "stack" or "base"."""
-    result = classes(tree)
+    result = get_classes(tree)
     bases = {item: {ast.unparse(base) for base in node.bases} for item, node in result.items()}
     if name == "attention":
-        return [item for item, node in result.items() if "Attention" in item and _linears(node) >= 2]
+        return [item for item, node in result.items() if "Attention" in item and _count_linears(node) >= 2]
     if name == "embeddings":
-        return [item for item, node in result.items() if item.endswith("Embeddings") and method(node, "forward")]
+        return [item for item, node in result.items() if item.endswith("Embeddings") and get_method(node, "forward")]
     if name == "stack":
         stacks = [item for item in result if re.search(r"(Stack|Encoder|Decoder)$", item)]
         return [item for item in stacks if any(base.endswith("PreTrainedModel") for base in bases[item])]
     return [item for item in result if re.fullmatch(r"[A-Za-z0-9]+(?<!Encoder)Model", item) and "PreTr" not in item]
 
 
-def holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
+def find_holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
     """Return for each class the attributes of `self` that hold instances of some classes, or lists of them."""
     result: dict[str, set[str]] = {}
-    for name, node in classes(tree).items():
+    for name, node in get_classes(tree).items():
         local: set[str] = set()
         for item in ast.walk(node):
             if not isinstance(item, ast.Assign):
@@ -80,27 +84,27 @@ def holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
     return result
 
 
-def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
+def iterate_calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
     """Yield each call of an instance of some classes."""
-    held_names = holders(tree, names)
+    held_names = find_holders(tree, names)
     everywhere = set().union(*held_names.values()) if held_names else set()
-    for name, node in classes(tree).items():
+    for name, node in get_classes(tree).items():
         class_names = held_names.get(name, set()).union(
             *(held_names.get(ast.unparse(base), set()) for base in node.bases)
         )
-        looped = _loop_names(node, class_names)
+        looped = _find_loop_names(node, class_names)
         for item in ast.walk(node):
             if isinstance(item, ast.Call) and _is_held(item.func, class_names, everywhere, looped):
                 yield item
 
 
 @cache
-def calls_in(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
+def list_calls(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
     """Return the calls of a tree that does not change, from a cache."""
-    return tuple(calls(tree, set(names)))
+    return tuple(iterate_calls(tree, set(names)))
 
 
-def _loop_names(node: ast.AST, class_names: set[str]) -> set[str]:
+def _find_loop_names(node: ast.AST, class_names: set[str]) -> set[str]:
     result = set()
     for item in ast.walk(node):
         if isinstance(item, ast.For) and any(

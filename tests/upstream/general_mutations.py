@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from upstream.architecture_sources import folder, parameters
+from upstream.architecture_sources import get_parameter_names, get_transformers_folder
 
 MODEL, GENERATION = "transformers.modeling_utils", "transformers.generation.utils"
 CACHES, MASKS = "transformers.cache_utils", "transformers.masking_utils"
@@ -47,36 +47,38 @@ MAKER_ARGUMENTS = ("config", "inputs_embeds", "attention_mask", "cache", "past_k
 ATTENTIONS = ["eager_attention_forward", "sdpa_attention_forward"]
 
 
-def _mutation(kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
+def _make_mutation(kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
     return {"kind": kind, "title": title, "op": op, "names": names, "architectures": [], **more}
 
 
-def general_mutations() -> Iterator[dict[str, Any]]:
+def iterate_general_mutations() -> Iterator[dict[str, Any]]:
     """Yield the mutations of shared code."""
     for old, module in (MEMBERS | CLASSES).items():
         new = f"renamed_{old}" if not old[:1].isupper() else f"Renamed{old}"
         op = {"op": "rename_identifier", "old": old, "new": new, "modules": [module]}
         kind = "class" if old in CLASSES else "method" if not old.startswith("_is_") else "attribute"
-        yield _mutation(kind, f"{old} is called {new}", op, [old, new])
+        yield _make_mutation(kind, f"{old} is called {new}", op, [old, new])
     for old in CACHE_MEMBERS:
         new = f"renamed_{old}"
         op = {"op": "rename_cache_member", "old": old, "new": new, "modules": [CACHES]}
-        yield _mutation("cache", f"caches: {old} is called {new}", op, [old, new])
+        yield _make_mutation("cache", f"caches: {old} is called {new}", op, [old, new])
     for old in ("is_causal", "num_key_value_groups"):
         new = f"renamed_{old}"
         op = {"op": "rename_of_attentions", "old": old, "new": new, "modules": [SDPA]}
-        yield _mutation("attribute", f"attentions: self.{old} is called {new}", op, [old, new])
-    yield from _of_functions()
-    yield from _of_interfaces()
+        yield _make_mutation("attribute", f"attentions: self.{old} is called {new}", op, [old, new])
+    yield from _iterate_function_mutations()
+    yield from _iterate_interface_mutations()
     op = {"op": "invert_masks", "modules": [MASKS, SDPA]}
-    yield _mutation("meaning", "masks say what is not read", op, ["differ from those of Transformers"], is_newer=True)
+    yield _make_mutation(
+        "meaning", "masks say what is not read", op, ["differ from those of Transformers"], is_newer=True
+    )
 
 
-def _parameters_of(module: str, name: str) -> list[str]:
-    path = folder().joinpath(*module.split(".")[1:]).with_suffix(".py")
+def _get_parameters(module: str, name: str) -> list[str]:
+    path = get_transformers_folder().joinpath(*module.split(".")[1:]).with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            result = parameters(node)
+            result = get_parameter_names(node)
             return result if node.args.args[0].arg == "self" else [node.args.args[0].arg, *result]
     return []
 
@@ -84,31 +86,31 @@ def _parameters_of(module: str, name: str) -> list[str]:
 def _rename(kind: str, modules: list[str], functions: list[str], old: str, called: list[str]) -> dict[str, Any]:
     new = f"renamed_{old}"
     op = {"op": "rename_argument", "functions": functions, "called": called, "old": old, "new": new}
-    return _mutation(kind, f"{called[0]}: {old} is called {new}", op | {"modules": modules}, [old, new])
+    return _make_mutation(kind, f"{called[0]}: {old} is called {new}", op | {"modules": modules}, [old, new])
 
 
-def _of_functions() -> Iterator[dict[str, Any]]:
+def _iterate_function_mutations() -> Iterator[dict[str, Any]]:
     name = "_expand_inputs_for_generation"
-    for old in _parameters_of(GENERATION, name):
+    for old in _get_parameters(GENERATION, name):
         yield _rename("rename", [GENERATION], [name], old, [name])
     for maker in MAKERS:
-        for old in [item for item in _parameters_of(MASKS, maker) if item in MAKER_ARGUMENTS]:
+        for old in [item for item in _get_parameters(MASKS, maker) if item in MAKER_ARGUMENTS]:
             yield _rename("rename", [MASKS], [maker], old, [maker])
-    for old in _parameters_of(MASKS, "sdpa_mask"):
+    for old in _get_parameters(MASKS, "sdpa_mask"):
         called = ["mask_interface", *MASK_FUNCTIONS]
         yield _rename("rename", [MASKS], MASK_FUNCTIONS, old, called)
     op = {"op": "require_argument", "functions": MASK_FUNCTIONS, "called": ["mask_interface", *MASK_FUNCTIONS]}
     op |= {"new": "new_thing", "uses": None, "modules": [MASKS], "needle": "sdpa_mask"}
-    yield _mutation("require", "mask functions take and ignore new_thing", op, ["new_thing"])
+    yield _make_mutation("require", "mask functions take and ignore new_thing", op, ["new_thing"])
     for method in ("update", "get_seq_length", "reorder_cache"):
-        for old in _parameters_of(CACHES, method):
+        for old in _get_parameters(CACHES, method):
             yield _rename("rename", [CACHES], [method], old, [method])
     for name in ("_initialize_weights", "_init_weights", "get_correct_attn_implementation", "set_attn_implementation"):
-        for old in _parameters_of(MODEL, name):
+        for old in _get_parameters(MODEL, name):
             yield _rename("rename", [MODEL], [name], old, [name])
 
 
-def _of_interfaces() -> Iterator[dict[str, Any]]:
+def _iterate_interface_mutations() -> Iterator[dict[str, Any]]:
     called = ["attention_interface", *ATTENTIONS]
     for old in ("attention_mask", "scaling", "dropout", "position_bias"):
         yield _rename("interface", [SDPA], ATTENTIONS, old, called)
@@ -117,10 +119,12 @@ def _of_interfaces() -> Iterator[dict[str, Any]]:
         op = {"op": "drop_argument", **common, "old": old}
         # T5 and Whisper hand over another scaling than the default.
         without = {"but": ["t5", "umt5", "whisper"]} if old == "scaling" else {}
-        yield _mutation("interface", f"attention functions without {old}", op, [old], **without)
+        yield _make_mutation("interface", f"attention functions without {old}", op, [old], **without)
     for uses in (None, "query"):
         op = {"op": "require_argument", **common, "new": "new_thing", "uses": uses, "needle": "attention_mask"}
         verb = "take" if uses else "take and ignore"
-        yield _mutation("interface", f"attention functions {verb} new_thing", op, ["new_thing"], changes=bool(uses))
+        yield _make_mutation(
+            "interface", f"attention functions {verb} new_thing", op, ["new_thing"], changes=bool(uses)
+        )
     op = {"op": "swap_arguments", **common, "old": "value", "new": "attention_mask", "needle": "attention_mask"}
-    yield _mutation("interface", "attention functions: value and attention_mask swapped", op, ["attention_mask"])
+    yield _make_mutation("interface", "attention functions: value and attention_mask swapped", op, ["attention_mask"])

@@ -86,36 +86,36 @@ class Model:
     own: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields that upstream has no model of
 
 
-def _encoder(head: str, config: dict[str, Any]) -> Model:
+def _make_encoder(head: str, config: dict[str, Any]) -> Model:
     return Model(head, config, "encoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW})
 
 
-def _decoder(head: str) -> Model:
+def _make_decoder(head: str) -> Model:
     return Model(
         head, _BERT | _DECODER, "decoder", _LATENT, {"sines": _SINES | {"kv_lora_rank": 8}, "windows": _WINDOW}
     )
 
 
-def _encoder_decoder(head: str, config: dict[str, Any], use: str = "encoder-decoder") -> Model:
+def _make_encoder_decoder(head: str, config: dict[str, Any], use: str = "encoder-decoder") -> Model:
     ranks = {"kv_lora_rank": 8, "encoder_kv_lora_rank": 8, "cross_kv_lora_rank": 8}
     sines = _SINES if "d_kv" in config else {}
     return Model(head, config, use, _LATENT | _CROSS, {"sines": ranks | sines, "windows": _WINDOWS})
 
 
 MODELS: dict[str, tuple[Model, ...]] = {
-    "bert": (_encoder("BertForMaskedLM", _BERT), _decoder("BertLMHeadModel")),
-    "albert": (_encoder("AlbertForMaskedLM", _BERT | {"embedding_size": 12}),),
-    "t5": (_encoder_decoder("T5ForConditionalGeneration", _T5),),
-    "umt5": (_encoder_decoder("UMT5ForConditionalGeneration", _T5),),
-    "bart": (_encoder_decoder("BartForConditionalGeneration", _BART),),
-    "mbart": (_encoder_decoder("MBartForConditionalGeneration", _BART),),
-    "marian": (_encoder_decoder("MarianMTModel", _BART),),
-    "m2m_100": (_encoder_decoder("M2M100ForConditionalGeneration", _BART),),
-    "pegasus": (_encoder_decoder("PegasusForConditionalGeneration", _BART),),
-    "whisper": (_encoder_decoder("WhisperForConditionalGeneration", _WHISPER, "speech"),),
-    "roberta": (_encoder("RobertaForMaskedLM", _BERT), _decoder("RobertaForCausalLM")),
-    "distilbert": (_encoder("DistilBertForMaskedLM", _DISTILBERT),),
-    "electra": (_encoder("ElectraForMaskedLM", _BERT), _decoder("ElectraForCausalLM")),
+    "bert": (_make_encoder("BertForMaskedLM", _BERT), _make_decoder("BertLMHeadModel")),
+    "albert": (_make_encoder("AlbertForMaskedLM", _BERT | {"embedding_size": 12}),),
+    "t5": (_make_encoder_decoder("T5ForConditionalGeneration", _T5),),
+    "umt5": (_make_encoder_decoder("UMT5ForConditionalGeneration", _T5),),
+    "bart": (_make_encoder_decoder("BartForConditionalGeneration", _BART),),
+    "mbart": (_make_encoder_decoder("MBartForConditionalGeneration", _BART),),
+    "marian": (_make_encoder_decoder("MarianMTModel", _BART),),
+    "m2m_100": (_make_encoder_decoder("M2M100ForConditionalGeneration", _BART),),
+    "pegasus": (_make_encoder_decoder("PegasusForConditionalGeneration", _BART),),
+    "whisper": (_make_encoder_decoder("WhisperForConditionalGeneration", _WHISPER, "speech"),),
+    "roberta": (_make_encoder("RobertaForMaskedLM", _BERT), _make_decoder("RobertaForCausalLM")),
+    "distilbert": (_make_encoder("DistilBertForMaskedLM", _DISTILBERT),),
+    "electra": (_make_encoder("ElectraForMaskedLM", _BERT), _make_decoder("ElectraForCausalLM")),
     # Rotary positions do not support latents.
     "modernbert": (Model("ModernBertForMaskedLM", _MODERNBERT, "encoder", own={"windows": _WINDOW}),),
 }
@@ -126,7 +126,7 @@ def get_transformers_class(architecture: str, model: Model) -> type:
     return getattr(importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}"), model.head)
 
 
-def our_class(architecture: str, model: Model) -> type:
+def get_variant_class(architecture: str, model: Model) -> type:
     """Return our class, loaded in the mutant."""
     module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{architecture}")
     return getattr(module, f"AttnVariant{model.head}")
@@ -155,7 +155,7 @@ def take(model: Any, tensors: list[torch.Tensor]) -> Any:
     return model
 
 
-def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
+def save_and_load(model: Any, read: Callable[[str], Any]) -> Any:
     """Save a model and load it again."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -170,23 +170,23 @@ def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Ten
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, -2:] = 0
     if use == "encoder":
-        return _of_encoder(model, ids, mask)
+        return _measure_encoder(model, ids, mask)
     others = torch.randint(5, VOCABULARY, (BATCH, LENGTH + 1))
     if use == "decoder":
         memory = {"encoder_hidden_states": torch.randn(BATCH, LENGTH, WIDTH), "encoder_attention_mask": mask}
         results = {"padded": model(input_ids=ids, attention_mask=mask, **memory).logits[0]}
-        results |= _of_decoder(model, others, "input_ids", memory)
+        results |= _measure_decoder(model, others, "input_ids", memory)
         inputs = {"input_ids": others[:, :2], "attention_mask": torch.ones_like(others[:, :2]), **memory}
     elif use == "speech":
         source = {"input_features": torch.randn(BATCH, 4, 16)}
-        results, inputs = _of_both(model, source, {}, others), source
+        results, inputs = _measure_encoder_decoder(model, source, {}, others), source
     else:
         inputs = {"input_ids": ids, "attention_mask": mask}
-        results = _of_both(model, {"input_ids": ids}, {"attention_mask": mask}, others)
-    return results | (_generated(model, inputs, use == "decoder") if generates else {})
+        results = _measure_encoder_decoder(model, {"input_ids": ids}, {"attention_mask": mask}, others)
+    return results | (_measure_generation(model, inputs, use == "decoder") if generates else {})
 
 
-def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def _measure_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     known = inspect.signature(model.forward).parameters
     places = {"position_ids": torch.arange(LENGTH).flip(0)[None]}
     types = {"token_type_ids": (ids % 2)} if "token_type_ids" in known else {}
@@ -199,17 +199,17 @@ def _of_encoder(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, 
     }
 
 
-def _of_both(
+def _measure_encoder_decoder(
     model: Any, source: dict[str, Any], mask: dict[str, Any], targets: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     results = {"trained": model.train()(**source, **mask, decoder_input_ids=targets).logits}
     results |= {"logits": model.eval()(**source, **mask, decoder_input_ids=targets).logits}
     encoded = model(**source, **mask, decoder_input_ids=targets[:, :1])
     states = (encoded.encoder_last_hidden_state,)
-    return results | _of_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
+    return results | _measure_decoder(model, targets, "decoder_input_ids", mask | {"encoder_outputs": states})
 
 
-def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _measure_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
     get_cache_name, steps, cache = _cache_name(model), [], None
     for step in range(ids.shape[1]):
         part = {name: ids[:, step : step + 1], get_cache_name: cache}
@@ -224,7 +224,7 @@ def _cache_name(model: Any) -> str:
     return next(item for item in CACHE_NAMES if item in parameters)
 
 
-def _generated(model: Any, inputs: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
+def _measure_generation(model: Any, inputs: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     results = {}
     for beams in (1, 2):
@@ -237,7 +237,7 @@ def _generated(model: Any, inputs: dict[str, Any], brings_cache: bool) -> dict[s
     return results
 
 
-def first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+def find_first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
     """Return the name of the first measurement that differs by more than rounding, if any does."""
     for name, expected_value in expected.items():
         actual = result.get(name)

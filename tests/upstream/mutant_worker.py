@@ -43,7 +43,7 @@ class Rewriting(importlib.abc.MetaPathFinder):
         """Return the spec of a rewritten module, or None."""
         if not name.startswith("transformers."):
             return None
-        home = rewriting.home_of_moved(name)
+        home = rewriting.get_original_module(name)
         spec = importlib.machinery.PathFinder.find_spec(home, path)
         if spec is None or spec.submodule_search_locations is not None or not str(spec.origin).endswith(".py"):
             return None
@@ -92,9 +92,9 @@ def _as_it_is(item: Any = None, **_: Any) -> Any:
     return (lambda entry: entry) if item is None else item
 
 
-def purge(modules: list[str]) -> None:
+def purge_modules(modules: list[str]) -> None:
     """Remove modules of Transformers and their importers, so that they are loaded again."""
-    gone = rewriting.importers(
+    gone = rewriting.find_importers(
         modules, {name: entry for name, entry in sys.modules.items() if name.startswith("transf")}
     )
     for name in gone:
@@ -108,27 +108,27 @@ def purge(modules: list[str]) -> None:
                 vars(module).pop(name)
 
 
-def baseline(architecture: str) -> dict[str, Any]:
+def compute_baseline(architecture: str) -> dict[str, Any]:
     """Return weights and results of each model of an architecture with the unmodified Transformers."""
     results_by_head = {}
     for model in mutant_models.MODELS[architecture]:
         upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), model.config)
-        results = {"upstream": _results(upstream, model)}
+        results = {"upstream": _compute_results(upstream, model)}
         for name, fields in model.own.items():
-            variant_class = mutant_models.our_class(architecture, model)
+            variant_class = mutant_models.get_variant_class(architecture, model)
             try:
-                results[name] = _results(mutant_models.build(variant_class, model.config | fields), model)
+                results[name] = _compute_results(mutant_models.build(variant_class, model.config | fields), model)
             except Exception as error:
                 results[name] = f"{type(error).__name__}: {error}"
         results_by_head[model.head] = results
     return results_by_head
 
 
-def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
+def _compute_results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
     return [entry.clone() for entry in built.state_dict().values()], mutant_models.measure(built, model.use)
 
 
-def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
+def judge_mutant(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
     """Return the outcome of one architecture in a mutant, and the evidence."""
     worst_verdict = ("equal", "")
     for model in mutant_models.MODELS[architecture]:
@@ -139,15 +139,19 @@ def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -
             upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), config)
             mutant_models.take(upstream, weights)
             upstream_results = mutant_models.measure(upstream, model.use)
-            difference = mutant_models.first_difference(upstream_results, {} if mutation.get("changes") else expected)
+            difference = mutant_models.find_first_difference(
+                upstream_results, {} if mutation.get("changes") else expected
+            )
         except Exception:
-            return "invalid", _last_lines()
+            return "invalid", _format_last_lines()
         if difference:
             return "invalid", f"upstream's own model differs: {difference}"
         if mutation.get("is_newer"):  # no name has changed, so only the release number shows the change
             importlib.import_module("transformers").__version__ = "5.99.0"
-        for name, run in _ours(architecture, model, upstream, upstream_results, unmutated_results, mutation):
-            outcome, note = _outcome(run, mutation["names"])
+        for name, run in _iterate_variant_checks(
+            architecture, model, upstream, upstream_results, unmutated_results, mutation
+        ):
+            outcome, note = _run_check(run, mutation["names"])
             if ORDER.index(outcome) > ORDER.index(worst_verdict[0]):
                 worst_verdict = outcome, f"{model.head} {name}: {note}"
             if outcome in ("raw", "silent"):
@@ -158,34 +162,36 @@ def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -
 ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
 
 
-def _ours(
+def _iterate_variant_checks(
     architecture: str, model: Any, upstream: Any, upstream_results: Any, unmutated_results: Any, mutation: Any
 ) -> Any:
     """Yield each variant's name and a function that runs it and returns its difference."""
 
     def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
-        variant_model = mutant_models.build(mutant_models.our_class(architecture, model), model.config | fields)
+        variant_model = mutant_models.build(
+            mutant_models.get_variant_class(architecture, model), model.config | fields
+        )
         variant_model.load_state_dict(upstream.state_dict())
-        return mutant_models.first_difference(
+        return mutant_models.find_first_difference(
             mutant_models.measure(variant_model, model.use, generates), upstream_results
         )
 
     def talking() -> str | None:
         def read(folder: str) -> Any:
-            return mutant_models.our_class(architecture, model).from_pretrained(folder, talking_heads="both")
+            return mutant_models.get_variant_class(architecture, model).from_pretrained(folder, talking_heads="both")
 
-        variant_model = mutant_models.in_folder(upstream, read)
-        return mutant_models.first_difference(mutant_models.measure(variant_model, model.use), upstream_results)
+        variant_model = mutant_models.save_and_load(upstream, read)
+        return mutant_models.find_first_difference(mutant_models.measure(variant_model, model.use), upstream_results)
 
     def own(name: str) -> str | None:
         variant_model = mutant_models.build(
-            mutant_models.our_class(architecture, model), model.config | model.own[name]
+            mutant_models.get_variant_class(architecture, model), model.config | model.own[name]
         )
         if isinstance(unmutated_results[name], str):  # it failed before the mutation
-            return mutant_models.first_difference(mutant_models.measure(variant_model, model.use), {})
+            return mutant_models.find_first_difference(mutant_models.measure(variant_model, model.use), {})
         weights, expected = unmutated_results[name]
         variant_results = mutant_models.measure(mutant_models.take(variant_model, weights), model.use)
-        return mutant_models.first_difference(variant_results, {} if mutation.get("changes") else expected)
+        return mutant_models.find_first_difference(variant_results, {} if mutation.get("changes") else expected)
 
     yield "multi-head", lambda: loaded({})
     yield "exact latents", lambda: loaded(model.exact)
@@ -194,7 +200,7 @@ def _ours(
         yield name, lambda name=name: own(name)
 
 
-def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
+def _run_check(run: Any, names: list[str]) -> tuple[str, str]:
     try:
         difference = run()
     except Exception as error:
@@ -205,7 +211,7 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
             if type(entry).__name__ == "TransformersChangedError" or _is_our_value_error(entry):
                 named = any(name in str(entry) for name in names)
                 return "refused" if named else "refused without its name", f"{type(entry).__name__}: {entry}"[:400]
-        return "raw", _last_lines()
+        return "raw", _format_last_lines()
     return ("silent", difference) if difference else ("equal", "")
 
 
@@ -215,13 +221,13 @@ def _is_our_value_error(error: BaseException) -> bool:
     return type(error) is ValueError and is_first and bool(frames) and "hf_attn_variants" in frames[-1].filename
 
 
-def _last_lines() -> str:
+def _format_last_lines() -> str:
     error, frames = sys.exc_info()[1], traceback.extract_tb(sys.exc_info()[2])
     location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}"
     return f"{type(error).__name__}: {error}"[:300] + f" ({location})"
 
 
-def in_fork(work: Any) -> bytes:
+def run_in_fork(work: Any) -> bytes:
     """Return what a function writes in a fork of this process, or b"" if the fork dies or takes too long."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -248,16 +254,16 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
     failed = None
     if mutation["op"].get("modules"):
         try:
-            purge(mutation["op"]["modules"])
+            purge_modules(mutation["op"]["modules"])
             for name in GENERAL:
                 importlib.import_module(name)
         except Exception:
-            failed = "invalid", _last_lines()
+            failed = "invalid", _format_last_lines()
 
     def one(architecture: str) -> bytes:
         signal.alarm(SECONDS)
         begun = time.process_time()
-        outcome, note = failed or judge(architecture, mutation, before[architecture])
+        outcome, note = failed or judge_mutant(architecture, mutation, before[architecture])
         if not seen and mutation["op"]["op"] != "nothing":
             outcome, note = "invalid", "nothing was rewritten"
         row = {
@@ -276,7 +282,9 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
             "note": f"died, or more than {SECONDS} s",
             "seconds": 0.0,
         }
-        rows.append(in_fork(lambda architecture=architecture: one(architecture)) or (json.dumps(lost) + "\n").encode())
+        rows.append(
+            run_in_fork(lambda architecture=architecture: one(architecture)) or (json.dumps(lost) + "\n").encode()
+        )
     return b"".join(rows)
 
 
@@ -288,13 +296,13 @@ def main() -> None:
         mutation = json.loads(line)
         for architecture in mutation["architectures"]:
             if architecture not in before:
-                before[architecture] = pickle.loads(in_fork(lambda architecture=architecture: _try(architecture)))
-        sys.stdout.write(in_fork(lambda mutation=mutation: run(mutation, before)).decode())
+                before[architecture] = pickle.loads(run_in_fork(lambda architecture=architecture: _try(architecture)))
+        sys.stdout.write(run_in_fork(lambda mutation=mutation: run(mutation, before)).decode())
         sys.stdout.flush()
 
 
 def _try(architecture: str) -> bytes:
-    return pickle.dumps(baseline(architecture))
+    return pickle.dumps(compute_baseline(architecture))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from upstream.architecture_sources import ARCHITECTURES, calls_in, classes, method, parameters, role, tree_of
-from upstream.general_mutations import general_mutations
+from upstream.architecture_sources import (
+    ARCHITECTURES,
+    find_role_classes,
+    get_classes,
+    get_method,
+    get_parameter_names,
+    list_calls,
+    parse_modeling_file,
+)
+from upstream.general_mutations import iterate_general_mutations
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
@@ -51,39 +59,43 @@ HANDED_OVER = ("use_cache", "output_attentions")
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
 
-def architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
+def iterate_architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
     """Yield the mutations of one architecture's modeling file."""
-    tree = tree_of(architecture)
-    result = classes(tree)
+    tree = parse_modeling_file(architecture)
+    result = get_classes(tree)
     kinds = ("attention", "embeddings", "stack", *(() if architecture in ("t5", "umt5") else ("base",)))
     for kind in kinds:
-        groups = _groups(tree, role(tree, kind))
+        groups = _group_classes(tree, find_role_classes(tree, kind))
         for names in groups:
-            forwards = [item for name in names if (item := method(result[name], "forward"))]
-            yield from _of_method(architecture, kind, names, forwards, tree)
-    attentions = role(tree, "attention")
+            forwards = [item for name in names if (item := get_method(result[name], "forward"))]
+            yield from _iterate_method_mutations(architecture, kind, names, forwards, tree)
+    attentions = find_role_classes(tree, "attention")
     for change in ("more", "fewer", "between", "swapped"):
         op = {"op": "change_tuple", "names": attentions, "method_name": "forward", "how": change}
-        yield _mutation(architecture, "tuple", f"{'+'.join(attentions)}.forward returns {change}", op, ["forward"])
+        yield _make_mutation(
+            architecture, "tuple", f"{'+'.join(attentions)}.forward returns {change}", op, ["forward"]
+        )
     for kind, attributes in ATTRIBUTES.items():
-        yield from _of_attributes(architecture, tree, role(tree, kind), attributes)
-    yield from _of_attributes(architecture, tree, list(result), dict.fromkeys(PATHS, True))
-    for name in {item for kind in ("attention", "embeddings", "stack") for item in role(tree, kind)}:
+        yield from _iterate_attribute_mutations(architecture, tree, find_role_classes(tree, kind), attributes)
+    yield from _iterate_attribute_mutations(architecture, tree, list(result), dict.fromkeys(PATHS, True))
+    for name in {item for kind in ("attention", "embeddings", "stack") for item in find_role_classes(tree, kind)}:
         op = {"op": "rename_names", "old": name, "new": f"Renamed{name}"}
-        yield _mutation(architecture, "class", f"{name} is called Renamed{name}", op, [name])
-        yield _mutation(architecture, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
+        yield _make_mutation(architecture, "class", f"{name} is called Renamed{name}", op, [name])
+        yield _make_mutation(architecture, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
     op = {"op": "attend_to_halves", "names": attentions}
-    yield _mutation(architecture, "meaning", "attention reads half of its inputs", op, [*attentions], changes=True)
-    yield _mutation(architecture, "nothing", "nothing", {"op": "nothing"}, [])
+    yield _make_mutation(
+        architecture, "meaning", "attention reads half of its inputs", op, [*attentions], changes=True
+    )
+    yield _make_mutation(architecture, "nothing", "nothing", {"op": "nothing"}, [])
 
 
-def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
+def _group_classes(tree: ast.Module, names: list[str]) -> list[list[str]]:
     """Return groups of classes that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
-        call_ids = {id(call) for call in calls_in(tree, frozenset({name}))}
+        call_ids = {id(call) for call in list_calls(tree, frozenset({name}))}
         for group in groups:
-            if call_ids & {id(call) for call in calls_in(tree, frozenset(group))}:
+            if call_ids & {id(call) for call in list_calls(tree, frozenset(group))}:
                 group.append(name)
                 break
         else:
@@ -91,16 +103,16 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
     return groups
 
 
-def _of_method(
+def _iterate_method_mutations(
     architecture: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module
 ) -> Any:
-    if not forwards or not calls_in(tree, frozenset(names)):
+    if not forwards or not list_calls(tree, frozenset(names)):
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
-    orders = [parameters(item) for item in forwards]
+    orders = [get_parameter_names(item) for item in forwards]
     # Arguments that distant code passes by name do not change.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
-    called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
+    called_by_name = {key.arg for call in list_calls(tree, frozenset(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
         op = {
@@ -108,13 +120,13 @@ def _of_method(
             **common,
             "old": old,
             "new": new,
-            "after": _adapter(architecture, names, old, new),
+            "after": _make_adapter(architecture, names, old, new),
         }
-        yield _mutation(architecture, "rename", f"{title}: {old} is called {new}", op, [old, new])
+        yield _make_mutation(architecture, "rename", f"{title}: {old} is called {new}", op, [old, new])
         needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
         if old in DROPPABLE and old in called_by_name and not needed:
             op = {"op": "drop_parameter", **common, "old": old}
-            yield _mutation(architecture, "drop", f"{title} without {old}", op, [old], changes=True)
+            yield _make_mutation(architecture, "drop", f"{title} without {old}", op, [old], changes=True)
     same = all(order == orders[0] for order in orders)
     for first, second in zip(orders[0][1:], orders[0][2:], strict=False) if kind != "base" else ():
         if {first, second} & set(HANDED_OVER):
@@ -124,7 +136,7 @@ def _of_method(
         for by_place in (False, True) if same and kind in ("attention", "embeddings") else (False,):
             op = {"op": "reorder", **common, "old": first, "new": second, "by_place": by_place}
             note = " and callers go by place" if by_place else ""
-            yield _mutation(
+            yield _make_mutation(
                 architecture, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second]
             )
     for uses in (False, True) if kind != "base" else (False,):
@@ -133,10 +145,10 @@ def _of_method(
             **common,
             "new": "new_thing",
             "uses": uses,
-            "after": _adapter(architecture, names, "new_thing"),
+            "after": _make_adapter(architecture, names, "new_thing"),
         }
         verb = "takes" if uses else "takes and ignores"
-        yield _mutation(architecture, "require", f"{title} {verb} new_thing", op, ["new_thing"], changes=uses)
+        yield _make_mutation(architecture, "require", f"{title} {verb} new_thing", op, ["new_thing"], changes=uses)
 
 
 # Whose encoder generation calls by itself.
@@ -148,7 +160,7 @@ HEADS = {
 }
 
 
-def _adapter(architecture: str, names: list[str], old: str, new: str = "") -> str:
+def _make_adapter(architecture: str, names: list[str], old: str, new: str = "") -> str:
     """Return a change that lets `generate` call an encoder whose inputs were renamed."""
     is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[architecture] == "encoder-decoder"
     if not is_called or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
@@ -174,15 +186,17 @@ for _each in list(globals().values()):
 """
 
 
-def _of_attributes(architecture: str, tree: ast.Module, names: list[str], attributes: dict[str, bool]) -> Any:
+def _iterate_attribute_mutations(
+    architecture: str, tree: ast.Module, names: list[str], attributes: dict[str, bool]
+) -> Any:
     written = {
         target.attr
         for name in names
-        for item in ast.walk(classes(tree)[name])
+        for item in ast.walk(get_classes(tree)[name])
         if isinstance(item, ast.Assign)
         for target in item.targets
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    } | {item.name for name in names for item in classes(tree)[name].body if isinstance(item, ast.FunctionDef)}
+    } | {item.name for name in names for item in get_classes(tree)[name].body if isinstance(item, ast.FunctionDef)}
     for old, anywhere in attributes.items():
         if old in written:
             new = NEW.format(old)
@@ -191,10 +205,10 @@ def _of_attributes(architecture: str, tree: ast.Module, names: list[str], attrib
             else:
                 op = {"op": "rename_attribute", "names": names, "old": old, "new": new, "anywhere": anywhere}
             title = "+".join(names) if len(names) < 4 else architecture
-            yield _mutation(architecture, "attribute", f"{title}: self.{old} is called {new}", op, [old, new])
+            yield _make_mutation(architecture, "attribute", f"{title}: self.{old} is called {new}", op, [old, new])
 
 
-def _mutation(
+def _make_mutation(
     architecture: str, kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any
 ) -> dict[str, Any]:
     return {
@@ -207,17 +221,17 @@ def _mutation(
     }
 
 
-def all_mutations(architectures: Iterable[str] = ARCHITECTURES) -> list[dict[str, Any]]:
+def list_mutations(architectures: Iterable[str] = ARCHITECTURES) -> list[dict[str, Any]]:
     """Return every mutation; mutations of shared code occur once per architecture that uses it."""
     architectures = list(architectures)
-    return [item for architecture in architectures for item in architecture_mutations(architecture)] + [
+    return [item for architecture in architectures for item in iterate_architecture_mutations(architecture)] + [
         item
         | {
             "architectures": [
                 architecture for architecture in architectures if architecture not in item.get("but", ())
             ]
         }
-        for item in general_mutations()
+        for item in iterate_general_mutations()
     ]
 
 
@@ -253,26 +267,26 @@ def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> 
                 if log:
                     print(json.dumps(rows[-1]), file=log, flush=True)
                 if show and (show == "all" or rows[-1]["outcome"] not in ("equal", "refused")):
-                    print(line_of(rows[-1]), flush=True)
+                    print(format_row(rows[-1]), flush=True)
         process.stdin.close()
     return rows
 
 
-def line_of(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
     return f"{row['outcome']:8} {row['architecture']:10} {row['kind']:9} {row['title']} | {row['note']}"
 
 
-def table(rows: list[dict[str, Any]], key: str) -> str:
+def format_table(rows: list[dict[str, Any]], key: str) -> str:
     """Return counts of outcomes by architecture or by kind."""
-    counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _values(rows, key)}
+    counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _list_values(rows, key)}
     counts["all"] = Counter(row["outcome"] for row in rows)
     lines = [f"{key:14}" + "".join(f"{name[:9]:>10}" for name in OUTCOMES)]
     lines += [f"{value:14}" + "".join(f"{count[name]:10}" for name in OUTCOMES) for value, count in counts.items()]
     return "\n".join(lines)
 
 
-def _values(rows: list[dict[str, Any]], key: str) -> list[str]:
+def _list_values(rows: list[dict[str, Any]], key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
@@ -294,7 +308,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
     parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
     args = parser.parse_args()
-    mutations = [item for item in all_mutations(args.architecture) if not args.kind or item["kind"] in args.kind]
+    mutations = [item for item in list_mutations(args.architecture) if not args.kind or item["kind"] in args.kind]
     mutations = [item for item in mutations if not args.title or args.title in item["title"]]
     if args.of:
         mutations = [
@@ -308,7 +322,7 @@ def main() -> None:
     begun = time.monotonic()
     with open(args.json, "w", encoding="utf-8") if args.json else contextlib.nullcontext() as log:
         rows = run(mutations, "all" if args.all else True, log)
-    print(table(rows, "architecture"), table(rows, "kind"), sep="\n\n")
+    print(format_table(rows, "architecture"), format_table(rows, "kind"), sep="\n\n")
     print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s")
 
 

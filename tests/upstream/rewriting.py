@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from upstream import rewriting_general
-from upstream.architecture_sources import calls, classes, method, parameters
+from upstream.architecture_sources import get_classes, get_method, get_parameter_names, iterate_calls
 
 MOVED = "_moved_away"  # what the name of a module ends with that a class has moved to
 
@@ -36,14 +36,14 @@ def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
     return rewriting_general.rewrite(op, module, source)
 
 
-def home_of_moved(name: str) -> str:
+def get_original_module(name: str) -> str:
     """Return the module of the file from which the module of a moved class is made."""
     return name.removesuffix(MOVED)
 
 
-def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
+def find_importers(names: list[str], modules: dict[str, Any]) -> set[str]:
     """Return some modules and all loaded modules that import them at their top, directly or indirectly."""
-    imports = {name: _imported(name, module) for name, module in modules.items()}
+    imports = {name: _find_imported(name, module) for name, module in modules.items()}
     gone = {name for name in names if name in modules}
     while more := {name for name, result in imports.items() if result & gone} - gone:
         gone |= more
@@ -51,7 +51,7 @@ def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
     return {name for name in gone if not re.match(r"transformers(\.utils\b.*|\.dependency_.*)?$", name)}
 
 
-def _imported(name: str, module: Any) -> set[str]:
+def _find_imported(name: str, module: Any) -> set[str]:
     path = getattr(module, "__file__", None)
     if not path or not Path(path).exists() or type(module).__name__ == "_LazyModule":
         return set()
@@ -64,9 +64,9 @@ def _imported(name: str, module: Any) -> set[str]:
     return result
 
 
-def _functions(tree: ast.Module, names: list[str], method_name: str) -> list[ast.FunctionDef]:
-    result = classes(tree)
-    return [item for name in names if name in result and (item := method(result[name], method_name))]
+def _find_functions(tree: ast.Module, names: list[str], method_name: str) -> list[ast.FunctionDef]:
+    result = get_classes(tree)
+    return [item for name in names if name in result and (item := get_method(result[name], method_name))]
 
 
 def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
@@ -92,10 +92,10 @@ def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> N
 
 def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, new: str, **_: Any) -> None:
     """Rename a method's parameter, and the keyword in all calls of these classes."""
-    for function in _functions(tree, names, method_name):
+    for function in _find_functions(tree, names, method_name):
         _rename_names(function, old, new)
         _fix_deprecations(function, old, new)
-    for call in calls(tree, set(names)):
+    for call in iterate_calls(tree, set(names)):
         for keyword in call.keywords:
             keyword.arg = new if keyword.arg == old else keyword.arg
 
@@ -103,17 +103,17 @@ def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: 
 def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, **_: Any) -> None:
     """Remove a parameter and its arguments, so that the method uses its default."""
     orders = {}
-    for function in _functions(tree, names, method_name):
+    for function in _find_functions(tree, names, method_name):
         arguments = function.args
         place = [item.arg for item in arguments.args].index(old)
-        orders = parameters(function)
+        orders = get_parameter_names(function)
         defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
         arguments.args.pop(place)
         default = defaults.pop(place) or ast.Constant(None)
         arguments.defaults = [item for item in defaults if item is not None]
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
         _fix_deprecations(function, old, None)
-    for call in calls(tree, set(names)):
+    for call in iterate_calls(tree, set(names)):
         call.keywords = [item for item in call.keywords if item.arg != old]
         place = orders.index(old)
         if len(call.args) > place:
@@ -124,15 +124,15 @@ def reorder(
     tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
 ) -> None:
     """Swap two parameters and their arguments; with `by_place` callers pass them by position."""
-    for function in _functions(tree, names, method_name):
-        before, result = parameters(function), function.args.args
+    for function in _find_functions(tree, names, method_name):
+        before, result = get_parameter_names(function), function.args.args
         first, second = ([item.arg for item in result].index(name) for name in (old, new))
         result[first], result[second] = result[second], result[first]
         if len(function.args.defaults) < len(result) - 1:
             # Parameters without a default come first.
             function.args.defaults = [ast.Constant(None)] * (len(result) - 2)
-        after = parameters(function)
-    for call in calls(tree, set(names)):
+        after = get_parameter_names(function)
+    for call in iterate_calls(tree, set(names)):
         if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         arguments = dict(zip(before, call.args, strict=False))
@@ -145,15 +145,15 @@ def reorder(
 
 def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
     """Add a required argument to a method and its calls; with `uses`, it multiplies what is read."""
-    for function in _functions(tree, names, method_name):
-        order = parameters(function)
+    for function in _find_functions(tree, names, method_name):
+        order = get_parameter_names(function)
         function.args.args.insert(2, ast.arg(new))
         places = len(function.args.args)
         if places - len(function.args.defaults) < 3:
             function.args.defaults = function.args.defaults[-(places - 3) :]
         if uses:
             _use(function, new)
-    for call in calls(tree, set(names)):
+    for call in iterate_calls(tree, set(names)):
         if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         for place, value in enumerate(call.args[1:], 1):
@@ -164,7 +164,7 @@ def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses
 
 def _use(function: ast.FunctionDef, new: str) -> None:
     scaled = "hidden_states = hidden_states * {new}"
-    if "hidden_states" in parameters(function):
+    if "hidden_states" in get_parameter_names(function):
         function.body.insert(0, ast.parse(scaled.format(new=new)).body[0])
         return
     for place, item in enumerate(function.body):
@@ -186,8 +186,8 @@ TUPLES = {
 
 def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str, **_: Any) -> None:
     """Change the tuple that a method returns, and let its callers change it back."""
-    result = list(calls(tree, set(names)))
-    for function in _functions(tree, names, method_name):
+    result = list(iterate_calls(tree, set(names)))
+    for function in _find_functions(tree, names, method_name):
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                 parts = node.value.elts
@@ -211,7 +211,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
 
 def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
     """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
-    result = classes(tree)
+    result = get_classes(tree)
     for name, node in result.items():
         is_target = name in names or any(ast.unparse(base) in names for base in node.bases)
         for item in ast.walk(node):
@@ -253,7 +253,7 @@ def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
             "    half = torch.arange(hidden_states.shape[-1]) < hidden_states.shape[-1] // 2\n"
             "    return super().__call__(hidden_states * half, *args, **kwargs)\n"
         )
-        classes(tree)[name].body += ast.parse(text).body
+        get_classes(tree)[name].body += ast.parse(text).body
 
 
 def move_class(module: str, architecture: str, source: str, name: str) -> str | None:

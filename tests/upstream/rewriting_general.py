@@ -40,7 +40,7 @@ def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
                 _rename_of_self(item, old, new)
         if isinstance(node, ast.Attribute) and node.attr == old and of_cache.search(ast.unparse(node.value)):
             node.attr = new
-    for call in _called(tree, ["hasattr", "getattr"]):
+    for call in _iterate_calls(tree, ["hasattr", "getattr"]):
         if getattr(call.args[1], "value", None) == old and of_cache.search(ast.unparse(call.args[0])):
             call.args[1] = ast.Constant(new)
 
@@ -50,7 +50,7 @@ def rename_of_attentions(tree: ast.Module, old: str, new: str, **_: Any) -> None
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "module"):
             node.attr = new
-    for call in _called(tree, ["hasattr", "getattr"]):
+    for call in _iterate_calls(tree, ["hasattr", "getattr"]):
         if getattr(call.args[1], "value", None) == old and ast.unparse(call.args[0]) == "module":
             call.args[1] = ast.Constant(new)
 
@@ -67,11 +67,11 @@ def _rename_of_self(node: ast.AST, old: str, new: str) -> None:
         node.attr = new
 
 
-def _defined(tree: ast.Module, names: list[str]) -> Iterator[ast.FunctionDef]:
+def _iterate_definitions(tree: ast.Module, names: list[str]) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names)
 
 
-def _called(tree: ast.Module, names: list[str]) -> Iterator[ast.Call]:
+def _iterate_calls(tree: ast.Module, names: list[str]) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", None)) in names:
             yield node
@@ -81,20 +81,20 @@ def rename_argument(
     tree: ast.Module, functions: list[str], old: str, new: str, called: list[str] | None = None, **_: Any
 ) -> None:
     """Rename a parameter in all definitions of some functions, and the keyword in all their calls."""
-    for function in _defined(tree, functions):
+    for function in _iterate_definitions(tree, functions):
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id == old:
                 node.id = new
             elif isinstance(node, ast.arg) and node.arg == old:
                 node.arg = new
-    for call in _called(tree, called or functions):
+    for call in _iterate_calls(tree, called or functions):
         for keyword in call.keywords:
             keyword.arg = new if keyword.arg == old else keyword.arg
 
 
 def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old: str, **_: Any) -> None:
     """Remove a parameter from functions and from their calls, so that its default is used."""
-    for function in _defined(tree, functions):
+    for function in _iterate_definitions(tree, functions):
         arguments = function.args
         names = [item.arg for item in arguments.args]
         if old not in names:
@@ -103,7 +103,7 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
         default = arguments.defaults.pop(place)
         arguments.args.pop(names.index(old))
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
-    for call in _called(tree, called):
+    for call in _iterate_calls(tree, called):
         call.keywords = [item for item in call.keywords if item.arg != old]
 
 
@@ -111,24 +111,24 @@ def require_argument(
     tree: ast.Module, functions: list[str], called: list[str], new: str, uses: str | None, **_: Any
 ) -> None:
     """Add a required argument to functions and their calls; where it is used, it multiplies a parameter."""
-    for function in _defined(tree, functions):
+    for function in _iterate_definitions(tree, functions):
         function.args.kwonlyargs.append(ast.arg(new))
         function.args.kw_defaults.append(None)
         if uses:
             function.body.insert(0, ast.parse(f"{uses} = {uses} * {new}").body[0])
-    for call in _called(tree, called):
+    for call in _iterate_calls(tree, called):
         call.keywords.insert(0, ast.keyword(new, ast.Constant(1.25)))
 
 
 def swap_arguments(tree: ast.Module, functions: list[str], called: list[str], old: str, new: str, **_: Any) -> None:
     """Swap two parameters that calls pass by position."""
     places = None
-    for function in _defined(tree, functions):
+    for function in _iterate_definitions(tree, functions):
         names = [item.arg for item in function.args.args]
         places = [names.index(old), names.index(new)]
         _swap(function.args.args, *places)
     shift = 0
-    for call in _called(tree, called):
+    for call in _iterate_calls(tree, called):
         first, second = places or (2, 3)
         if len(call.args) > max(first, second) - shift:
             _swap(call.args, first - shift, second - shift)
@@ -141,20 +141,20 @@ def _swap(items: list[Any], first: int, second: int) -> None:
 def invert_masks(tree: ast.Module, **_: Any) -> None:
     """Let masks mark the positions that are not read: mask functions and attention functions invert them."""
     text = "def _inverted(mask):\n    return mask if mask is None or mask.dtype != torch.bool else ~mask\n"
-    for function in list(_defined(tree, ["sdpa_mask"])):
+    for function in list(_iterate_definitions(tree, ["sdpa_mask"])):
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and node.value is not None:
                 node.value = ast.parse(f"_inverted({ast.unparse(node.value)})", mode="eval").body
-        _before_functions(tree, text)
-    for function in list(_defined(tree, ["eager_mask"])):
-        for call in _called(ast.Module(function.body, []), ["sdpa_mask"]):
+        _insert_before_functions(tree, text)
+    for function in list(_iterate_definitions(tree, ["eager_mask"])):
+        for call in _iterate_calls(ast.Module(function.body, []), ["sdpa_mask"]):
             call.func = ast.parse("(lambda **each: _inverted(sdpa_mask(**each)))", mode="eval").body
-    for function in list(_defined(tree, ["sdpa_attention_forward"])):
+    for function in list(_iterate_definitions(tree, ["sdpa_attention_forward"])):
         function.body.insert(0, ast.parse("attention_mask = _inverted(attention_mask)").body[0])
-        _before_functions(tree, text)
+        _insert_before_functions(tree, text)
 
 
-def _before_functions(tree: ast.Module, text: str) -> None:
+def _insert_before_functions(tree: ast.Module, text: str) -> None:
     place = next(i for i, item in enumerate(tree.body) if isinstance(item, ast.FunctionDef | ast.ClassDef))
     tree.body[place:place] = ast.parse(text).body
 

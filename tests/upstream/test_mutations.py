@@ -7,21 +7,29 @@ import ast
 
 import pytest
 from upstream import mutations, rewriting, rewriting_general
-from upstream.architecture_sources import ARCHITECTURES, calls, classes, method, parameters, role, tree_of
+from upstream.architecture_sources import (
+    ARCHITECTURES,
+    find_role_classes,
+    get_classes,
+    get_method,
+    get_parameter_names,
+    iterate_calls,
+    parse_modeling_file,
+)
 
 CASES, SEED = 24, 0
 # Meanings under the same names: no signature says them.
 UNSEEN = {"meaning"}
 
 
-def bad(rows):
-    return [mutations.line_of(row) for row in rows if row["outcome"] in mutations.BAD and row["kind"] not in UNSEEN]
+def list_silent_mutations(rows):
+    return [mutations.format_row(row) for row in rows if row["outcome"] in mutations.BAD and row["kind"] not in UNSEEN]
 
 
 @pytest.fixture(scope="module")
 def rows():
     """The outcomes of a sample of the mutants and of the unchanged versions; takes less than a minute on one core."""
-    every = mutations.all_mutations()
+    every = mutations.list_mutations()
     nothing = [item for item in every if item["kind"] == "nothing"]
     others = [item for item in every if item["kind"] not in {"nothing", *UNSEEN}]
     return mutations.run(nothing + mutations.sample(others, SEED, CASES))
@@ -36,16 +44,16 @@ def sampled(rows):
 def test_unchanged_transformers_gives_equal_outputs(rows):
     unchanged = [row for row in rows if row["kind"] == "nothing"]
     assert [row["architecture"] for row in unchanged] == list(ARCHITECTURES)
-    assert not [mutations.line_of(row) for row in unchanged if row["outcome"] != "equal"]
+    assert not [mutations.format_row(row) for row in unchanged if row["outcome"] != "equal"]
 
 
 @pytest.mark.thorough
 def test_sampled_mutants_give_equal_outputs_or_a_named_error(sampled):
-    assert not bad(sampled), "\n".join(bad(sampled))
+    assert not list_silent_mutations(sampled), "\n".join(list_silent_mutations(sampled))
 
 
 def test_sample_covers_every_architecture_and_kind(sampled):
-    kinds = {item["kind"] for item in mutations.all_mutations()} - {"nothing", *UNSEEN}
+    kinds = {item["kind"] for item in mutations.list_mutations()} - {"nothing", *UNSEEN}
     assert {row["architecture"] for row in sampled} == set(ARCHITECTURES) and {row["kind"] for row in sampled} == kinds
     assert sum(row["outcome"] == "invalid" for row in sampled) <= 1
 
@@ -53,19 +61,19 @@ def test_sample_covers_every_architecture_and_kind(sampled):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_mutants_give_equal_outputs_or_a_named_error(architecture):
-    rows = mutations.run(mutations.all_mutations([architecture]))
-    assert not bad(rows), "\n".join(bad(rows))
-    invalid = [mutations.line_of(row) for row in rows if row["outcome"] == "invalid"]
+    rows = mutations.run(mutations.list_mutations([architecture]))
+    assert not list_silent_mutations(rows), "\n".join(list_silent_mutations(rows))
+    invalid = [mutations.format_row(row) for row in rows if row["outcome"] == "invalid"]
     assert len(invalid) <= len(rows) // 20, "\n".join(invalid)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_has_enough_mutations(architecture):
-    tree = tree_of(architecture)
+    tree = parse_modeling_file(architecture)
     for kind in ("attention", "embeddings" if architecture in BERTS else "stack"):
-        names = role(tree, kind)
-        assert names and list(calls(tree, set(names))), kind
-    titles = [item["title"] for item in mutations.architecture_mutations(architecture)]
+        names = find_role_classes(tree, kind)
+        assert names and list(iterate_calls(tree, set(names))), kind
+    titles = [item["title"] for item in mutations.iterate_architecture_mutations(architecture)]
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
@@ -89,42 +97,42 @@ class Layer(nn.Module):
 """
 
 
-def changed(op, **arguments):
+def apply_change(op, **arguments):
     tree = ast.parse(SMALL)
     rewriting.ARCHITECTURE_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def test_rename_parameter_changes_uses_and_calls():
-    text = changed("rename_parameter", old="bias", new="shift")
+    text = apply_change("rename_parameter", old="bias", new="shift")
     assert "def forward(self, states, mask=None, shift=None, **kwargs)" in text and "self.q(shift)" in text
     assert "self.attention(states, mask, shift=1, other=2)" in text
 
 
 def test_drop_parameter_removes_the_argument_of_calls():
-    text = changed("drop_parameter", old="mask")
+    text = apply_change("drop_parameter", old="mask")
     assert "def forward(self, states, bias=None, **kwargs):\n        mask = None" in text
     assert "self.attention(states, bias=1, other=2)" in text
 
 
 def test_reorder_swaps_parameters_and_arguments():
-    text = changed("reorder", old="mask", new="bias", by_place=True)
+    text = apply_change("reorder", old="mask", new="bias", by_place=True)
     assert "def forward(self, states, bias=None, mask=None, **kwargs)" in text
     assert "self.attention(states, 1, mask, other=2)" in text
-    assert "self.attention(states, mask=mask, bias=1, other=2)" in changed(
+    assert "self.attention(states, mask=mask, bias=1, other=2)" in apply_change(
         "reorder", old="mask", new="bias", by_place=False
     )
 
 
 def test_require_adds_an_argument_to_calls():
-    text = changed("require", new="more", uses=False)
+    text = apply_change("require", new="more", uses=False)
     assert "def forward(self, states, more, mask=None, bias=None, **kwargs)" in text
     assert "self.attention(states, more=1.25, mask=mask, bias=1, other=2)" in text
 
 
 def test_change_tuple_is_reverted_by_callers():
-    assert "return (states * mask, self.q(bias), None)" in changed("change_tuple", how="more")
-    assert "(lambda each: each[:-1])(self.attention(states, mask, bias=1, other=2))" in changed(
+    assert "return (states * mask, self.q(bias), None)" in apply_change("change_tuple", how="more")
+    assert "(lambda each: each[:-1])(self.attention(states, mask, bias=1, other=2))" in apply_change(
         "change_tuple", how="more"
     )
 
@@ -142,6 +150,6 @@ def test_rename_cache_member_changes_only_caches():
 
 
 def test_method_finds_a_method_of_a_modeling_file():
-    result = classes(ast.parse(SMALL))
-    assert parameters(method(result["Attention"], "forward")) == ["states", "mask", "bias"]
-    assert method(result["Layer"], "update") is None
+    result = get_classes(ast.parse(SMALL))
+    assert get_parameter_names(get_method(result["Attention"], "forward")) == ["states", "mask", "bias"]
+    assert get_method(result["Layer"], "update") is None

@@ -4,11 +4,11 @@ import pytest
 import torch
 from architectures import BERT
 from fixtures.caches import get_cache, get_cache_name, with_cache
-from fixtures.tested_architectures import EVERY_VARIANT, PAIRS, make, second_head
+from fixtures.tested_architectures import EVERY_VARIANT, PAIRS, get_second_head, make
 from relatives import ENCODERS, WHISPER
 from transformers import DynamicCache, EncoderDecoderCache
 
-WRITERS = [(row, second_head(row)) for row in (*PAIRS, WHISPER)]
+WRITERS = [(row, get_second_head(row)) for row in (*PAIRS, WHISPER)]
 ALONE = [(BERT, "BertLMHeadModel"), (ENCODERS[0], "RobertaForCausalLM"), (ENCODERS[1], "ElectraForCausalLM")]
 EVERY_WRITER = pytest.mark.parametrize(("architecture", "head"), WRITERS, ids=[head for _, head in WRITERS])
 WITH_DECODERS = pytest.mark.parametrize(
@@ -24,17 +24,17 @@ SEARCHES = {
 }
 
 
-def inputs_of(architecture, head):
+def make_inputs(architecture, head):
     batch = architecture.batch(head)
     if (architecture, head) in ALONE:
         return {"input_ids": batch["input_ids"]}
     return {name: value for name, value in batch.items() if name != "decoder_input_ids"}
 
 
-def shapes(value):
+def get_shapes(value):
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
-    return [shapes(item) for item in value] if isinstance(value, tuple) else type(value).__name__
+    return [get_shapes(item) for item in value] if isinstance(value, tuple) else type(value).__name__
 
 
 @pytest.mark.thorough
@@ -48,8 +48,8 @@ def test_generate_returns_the_shapes_of_transformers(architecture, head, search)
         torch.manual_seed(0)
         flags = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
         options = SEARCHES[search] | STEPS | flags | {"return_dict_in_generate": True}
-        output = model.generate(**inputs_of(architecture, head), **options)
-        actual.append({name: shapes(value) for name, value in output.items()})
+        output = model.generate(**make_inputs(architecture, head), **options)
+        actual.append({name: get_shapes(value) for name, value in output.items()})
     # T5 of 5.15 and 5.17 leaves its weights out.
     left_out = {name for name in actual[0] if name.endswith("_attentions") and not any(actual[0][name])}
     assert actual[0].keys() == actual[1].keys() and "encoder_attentions" in actual[0]
@@ -63,7 +63,7 @@ def test_generation_continues_with_a_returned_cache(architecture, head, variant)
     """Check `test_generate_continue_from_past_key_values`; encoder-decoders encode the source again, as in
     Transformers.
     """
-    model, ids = make(architecture, head, variant), inputs_of(architecture, head)["input_ids"]
+    model, ids = make(architecture, head, variant), make_inputs(architecture, head)["input_ids"]
     options = {"do_sample": False, "return_dict_in_generate": True}
 
     def generate(ids, tokens, **cache):
@@ -83,7 +83,7 @@ def test_generation_continues_with_a_returned_cache(architecture, head, variant)
 @WITH_DECODERS
 def test_static_cache_generates_the_tokens_of_a_dynamic_cache(architecture, head, variant):
     """Check `test_generate_with_static_cache`, also with beams."""
-    model, inputs = make(architecture, head, variant), inputs_of(architecture, head)
+    model, inputs = make(architecture, head, variant), make_inputs(architecture, head)
     for search in ("greedy", "beams"):
         options = SEARCHES[search] | STEPS
         static = model.generate(**inputs, **options, cache_implementation="static")
@@ -97,7 +97,7 @@ def test_cache_argument_accepts_its_former_name(architecture, head):
         pytest.skip("it has its first name")
     model, inputs = make(architecture, head, "gqa"), architecture.batch(head)
     if (architecture, head) in ALONE:
-        inputs = inputs_of(architecture, head)
+        inputs = make_inputs(architecture, head)
     actual = []
     for name in ("past_key_values", "cache"):
         cache = DynamicCache(config=model.config)
@@ -118,7 +118,7 @@ def test_cache_argument_accepts_its_former_name(architecture, head):
 def test_assisted_decoding_matches_greedy_search(architecture, head, variant):
     """Check `test_assisted_decoding_matches_greedy_search`, and prompt lookup, for one text."""
     model = make(architecture, head, variant)
-    inputs = {name: value[:1] for name, value in inputs_of(architecture, head).items()}
+    inputs = {name: value[:1] for name, value in make_inputs(architecture, head).items()}
     expected = model.generate(**inputs, **SEARCHES["greedy"], **STEPS)
     assistant = architecture.make_upstream_model(head)
     assert torch.equal(model.generate(**inputs, **SEARCHES["greedy"], **STEPS, assistant_model=assistant), expected)

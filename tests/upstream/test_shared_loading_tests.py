@@ -6,21 +6,21 @@ from fixtures.tested_architectures import (
     ALL_ARCHITECTURES,
     EVERY_ARCHITECTURE,
     assert_same,
-    fields_of,
-    fresh,
-    heads_of,
+    get_tensors,
+    get_variant_fields,
     make,
-    tensors,
+    make_new_model,
+    parametrize_heads,
 )
 from safetensors.torch import load_file
 
 import hf_attn_variants
 
 # The base model is a part of these.
-HEADED = heads_of(lambda heads: [heads[1], heads[-1]])
+HEADED = parametrize_heads(lambda heads: [heads[1], heads[-1]])
 
 
-def base_class(architecture):
+def get_base_class(architecture):
     return getattr(hf_attn_variants, f"AttnVariant{next(iter(architecture.heads))}")
 
 
@@ -41,7 +41,7 @@ def test_head_loads_the_weights_of_a_base_model(architecture, head, tmp_path):
     assert_same(weights, {name: loaded.state_dict()[name] for name in weights}, atol=0, rtol=0)
     if head.endswith("ForCausalLM"):
         return  # of a pair of stacks it has one
-    base, info = base_class(architecture).from_pretrained(tmp_path, output_loading_info=True)
+    base, info = get_base_class(architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not set(without) & set(info["missing_keys"])
     result = base.state_dict()
     assert_same(without, {name: result[name] for name in without}, atol=0, rtol=0)
@@ -53,7 +53,7 @@ def test_mismatched_shapes_raise_an_error_or_are_initialized(architecture, tmp_p
     head = next(
         name for name in architecture.heads if "Classification" in name or "Conditional" in name or "MTModel" in name
     )
-    model = fresh(architecture, head, "gqa")
+    model = make_new_model(architecture, head, "gqa")
     name, shape = max(model.state_dict().items(), key=lambda item: (item[1].dim() == 2, item[1].numel()))
     weights = dict(model.state_dict())
     path = next(entry for entry in weights if "attn" in entry.lower() or "attention" in entry.lower())
@@ -64,7 +64,7 @@ def test_mismatched_shapes_raise_an_error_or_are_initialized(architecture, tmp_p
     loaded, info = type(model).from_pretrained(None, **options, ignore_mismatched_sizes=True, output_loading_info=True)
     assert {entry[0] for entry in info["mismatched_keys"]} == {path}
     assert loaded.state_dict()[path].shape == model.state_dict()[path].shape
-    assert all(value.isfinite().all() for value in tensors(loaded.eval()(**architecture.batch(head))).values())
+    assert all(value.isfinite().all() for value in get_tensors(loaded.eval()(**architecture.batch(head))).values())
     assert torch.equal(loaded.state_dict()[name], shape) or name == path
 
 
@@ -80,14 +80,14 @@ def test_all_tensors_are_parameters_or_buffers(architecture, fields):
     model.to_empty(device="cpu")
     model.init_weights()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in tensors(model(**architecture.batch(head))).values())
+        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.batch(head))).values())
 
 
 @EVERY_ARCHITECTURE
 def test_loading_works_under_a_device_context(architecture, tmp_path):
     """Check `test_can_load_with_device_context_manager` and `test_cannot_load_with_meta_device_context_manager`."""
     head = next(iter(architecture.heads))
-    model = fresh(architecture, head, "latent")
+    model = make_new_model(architecture, head, "latent")
     model.save_pretrained(tmp_path)
     with torch.device("cpu"):
         assert_same(model.state_dict(), type(model).from_pretrained(tmp_path).state_dict(), atol=0, rtol=0)
@@ -101,7 +101,7 @@ def test_loading_works_under_a_device_context(architecture, tmp_path):
 def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
     """Check `test_keep_in_fp32_modules`."""
     head = next(iter(architecture.heads))
-    model, upstream = fresh(architecture, head, "gqa"), architecture.make_upstream_model(head)
+    model, upstream = make_new_model(architecture, head, "gqa"), architecture.make_upstream_model(head)
     kinds = []
     for number, entry in enumerate((model, upstream)):
         entry.save_pretrained(tmp_path / str(number))
@@ -114,7 +114,7 @@ def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
 def test_configuration_without_special_tokens_builds_a_model(architecture):
     """Check `test_model_forward_default_config_values`."""
     head = next(iter(architecture.heads))
-    config_dict = architecture.config(head=head, **fields_of(architecture, "gqa")).to_diff_dict()
+    config_dict = architecture.config(head=head, **get_variant_fields(architecture, "gqa")).to_diff_dict()
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "tie_word_embeddings", "auto_map"):
         config_dict.pop(name, None)
     config = architecture.config_class(**config_dict)
@@ -122,7 +122,7 @@ def test_configuration_without_special_tokens_builds_a_model(architecture):
         setattr(config, name, 0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).eval()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in tensors(model(**architecture.batch(head))).values())
+        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.batch(head))).values())
 
 
 @EVERY_ARCHITECTURE
@@ -131,10 +131,10 @@ def test_unavailable_attention_implementation_changes_nothing(architecture):
     head = next(iter(architecture.heads))
     model = make(architecture, head, "gqa")
     with torch.no_grad():
-        before = tensors(model(**architecture.batch(head)))
+        before = get_tensors(model(**architecture.batch(head)))
         with pytest.raises(ValueError, match="nonsense"):
             model.set_attn_implementation("nonsense")
-        assert_same(before, tensors(model(**architecture.batch(head))), atol=0, rtol=0)
+        assert_same(before, get_tensors(model(**architecture.batch(head))), atol=0, rtol=0)
 
 
 @pytest.mark.thorough
@@ -145,7 +145,7 @@ def test_untied_embeddings_are_saved_and_loaded(architecture, tmp_path):
     """Check `test_load_save_without_tied_weights`; Transformers always ties those of T5."""
     for head in list(architecture.heads)[:3]:
         torch.manual_seed(0)
-        config = architecture.config(head=head, **fields_of(architecture, "gqa"), tie_word_embeddings=False)
+        config = architecture.config(head=head, **get_variant_fields(architecture, "gqa"), tie_word_embeddings=False)
         model = getattr(hf_attn_variants, f"AttnVariant{head}")(config)
         model.save_pretrained(tmp_path / head)
         loaded, info = type(model).from_pretrained(tmp_path / head, output_loading_info=True)

@@ -7,7 +7,7 @@ Transformers' shared tests are not part of the installed package. These tests co
 import pytest
 import torch
 import transformers
-from architectures import LENGTH, VOCABULARY, token_ids
+from architectures import LENGTH, VOCABULARY, make_token_ids
 from fixtures.checkpointing import checkpoint_layers
 from fixtures.tested_architectures import (
     ALL_ARCHITECTURES,
@@ -20,12 +20,12 @@ from fixtures.tested_architectures import (
     TEXT_ARCHITECTURES,
     TOLERANCE,
     assert_same,
-    fields_of,
-    fresh,
+    get_no_dropout_fields,
+    get_second_head,
+    get_tensors,
+    get_variant_fields,
     make,
-    second_head,
-    tensors,
-    without_dropout,
+    make_new_model,
 )
 from torch import nn
 from transformers import initialization
@@ -38,7 +38,7 @@ import hf_attn_variants
 def test_training_gives_every_parameter_a_gradient(architecture, head):
     """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
     batch, actual = architecture.batch(head, labels=True), []
-    model = make(architecture, head, "latent", **without_dropout(architecture)).train()
+    model = make(architecture, head, "latent", **get_no_dropout_fields(architecture)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
         if on:
@@ -84,7 +84,7 @@ def seeded_draws(monkeypatch):
 def test_missing_weights_are_initialized_like_a_new_model(architecture, head, seeded_draws):
     """Check `test_can_init_all_missing_weights` with an empty checkpoint."""
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = architecture.config(head=head, **fields_of(architecture, "latent"))
+    config = architecture.config(head=head, **get_variant_fields(architecture, "latent"))
     new = model_class(config)
     loaded = model_class.from_pretrained(None, config=config, state_dict={})
     assert_same(new.state_dict(), loaded.state_dict(), atol=0, rtol=0)
@@ -97,7 +97,7 @@ def test_missing_weights_are_initialized_like_a_new_model(architecture, head, se
 @SOME_HEADS
 def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
     """Check `test_save_load`, `_keys_to_ignore_on_save` and `test_tied_weights_keys`, in several files."""
-    model = fresh(architecture, head, "gqa")
+    model = make_new_model(architecture, head, "gqa")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -110,7 +110,7 @@ def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
     assert ties[0] == ties[1]
     with torch.no_grad():
         batch = architecture.batch(head)
-        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
+        assert_same(get_tensors(model(**batch)), get_tensors(loaded.eval()(**batch)))
 
 
 @EVERY_ARCHITECTURE
@@ -126,7 +126,7 @@ def test_eager_equals_sdpa(architecture, variant):
         for implementation in ("eager", "sdpa"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
-                output = next(iter(tensors(model(**inputs)).values()))
+                output = next(iter(get_tensors(model(**inputs)).values()))
             # Outputs at padded positions are ignored.
             is_of_text = attention_mask is not None and "decoder_input_ids" not in inputs
             actual.append(output * attention_mask[..., None] if is_of_text and output.dim() == 3 else output)
@@ -140,9 +140,9 @@ def test_batched_row_equals_the_single_row(architecture, variant):
     head = next(iter(architecture.heads))
     model, batch = make(architecture, head, variant), architecture.batch(head)
     with torch.no_grad():
-        batch_output = tensors(model(**batch))
+        batch_output = get_tensors(model(**batch))
         for row in range(len(next(iter(batch.values())))):
-            alone = tensors(model(**{name: value[row : row + 1] for name, value in batch.items()}))
+            alone = get_tensors(model(**{name: value[row : row + 1] for name, value in batch.items()}))
             assert_same({name: value[row : row + 1] for name, value in batch_output.items()}, alone)
 
 
@@ -173,20 +173,20 @@ def test_inputs_embeds_equal_input_ids(architecture):
     """Check `test_inputs_embeds_matches_input_ids`."""
     head = next(iter(architecture.heads))
     model = make(architecture, head, "latent")
-    ids = token_ids()
-    others = {"decoder_input_ids": token_ids()} if architecture in PAIRS else {}
+    ids = make_token_ids()
+    others = {"decoder_input_ids": make_token_ids()} if architecture in PAIRS else {}
     with torch.no_grad():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), **others)
-        assert_same(tensors(model(input_ids=ids, **others)), tensors(embedded))
+        assert_same(get_tensors(model(input_ids=ids, **others)), get_tensors(embedded))
 
 
 @GENERATES
 @pytest.mark.parametrize("beams", [1, 2])
 def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture, beams):
     """Check `test_generate_from_inputs_embeds` and the shapes of `generate`, greedily and with beams."""
-    model = make(architecture, second_head(architecture), "latent")
+    model = make(architecture, get_second_head(architecture), "latent")
     model.set_attn_implementation("eager")
-    ids, steps = token_ids(), 4
+    ids, steps = make_token_ids(), 4
     options = {"max_new_tokens": steps, "min_new_tokens": steps, "num_beams": beams, "do_sample": False}
     expected = model.generate(input_ids=ids, **options)
     embedded = model.get_input_embeddings()(ids)
@@ -213,7 +213,9 @@ def test_feed_forward_chunking_changes_no_output(architecture):
     head = next(iter(architecture.heads))
     unchunked, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
-        assert_same(tensors(unchunked(**architecture.batch(head))), tensors(chunked(**architecture.batch(head))))
+        assert_same(
+            get_tensors(unchunked(**architecture.batch(head))), get_tensors(chunked(**architecture.batch(head)))
+        )
 
 
 @EVERY_HEAD
@@ -239,10 +241,10 @@ def test_resized_embeddings_stay_tied(architecture, head):
         name: value % (VOCABULARY - 10) if name.endswith("input_ids") else value for name, value in batch.items()
     }
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in tensors(model(**smaller)).values())
+        assert all(value.isfinite().all() for value in get_tensors(model(**smaller)).values())
 
 
-def whole_layers(model):
+def list_whole_layers(model):
     """Return the outermost modules that a device map does not split."""
     names = set(model._no_split_modules or ())
     actual = [path for path, module in model.named_modules() if type(module).__name__ in names]
@@ -254,17 +256,17 @@ def test_no_split_modules_are_found(architecture):
     """Check `test_model_parallelism`: the names of our classes select the layers that a device map keeps whole."""
     head = next(iter(architecture.heads))
     model, upstream = make(architecture, head, "gqa"), architecture.make_upstream_model(head)
-    assert whole_layers(model) == whole_layers(upstream)
+    assert list_whole_layers(model) == list_whole_layers(upstream)
 
 
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES[:3] + ALL_ARCHITECTURES[6:7], ids=lambda row: row.name)
 def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
     head = next(iter(architecture.heads))
-    model, batch = fresh(architecture, head, "latent"), architecture.batch(head)
+    model, batch = make_new_model(architecture, head, "latent"), architecture.batch(head)
     model.save_pretrained(tmp_path / "model")
     # ALBERT's layers are one module, that upstream names in no list.
-    layer = (whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]
+    layer = (list_whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]
     parts = {layer: "disk"}
     for path, module in model.named_modules():
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)] and not f"{path}.".startswith(
@@ -275,7 +277,7 @@ def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
     assert {item.device.type for item in loaded.get_submodule(layer).parameters()} == {"meta"}
     with torch.no_grad():
-        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
+        assert_same(get_tensors(model(**batch)), get_tensors(loaded.eval()(**batch)))
 
 
 def test_installed_transformers_has_no_shared_tests():

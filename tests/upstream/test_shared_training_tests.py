@@ -2,22 +2,24 @@
 
 import pytest
 import torch
-from architectures import token_ids
+from architectures import make_token_ids
 from fixtures.checkpointing import checkpoint_layers
 from fixtures.tested_architectures import (
     EVERY_ARCHITECTURE,
     EVERY_VARIANT,
     GENERATES,
     assert_same,
-    heads_of,
+    get_no_dropout_fields,
+    get_second_head,
+    get_tensors,
     make,
-    second_head,
-    tensors,
-    without_dropout,
+    parametrize_heads,
 )
 
-CLASSIFIERS = heads_of(lambda heads: [head for head in heads if head.endswith("ForSequenceClassification")])
-WRITES_ALONE = heads_of(lambda heads: [head for head in heads if head.endswith(("ForCausalLM", "LMHeadModel"))])
+CLASSIFIERS = parametrize_heads(lambda heads: [head for head in heads if head.endswith("ForSequenceClassification")])
+WRITES_ALONE = parametrize_heads(
+    lambda heads: [head for head in heads if head.endswith(("ForCausalLM", "LMHeadModel"))]
+)
 PROBLEMS = {
     "regression": (1, torch.tensor([0.5, -1.0, 2.0])),
     "single_label_classification": (3, torch.tensor([0, 2, 1])),
@@ -48,7 +50,7 @@ def test_gradients_reach_returned_states_and_weights(architecture, variant):
 def test_embeddings_pass_gradients_to_adapters(architecture):
     """Check `test_enable_input_require_grads`, also with checkpointed layers, for adapters of a frozen model."""
     head = next(iter(architecture.heads))
-    model = make(architecture, head, "gqa", **without_dropout(architecture))
+    model = make(architecture, head, "gqa", **get_no_dropout_fields(architecture))
     if not model.supports_gradient_checkpointing:
         pytest.skip("it checkpoints nothing")
     model.requires_grad_(False)
@@ -62,7 +64,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
             checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
-        next(iter(tensors(model(**architecture.batch(head))).values())).square().sum().backward()
+        next(iter(get_tensors(model(**architecture.batch(head))).values())).square().sum().backward()
         result.append({"gradient": adapter.weight.grad.clone()})
     assert_same(*result)
 
@@ -83,7 +85,7 @@ def test_losses_equal_transformers_for_each_problem_type(architecture, head, pro
 @GENERATES
 def test_encoder_decoder_shifts_labels_once(architecture):
     """Check `test_encoder_decoder_loss_no_double_shift`."""
-    head = second_head(architecture)
+    head = get_second_head(architecture)
     batch = architecture.batch(head, labels=True)
     with torch.no_grad():
         output = make(architecture, head, "gqa")(**batch)
@@ -96,7 +98,7 @@ def test_shift_labels_raise_an_error(architecture, head):
     """Check that `shift_labels` of `test_causal_lm_loss_honors_shift_labels` raises an error, because it is not
     supported.
     """
-    batch = {name: token_ids() for name in ("input_ids", "labels", "shift_labels")}
+    batch = {name: make_token_ids() for name in ("input_ids", "labels", "shift_labels")}
     with pytest.raises(ValueError, match="`shift_labels`"):
         make(architecture, head, "gqa")(**batch)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from fixtures.golden_repositories import ARCHITECTURE_HEADS, MECHANISMS, fields_of, takes
-from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
+from fixtures.golden_repositories import ARCHITECTURE_HEADS, MECHANISMS, get_mechanism_fields, supports_mechanism
+from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_model
 from relatives import RELATIVES
 
 import hf_attn_variants
@@ -44,7 +44,7 @@ def models() -> Record:
         f"{architecture}, {name}": (architecture, name)
         for architecture in ARCHITECTURE_HEADS
         for name in MECHANISMS
-        if takes(architecture, name)
+        if supports_mechanism(architecture, name)
     }
     heads = {head: row for row in (*ARCHITECTURES, *RELATIVES) for head in row.heads}
     return record_each(mechanisms, lambda item: _record_model(*mechanisms[item])) | record_each(
@@ -58,8 +58,8 @@ def shared_memory() -> Record:
 
     def generated(item: str) -> Record:
         family, form = items[item]
-        model = hf_attn_variants.share_memory(tiny_model(family), cross_cache=form)
-        return _record_generation(model, source_batch(family), SEARCHES | MORE_SEARCHES)
+        model = hf_attn_variants.share_memory(make_tiny_model(family), cross_cache=form)
+        return _record_generation(model, make_source_batch(family), SEARCHES | MORE_SEARCHES)
 
     return record_each(items, generated)
 
@@ -87,7 +87,7 @@ def quantized() -> Record:
 def _record_model(architecture: str, mechanism: str) -> Record:
     torch.manual_seed(0)
     row, head = ARCHITECTURE_HEADS[architecture]
-    model, batch = row.model(head, **fields_of(architecture, mechanism)), row.batch(head)
+    model, batch = row.model(head, **get_mechanism_fields(architecture, mechanism)), row.batch(head)
     state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     records = {"tensors": digest(state, *model.state_dict().values())}
     for implementation in ("sdpa", "eager"):

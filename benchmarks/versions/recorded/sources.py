@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from fixtures.golden_sources import make_source, make_tokenizer
-from fixtures.speech import recordings, whisper_checkpoint
+from fixtures.speech import save_whisper_checkpoint, write_recordings
 from fixtures.squad import make_reader, write_questions
 from fixtures.superglue import write_superglue
-from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
+from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
 from fixtures.uptraining import make_bert, make_t5, make_text
 
 __all__ = ["make_checkpoints", "make_data"]
@@ -20,7 +20,7 @@ ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar",
 
 def make_checkpoints() -> None:
     """Save multi-head models of two layers: three with coarse weights, and those that the commands train."""
-    text = "\n".join(lines_of_words(120))
+    text = "\n".join(make_lines_of_words(120))
     Path("text.txt").write_text(text + "\n", encoding="utf-8")
     for kind in ("bert", "t5", "bart"):
         make_source(kind, text, Path(f"coarse-{kind}"))
@@ -31,8 +31,8 @@ def make_checkpoints() -> None:
     make_tiny_t5(Path("cased")).rename("tiny-t5")
     make_reader("bert", Path("reader"))
     make_reader("t5", Path("reader-t5"))
-    whisper_checkpoint(Path("whisper"), suppress_tokens=[1, 2])
-    recordings(Path("recordings"), 20, seconds=0.5)
+    save_whisper_checkpoint(Path("whisper"), suppress_tokens=[1, 2])
+    write_recordings(Path("recordings"), 20, seconds=0.5)
 
 
 def make_data() -> None:
@@ -63,7 +63,7 @@ def make_data() -> None:
         "".join(f"{word} {tag}\n" for word, tag in zip(row, ("B-PER", "O", "B-LOC"), strict=True)) for row in words
     ]
     Path("tags.txt").write_text("\n".join(tagged), encoding="utf-8")
-    lines = lines_of_words(60)
+    lines = make_lines_of_words(60)
     articles = ["\n".join(lines[i : i + 4]) for i in range(0, len(lines), 4)]
     Path("articles.txt").write_text("\n\n".join(articles[2:]) + "\n", encoding="utf-8")
     Path("held-out.txt").write_text("\n\n".join(articles[:2]) + "\n", encoding="utf-8")
