@@ -53,16 +53,16 @@ class Architecture:
     inputs: Callable[[], dict[str, torch.Tensor]]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # what its own fields add to a variant
 
-    def config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
+    def make_config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
         """Return a tiny configuration of a variant, with the fields that the head requires."""
         extra = self.heads[head].config if head else {}
         variant_fields = self.variants.get(variant, {})
         return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **variant_fields, **fields})
 
-    def model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
+    def make_model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
         """Return a tiny model in evaluation mode whose attention parameters differ from their initial values."""
         torch.manual_seed(seed)
-        model = getattr(hf_attn_variants, f"AttnVariant{head}")(self.config(variant, head, **fields)).eval()
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(self.make_config(variant, head, **fields)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -75,7 +75,7 @@ class Architecture:
         config = self.upstream_config_class(**{**self.tiny, **self.heads[head].config, **fields})
         return getattr(transformers, head)(config).eval()
 
-    def batch(self, head: str, labels: bool = False) -> dict[str, torch.Tensor]:
+    def make_batch(self, head: str, labels: bool = False) -> dict[str, torch.Tensor]:
         """Return inputs for a head, padded on the right, with labels if `labels` is set."""
         torch.manual_seed(1)
         inputs = (self.heads[head].inputs or self.inputs)()

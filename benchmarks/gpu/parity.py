@@ -64,7 +64,7 @@ def measure_architecture_parity(architecture: Architecture, device: str, dtype: 
     misses, tokens = [], None
     for head in architecture.heads:
         upstream, variant_model = make_pair(architecture, head)
-        batch = architecture.batch(head, labels=True)
+        batch = architecture.make_batch(head, labels=True)
         with torch.no_grad():
             exact = compute_outputs(upstream.to(device), to_device(batch, device))
         for implementation in IMPLEMENTATIONS:
@@ -95,7 +95,9 @@ def measure_architecture_parity(architecture: Architecture, device: str, dtype: 
 def make_pair(architecture: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
     """Return upstream's model of a head and ours, with the same weights."""
     upstream = architecture.make_upstream_model(head)
-    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head, **fields)).eval()
+    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(
+        architecture.make_config(head=head, **fields)
+    ).eval()
     variant_model.load_state_dict(upstream.state_dict())
     variant_model.tie_weights()
     return upstream, variant_model
@@ -172,7 +174,7 @@ def measure_real_parity(architecture: Architecture, device: str, dtype: str) -> 
     lengths = torch.tensor([REAL_LENGTH, REAL_LENGTH - 100, REAL_LENGTH // 2, 20], device=device)
     mask = (torch.arange(REAL_LENGTH, device=device) < lengths[:, None]).long()
     batch = {"input_ids": ids, "attention_mask": mask}
-    batch |= {"decoder_input_ids": ids[:, :128]} if "decoder_input_ids" in architecture.batch(head) else {}
+    batch |= {"decoder_input_ids": ids[:, :128]} if "decoder_input_ids" in architecture.make_batch(head) else {}
     for name, upstream, variant_model in (
         ("multi-head", *make_pair(architecture, head)),
         ("6 heads", *make_shared_heads(architecture, head, 6)),
@@ -198,7 +200,7 @@ def make_shared_heads(architecture: Architecture, head: str, kv_heads: int) -> t
     upstream, wide = make_pair(architecture, head)
     torch.manual_seed(0)
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(
-        architecture.config(head=head, num_key_value_heads=kv_heads)
+        architecture.make_config(head=head, num_key_value_heads=kv_heads)
     ).eval()
     plain = {
         name: value
@@ -222,7 +224,7 @@ def make_shared_heads(architecture: Architecture, head: str, kv_heads: int) -> t
 def measure_variant_parity(architecture: Architecture, variant: str, device: str, dtype: str) -> dict[str, Any]:
     """Return the error of a variant's outputs, on the device in a dtype, against the CPU's in float32."""
     head = BASE_HEADS[architecture.name]
-    model, batch = architecture.model(head, variant), architecture.batch(head)
+    model, batch = architecture.make_model(head, variant), architecture.make_batch(head)
     with torch.no_grad():
         expected = next(iter(compute_outputs(model, batch).values()))
         model.to(device, getattr(torch, dtype))

@@ -49,12 +49,12 @@ def save(folder: Path) -> dict[str, Any]:
             for variant in VARIANTS:
                 if variant == "latent" and not row.config_class.get_rank_fields():
                     continue
-                model = row.model(head, **_make_fields(row, variant))
+                model = row.make_model(head, **_make_fields(row, variant))
                 _make_coarse(model)
                 repository = folder / f"{head}-{variant}"
                 model.save_pretrained(repository)
                 loaded = getattr(hf_attn_variants, type(model).__name__).from_pretrained(repository).eval()
-                inputs = {name: value.contiguous() for name, value in row.batch(head).items()}
+                inputs = {name: value.contiguous() for name, value in row.make_batch(head).items()}
                 named_inputs = {f"input.{name}": value for name, value in inputs.items()}
                 save_file(named_inputs | _compute_outputs(loaded, inputs), repository / TENSORS)
                 names.append(repository.name)

@@ -55,7 +55,7 @@ def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
 
 
 def test_only_divisors_of_the_value_heads_are_timed(measure):
-    config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
+    config = BERT.make_config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
     _, fields = get_names_and_fields(measure(config.to_dict(), 2, 8, 1))
     assert [item["num_key_value_heads"] for item in fields if "num_key_value_heads" in item] == [12, 2, 1]
 

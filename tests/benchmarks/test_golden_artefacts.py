@@ -24,7 +24,7 @@ PAIRS = [
 def test_skipped_mechanisms_are_unsupported_by_the_architecture(architecture, mechanism):
     row, head = golden_repositories.ARCHITECTURE_HEADS[architecture]
     with pytest.raises(ValueError, match=r"only supported for|is not supported|must|cannot be"):
-        row.config(head=head, **golden_repositories.get_mechanism_fields(architecture, mechanism))
+        row.make_config(head=head, **golden_repositories.get_mechanism_fields(architecture, mechanism))
 
 
 @pytest.mark.thorough

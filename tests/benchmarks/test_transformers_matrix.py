@@ -57,7 +57,7 @@ def test_matrix_detects_a_lost_cache(matrix, monkeypatch):
     worker = importlib.import_module("benchmarks.versions.matrix_worker")
     name = worker._cache_name()
     for row, head in ((architectures.T5, "T5ForConditionalGeneration"), (architectures.BERT, "BertLMHeadModel")):
-        model, inputs = row.model(head, "gqa"), row.batch(head)
+        model, inputs = row.make_model(head, "gqa"), row.make_batch(head)
         if row is architectures.BERT:
             inputs = {"input_ids": inputs["input_ids"]}
         logits = {"largest_difference": 0.0, "largest_logit": 1.0}

@@ -277,7 +277,7 @@ def test_convert_and_inspect_run_like_a_user(source, tmp_path, capsys):
 
 
 def test_inspect_does_not_read_weights(tmp_path, capsys):
-    config = T5.config("gqa", "T5ForConditionalGeneration")
+    config = T5.make_config("gqa", "T5ForConditionalGeneration")
     config.architectures = ["AttnVariantT5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--batch_size", "32", "--dtype", "bfloat16"]) == 0
@@ -374,7 +374,7 @@ def test_inspect_of_a_hub_id_downloads_only_the_configuration(tmp_path):
     from hub.local_hub import LocalHub
 
     with LocalHub() as hub:
-        config = BERT.config("gqa").to_json_string().encode()
+        config = BERT.make_config("gqa").to_json_string().encode()
         hub.create("me/gqa4", files={"config.json": config, "model.safetensors": b"not read"})
         env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}

@@ -42,7 +42,7 @@ def count_flops(run):
 
 def make_model(architecture, head, variant):
     # Two sentences of one length without padding: every token does the same.
-    return architecture.model(head, variant, attn_implementation="eager")
+    return architecture.make_model(head, variant, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -76,12 +76,12 @@ def test_encoder_decoder_flops_equal_the_torch_counter(variant):
 def test_window_flops_and_cache_count_only_the_window():
     """Check the logits and sums of the keys in the window, and the cache, which has one token less."""
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
-    config = BERT.config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
-    rows = [compute_cost_table(item.to_dict(), length=100).current for item in (BERT.config("gqa"), config)]
+    config = BERT.make_config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
+    rows = [compute_cost_table(item.to_dict(), length=100).current for item in (BERT.make_config("gqa"), config)]
     saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
     assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
     assert rows[1].name == "GQA-4 + window 8"
-    config = T5.config("mqa", **window).to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
+    config = T5.make_config("mqa", **window).to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
     current = compute_cost_table(config, length=100, source_length=50).current
     decoder, cross = (current.kv_cache_bytes_per_token[site] for site in ("decoder", "cross"))
     assert current.kv_cache_bytes == 7 * decoder + 50 * cross
@@ -90,13 +90,13 @@ def test_window_flops_and_cache_count_only_the_window():
 @pytest.mark.parametrize("kernel", ["elu", "hedgehog", "favor", "rfa"])
 def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
     """Check sums once per key/value head, their use per query head, and the constant state size."""
-    model = BERT.model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
+    model = BERT.make_model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
     ids = torch.randint(5, 60, (2, LENGTH))
     assert count_flops_per_token(model, LENGTH, LENGTH) == {
         "encoder": count_flops(lambda: model(input_ids=ids)) / ids.numel()
     }
     head = {"is_decoder": True}
-    decoder = BERT.model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
+    decoder = BERT.make_model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
     cache = get_cache(decoder(ids, use_cache=True))
     state = sum(layer.state.sums[0].nbytes for layer in cache.layers)
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
@@ -108,7 +108,7 @@ def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
 
 def test_linformer_flops_equal_the_torch_counter():
     fields = {"attention_kernel": "linformer", "attention_kernel_features": 5}
-    model = BERT.model("BertForMaskedLM", "gqa", **fields)
+    model = BERT.make_model("BertForMaskedLM", "gqa", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
     heads = torch.zeros(1, 4, 2, 8)
     is_counted = (
@@ -121,12 +121,12 @@ def test_linformer_flops_equal_the_torch_counter():
 
 def test_hybrid_flops_include_the_window():
     hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
-    configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
+    configs = [BERT.make_config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
     rows = [compute_cost_table(item.to_dict(), length=100).current for item in configs]
     near = 5 * 4 * 48 * configs[0].num_hidden_layers  # w + 1 keys and values
     assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
     assert rows[1].name == "GQA-4 + hybrid 4"
-    decoder = BERT.model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
+    decoder = BERT.make_model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
     cache = get_cache(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
     state = sum(item[0].nbytes for layer in cache.layers for item in layer.state[:3])
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
@@ -142,7 +142,7 @@ RANKS = (4, 24, 48)
 @pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
 def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields):
     head = BASES[architecture.name]
-    model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
+    model = architecture.make_model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
     result = count_flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
     assert result == {"encoder": count_flops(lambda: model(input_ids=ids)) / ids.numel()}
@@ -154,7 +154,7 @@ def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields
 def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields):
     """Check latents of 20 and 4 for ten source tokens; only the first one caches keys and values."""
     fields |= {"kv_lora_rank": ranks[0], "cross_kv_lora_rank": ranks[1], "attn_implementation": "eager"}
-    model = T5.model("T5ForConditionalGeneration", **fields)
+    model = T5.make_model("T5ForConditionalGeneration", **fields)
     source, token = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, 1))
     cached = {}
 
@@ -173,7 +173,9 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
 
 def test_whole_texts_use_the_expanded_form_of_latents():
     model = make_model(T5, "T5ForConditionalGeneration", "mha")
-    latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
+    latents = T5.make_model(
+        "T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40
+    )
     plain, result = count_flops_per_token(model, LENGTH, SOURCE), count_flops_per_token(latents, LENGTH, SOURCE)
     width, kv, layers = 40, 2 * 12 * 8, 2
     assert result["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
@@ -182,8 +184,8 @@ def test_whole_texts_use_the_expanded_form_of_latents():
 
 def test_latent_parameters_are_counted_as_attention():
     for model in (
-        T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, talking_heads="both"),
-        BERT.model("BertModel", kv_lora_rank=6, per_layer_values={"num_key_value_heads": [12, 2]}),
+        T5.make_model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, talking_heads="both"),
+        BERT.make_model("BertModel", kv_lora_rank=6, per_layer_values={"num_key_value_heads": [12, 2]}),
     ):
         attention_names = (".attention.self.", ".attention.output.dense", "Attention.", "cross_kv_a_proj")
         named = ((n, p) for n, p in model.named_parameters() if any(part in n for part in attention_names))
@@ -210,7 +212,7 @@ def test_sequence_level_heads_are_not_counted_per_token():
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_counted_parameters_and_cache_equal_those_of_models(architecture):
     head = BASES[architecture.name]
-    config = architecture.config("mha", head)
+    config = architecture.make_config("mha", head)
     config.architectures = [f"AttnVariant{head}"]
     table = compute_cost_table(
         json.loads(config.to_json_string(use_diff=False)), batch_size=3, length=10, source_length=4
@@ -224,7 +226,7 @@ def test_counted_parameters_and_cache_equal_those_of_models(architecture):
     assert [row.name for row in table.rows] == [*grouped, *latents, "MHA + talking heads"]
     assert table.current.name == "MHA" and all(row.convertible for row in table.rows)
     for row in table.rows:
-        model = architecture.model(head, **row.fields)
+        model = architecture.make_model(head, **row.fields)
         assert row.parameters == sum(p.numel() for p in model.parameters()), row.name
         assert get_variant_name(model.config) == row.name
         if architecture is not T5:
@@ -251,7 +253,7 @@ def measure_generation_cache(model, steps, source, batch):
 def test_beam_cache_size_equals_a_real_search(fields):
     """Compare with a search: we store a source once, except with talking heads in cross-attention."""
     head = "T5ForConditionalGeneration"
-    model = T5.model(head, "mha", **fields)
+    model = T5.make_model(head, "mha", **fields)
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
     table = compute_cost_table(config, batch_size=2, length=5, source_length=4, num_beams=3)
     assert table.current.kv_cache_bytes == measure_beam_search_cache(model) and table.upstream_kv_cache_bytes is None
@@ -311,8 +313,10 @@ def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
 @pytest.mark.parametrize("flag, field", [(["--num_beams", "4"], "num_beams"), (["--memory", "1GiB"], "memory")])
 def test_beams_and_memory_need_a_model_with_a_cache(tmp_path, capsys, flag, field):
     """Check an encoder, and a decoder whose dynamic terms need all past inputs."""
-    uncached = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], architectures=["AttnVariantT5Model"])
-    for config in (BERT.config(head="BertModel", architectures=["AttnVariantBertModel"]), uncached):
+    uncached = T5.make_config(
+        talking_heads="both", talking_heads_dynamic=["m2l"], architectures=["AttnVariantT5Model"]
+    )
+    for config in (BERT.make_config(head="BertModel", architectures=["AttnVariantBertModel"]), uncached):
         config.save_pretrained(tmp_path)
         assert cli.main(["inspect", str(tmp_path), *flag]) == 2
         output_text = capsys.readouterr()
@@ -322,7 +326,7 @@ def test_beams_and_memory_need_a_model_with_a_cache(tmp_path, capsys, flag, fiel
 
 
 def test_only_convertible_rows_are_marked_as_conversions(tmp_path):
-    model = BERT.model("BertForMaskedLM", "gqa")
+    model = BERT.make_model("BertForMaskedLM", "gqa")
     model.save_pretrained(tmp_path / "gqa4")
     config = json.loads((tmp_path / "gqa4" / "config.json").read_text())
     rows = {row.name: row for row in compute_cost_table(config).rows}
@@ -339,7 +343,7 @@ def test_only_convertible_rows_are_marked_as_conversions(tmp_path):
 
 
 def test_latent_checkpoint_is_compared_with_the_multi_head_model():
-    config = T5.config(cross_kv_lora_rank=10, kv_lora_rank=6, num_key_value_heads=4)
+    config = T5.make_config(cross_kv_lora_rank=10, kv_lora_rank=6, num_key_value_heads=4)
     table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)), length=1)
     assert table.rows[0].name == "MHA" and table.current.name == "GQA-4 + cross latent 10 + latent 6"
     assert table.rows[0].kv_cache_bytes_per_token == {"decoder": 4 * 2 * 2 * 96, "cross": 4 * 2 * 2 * 96}
@@ -353,12 +357,12 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
     heads = "decoder" if architecture is T5 else "self"
     values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 8]}
     head = BASES[architecture.name]
-    config = architecture.config(head=head, per_layer_values=values, **shape)
+    config = architecture.make_config(head=head, per_layer_values=values, **shape)
     config.architectures = [f"AttnVariant{head}"]
     table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.name == "GQA-1..4 by layer + latent 8 in 1 of 2 layers"
     assert table.rows[0].name == "MHA" and [row.current for row in table.rows].count(True) == 1
-    model = architecture.model(head, per_layer_values=values, **shape)
+    model = architecture.make_model(head, per_layer_values=values, **shape)
     assert table.current.parameters == sum(p.numel() for p in model.parameters())
     if architecture is T5:
         cache_bytes = table.current.kv_cache_bytes_per_token
@@ -366,7 +370,7 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
 
 
 def test_talking_heads_checkpoint_keeps_its_head_count():
-    config = json.loads(BERT.config("gqa_talking").to_json_string(use_diff=False))
+    config = json.loads(BERT.make_config("gqa_talking").to_json_string(use_diff=False))
     table = compute_cost_table(config)
     # k must divide 12 query and 8 value heads
     assert [row.fields for row in table.rows[:4]] == [{"num_key_value_heads": count} for count in (12, 4, 2, 1)]
@@ -389,7 +393,7 @@ def test_talking_heads_checkpoint_keeps_its_head_count():
     ],
 )
 def test_invalid_configuration_raises_an_error(change, message):
-    config = json.loads(BERT.config().to_json_string(use_diff=False)) | change
+    config = json.loads(BERT.make_config().to_json_string(use_diff=False)) | change
     with pytest.raises(ValueError, match=message):
         compute_cost_table(config)
 
@@ -397,7 +401,7 @@ def test_invalid_configuration_raises_an_error(change, message):
 @pytest.mark.parametrize("name", ["batch_size", "length", "source_length"])
 def test_sizes_must_be_at_least_one(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
-        compute_cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})
+        compute_cost_table(json.loads(BERT.make_config().to_json_string(use_diff=False)), **{name: 0})
 
 
 def test_shared_projections_are_counted_in_flops_of_each_layer():
@@ -410,10 +414,10 @@ def test_shared_projections_are_counted_in_flops_of_each_layer():
 
 
 def test_models_without_cache_support_have_no_cache_row():
-    config = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"])
+    config = T5.make_config(talking_heads="both", talking_heads_dynamic=["m2l"])
     table = compute_cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
-    assert compute_kv_cache_bytes_per_token(T5.model("T5ForConditionalGeneration"), 4) is not None
+    assert compute_kv_cache_bytes_per_token(T5.make_model("T5ForConditionalGeneration"), 4) is not None
 
 
 @pytest.mark.parametrize(
@@ -425,7 +429,7 @@ def test_models_without_cache_support_have_no_cache_row():
     ],
 )
 def test_models_with_head_parameters_are_not_marked_convertible(fields):
-    config = BERT.config("gqa", "BertModel", **fields).to_dict()
+    config = BERT.make_config("gqa", "BertModel", **fields).to_dict()
     table = compute_cost_table(config)
     assert [row.convertible for row in table.rows] == [row.current for row in table.rows] and table.current.current
 

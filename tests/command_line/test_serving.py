@@ -150,7 +150,7 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_latents_are_multiplied_in_for_ctranslate2(architecture):
-    config = architecture.config(cross_kv_lora_rank=4, per_layer_values={"kv_lora_rank": [None, 2]})
+    config = architecture.make_config(cross_kv_lora_rank=4, per_layer_values={"kv_lora_rank": [None, 2]})
     head = f"AttnVariant{HEADS[architecture.name]}"
     table = measure_serving(
         config.to_dict() | {"architectures": [head]}, length=None if architecture is WHISPER else 8, **SMALL
@@ -227,7 +227,7 @@ def test_order_of_engines_varies_between_rounds():
 @pytest.mark.usefixtures("small_maps")
 def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
     BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "bert")
-    BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
+    BERT.make_model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--no_peak_memory", "--json"]
     assert cli.main(["benchmark", str(tmp_path / "bert"), *flags]) == 0
     table = json.loads(capsys.readouterr().out)

@@ -30,7 +30,7 @@ def test_benchmark_times_transformers_and_every_variant(tmp_path, capsys):
 
 
 def test_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, capsys):
-    T5.model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path)
+    T5.make_model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path)
     command = ["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]
     assert cli.main(command) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -44,7 +44,7 @@ def test_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, caps
 
 @pytest.mark.parametrize("head", ["BertModel", "BertLMHeadModel"])
 def test_models_without_generation_from_an_encoder_raise_an_error(head):
-    config = BERT.config().to_dict() | {"architectures": [head]}
+    config = BERT.make_config().to_dict() | {"architectures": [head]}
     with pytest.raises(ValueError, match="encoder-decoder"):
         measure_speed(config, length=8)
 
@@ -62,7 +62,7 @@ def test_whisper_is_timed_with_its_full_window():
 
 
 def test_decoder_without_cache_support_is_timed_without_a_cache():
-    config = T5.config(talking_heads="both", talking_heads_dynamic=["m2w"]).to_dict()
+    config = T5.make_config(talking_heads="both", talking_heads_dynamic=["m2w"]).to_dict()
     assert measure_speed(config, batch_size=2, length=8, max_new_tokens=2, rounds=1).rows
 
 
@@ -101,8 +101,8 @@ def test_break_even_is_the_step_at_which_the_total_times_are_equal(exact, tokens
 
     rows = [row("transformers", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
     rows.append(row("exact", {"cross_kv_lora_rank": 40}, *exact))
-    assert _compute_break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
-    assert _compute_break_even(T5.config(), rows[:2]) is None
+    assert _compute_break_even(T5.make_config(), rows) == BreakEven("exact", "MHA", tokens)
+    assert _compute_break_even(T5.make_config(), rows[:2]) is None
 
 
 @pytest.mark.thorough
@@ -176,7 +176,7 @@ def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, me
 def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
     """Check a variant checkpoint, which has no Transformers model to compare with."""
     model = hf_attn_variants.AttnVariantT5ForConditionalGeneration
-    config = T5.config(num_key_value_heads=4).to_dict()
+    config = T5.make_config(num_key_value_heads=4).to_dict()
     options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
     assert measure_speed(config, **options).rows
     monkeypatch.setattr(model, "forward", drop_argument(get_cache_name())(model.forward))

@@ -94,7 +94,7 @@ def test_conversion_without_recordings_warns_about_quality(source, caplog):
 
 
 def test_encoder_only_conversion_uses_recordings(folder):
-    model = WHISPER.model("WhisperForAudioClassification")
+    model = WHISPER.make_model("WhisperForAudioClassification")
     calibration = Calibration(audio=sorted(folder.glob("*")), feature_extractor=make_feature_extractor(), fit_steps=0)
     grouped = convert(model, encoder_num_key_value_heads=2, calibration=calibration).eval()
     averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
@@ -158,7 +158,7 @@ def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
     with pytest.raises(ValueError, match="`calibration`"):
         convert(source, 4, calibration=["a text", "another"])
     with pytest.raises(ValueError, match="feature_extractor=feature_extractor"):
-        convert(WHISPER.model(HEAD), 4, calibration=folder)
+        convert(WHISPER.make_model(HEAD), 4, calibration=folder)
     main([
         "convert", "--model_name_or_path", str(source), "--num_key_value_heads", "4", "--output_dir", "x",
         "--calibration_audio_dir", str(folder), "--calibration_file", "y",

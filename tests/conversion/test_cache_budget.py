@@ -135,10 +135,10 @@ def test_impossible_budget_raises_an_error(options, message, source):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (lambda: BERT.model("BertModel"), "`kv_cache_bytes`"),
-        (lambda: T5.model("T5EncoderModel"), "`kv_cache_bytes`"),
+        (lambda: BERT.make_model("BertModel"), "`kv_cache_bytes`"),
+        (lambda: T5.make_model("T5EncoderModel"), "`kv_cache_bytes`"),
         (
-            lambda: ROBERTA.model("RobertaForCausalLM"),
+            lambda: ROBERTA.make_model("RobertaForCausalLM"),
             "not for AttnVariantRobertaForCausalLM",
         ),
     ],

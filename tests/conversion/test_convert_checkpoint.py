@@ -249,7 +249,7 @@ def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
 def test_talking_heads_of_the_source_stay(tmp_path):
     from architectures import ARCHITECTURES
 
-    model = ARCHITECTURES[0].model("BertForMaskedLM", "gqa_talking", num_key_value_heads=12)
+    model = ARCHITECTURES[0].make_model("BertForMaskedLM", "gqa_talking", num_key_value_heads=12)
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
     before, after = load_tensors(tmp_path / "source"), load_tensors(tmp_path / "out")

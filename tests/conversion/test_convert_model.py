@@ -33,7 +33,7 @@ def test_in_memory_conversion_equals_the_checkpoint_conversion(architecture, hea
     expected = from_path.state_dict()
     assert in_memory.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in in_memory.state_dict().items())
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         outputs = [m.eval()(**batch).to_tuple()[0] for m in (in_memory, from_path)]
     assert torch.equal(*outputs) and outputs[0].isfinite().all()

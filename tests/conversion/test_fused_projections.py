@@ -17,7 +17,7 @@ from hf_attn_variants.inspection.costs import count_attention_parameters, count_
 from hf_attn_variants.training.engine.trainable_parameters import add_lora
 
 HEADS, HEAD_DIM, WIDTH, LAYERS = 12, 4, 48, 2
-BATCH = MODERNBERT.batch("ModernBertForMaskedLM")
+BATCH = MODERNBERT.make_batch("ModernBertForMaskedLM")
 
 
 def make_plain(head="ModernBertForMaskedLM"):

@@ -81,7 +81,7 @@ def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields
 def test_layers_with_a_shared_attention_share_its_latent():
     model = make_low_rank(ALBERT.make_upstream_model("AlbertModel"), 6)
     converted = convert_model(model, kv_lora_rank=6)
-    batch = ALBERT.batch("AlbertModel")
+    batch = ALBERT.make_batch("AlbertModel")
     names = [name for name in converted.state_dict() if "kv_a_proj" in name]
     assert len(names) == 1 and names[0].endswith("attention.kv_a_proj.weight")
     torch.testing.assert_close(converted(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
@@ -234,9 +234,9 @@ def test_key_side_terms_keep_the_latent_of_the_encoder_outputs(tmp_path):
 
 @torch.no_grad()
 def test_talking_heads_get_latents_only_from_weights():
-    source = T5.model("T5ForConditionalGeneration", "gqa_talking")
+    source = T5.make_model("T5ForConditionalGeneration", "gqa_talking")
     converted = convert_model(source, kv_lora_rank=40, cross_kv_lora_rank=39, method="mean")
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     expected, actual = source(**batch).logits, converted(**batch).logits
     assert float((actual - expected).norm() / expected.norm()) < 0.1
     with pytest.raises(ValueError, match="original model's talking heads"):

@@ -110,4 +110,4 @@ def test_fewer_positions_and_in_memory_models_raise_an_error(make_source, tmp_pa
         fields = {"max_position_embeddings": 64, "position_extension": "stretched"}
         convert_checkpoint(make_source(), tmp_path / "out", **fields)
     with pytest.raises(ValueError, match="is only supported for checkpoints"):
-        convert_function(BERT.model("BertModel"), max_position_embeddings=64)
+        convert_function(BERT.make_model("BertModel"), max_position_embeddings=64)

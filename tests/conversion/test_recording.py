@@ -113,7 +113,7 @@ def record_contexts(model, batch):
 def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, prefix, pattern, is_padded):
     """Check also rows that are padded on either side."""
     fields = OF_PATTERNS[pattern] | {"attention_pattern": pattern}
-    model = architecture.model(head, **{f"{prefix}{name}": value for name, value in fields.items()})
+    model = architecture.make_model(head, **{f"{prefix}{name}": value for name, value in fields.items()})
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(3, 9, dtype=torch.long)
     if is_padded:

@@ -27,7 +27,7 @@ def source(tmp_path):
 
 def compute_logits(model):
     with torch.no_grad():
-        return model.eval()(**T5.batch(HEAD), use_cache=False).logits
+        return model.eval()(**T5.make_batch(HEAD), use_cache=False).logits
 
 
 def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsys):
@@ -129,7 +129,7 @@ def test_unequal_heads_allow_talking_heads_in_one_place():
     model = convert(upstream, encoder_talking_heads="both", cross_talking_heads="logits")
     assert model.encoder.layers[0].self_attn.logits_proj.shape == (4, 4)
     assert model.decoder.layers[0].encoder_attn.logits_proj.shape == (12, 12)
-    batch = BART.batch("BartModel")
+    batch = BART.make_batch("BartModel")
     with torch.no_grad():
         actual, expected = (item.eval()(**batch, use_cache=False)[0] for item in (model, upstream))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)

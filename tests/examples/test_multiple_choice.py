@@ -69,7 +69,7 @@ def read_lines(path):
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
 def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith("ForMultipleChoice"))
-    model = row.model(head, variant)
+    model = row.make_model(head, variant)
     torch.manual_seed(1)
     ids = make_token_ids(3, 4, 9)  # [b, c, n]
     mask = (torch.arange(9) < torch.randint(3, 10, (3, 4, 1))).long()

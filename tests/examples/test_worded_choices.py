@@ -118,7 +118,7 @@ def test_questions_are_worded_like_unifiedqa():
 @pytest.mark.parametrize("variant", ["mha", "gqa", "latent"])
 def test_choice_log_probabilities_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith(("ForConditionalGeneration", "MTModel")))
-    model = row.model(head, variant)
+    model = row.make_model(head, variant)
     sources, choices = make_token_ids(2, 9), make_token_ids(2, 3, 4)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0

@@ -370,7 +370,7 @@ def iterate_table_fields():
 
 @pytest.mark.parametrize("name, row", list(iterate_table_fields()), ids=[name for name, _ in iterate_table_fields()])
 def test_fields_except_heads_and_latents_raise_an_error(name, row):
-    config = T5.config("gqa", "T5ForConditionalGeneration")
+    config = T5.make_config("gqa", "T5ForConditionalGeneration")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     check_ctranslate2_support(model_class, config)
     other = {int: 7, str: "another", bool: True, list: ["x2l"], tuple: [-1.0, 1.0]}[row.kind]
@@ -398,7 +398,7 @@ def test_fields_except_heads_and_latents_raise_an_error(name, row):
 )
 def test_unsupported_models_raise_before_weights_are_read(row, head, fields, message, tmp_path):
     fields = dict(fields)
-    config = row.config(fields.pop("variant", "mha"), head, **fields)
+    config = row.make_config(fields.pop("variant", "mha"), head, **fields)
     config.architectures = [head]
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -408,7 +408,7 @@ def test_unsupported_models_raise_before_weights_are_read(row, head, fields, mes
 def test_exported_tokens_have_unique_names(caplog):
     """Check that unused token ids get a name, and that tokens beyond the embeddings are dropped with a message."""
     tokenizer = make_word_tokenizer(53)
-    config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
+    config = T5.make_config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
     generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
     tokens = read_tokenizer_vocab(tokenizer, config, generation)
     assert len(tokens.vocabulary) == len({*tokens.vocabulary}) == 60

@@ -45,7 +45,7 @@ def test_knocking_heads_are_folded_into_a_plain_checkpoint(row, variant, fields,
         tmp_path / "plain", output_loading_info=True, attn_implementation=implementation
     )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    batch = row.batch(head)
+    batch = row.make_batch(head)
     real = batch["attention_mask"].bool() if row is MODERNBERT else ...
     torch.testing.assert_close(plain.eval()(**batch)[0][real], model(**batch)[0][real], atol=1e-9, rtol=0)
 
@@ -70,7 +70,7 @@ def test_knocking_heads_are_folded_for_ctranslate2(tmp_path):
 @pytest.mark.parametrize("name", [name for name in EXTENSION_ROWS if "knocking" not in name])
 def test_other_extensions_raise_an_error_that_names_the_field(name, tmp_path):
     [field] = EXTENSION_ROWS[name]
-    T5.model("T5ForConditionalGeneration", **EXTENSION_ROWS[name], knocking_heads="all").save_pretrained(
+    T5.make_model("T5ForConditionalGeneration", **EXTENSION_ROWS[name], knocking_heads="all").save_pretrained(
         tmp_path / "t5"
     )
     with pytest.raises(ValueError, match=f"`{field}`"):
@@ -90,7 +90,7 @@ def test_onnx_graph_equals_the_model(name, tmp_path):
     model = make_random_model(ROWS["bert"], "BertForMaskedLM", "gqa", **EXTENSION_ROWS[name]).float()
     model.save_pretrained(tmp_path / "model")
     export_onnx(tmp_path / "model", tmp_path / "onnx")
-    batch = ROWS["bert"].batch("BertForMaskedLM")
+    batch = ROWS["bert"].make_batch("BertForMaskedLM")
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
     [logits] = load_graph(tmp_path / "onnx/onnx/model.onnx").run(
         ["logits"], {key: v.numpy() for key, v in batch.items()}

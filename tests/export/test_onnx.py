@@ -47,7 +47,7 @@ def make_generating_model(name, variant="gqa", **fields):
     fields |= {field: value for field, value in VARIANTS[variant].items() if "heads" not in field or "t5" not in name}
     # Tied to its random embeddings, and with weights this small, a model would repeat one token.
     fields |= {} if "t5" in name else {"tie_word_embeddings": False}
-    model = ROWS[name].model(WRITERS[name], variant, **fields)
+    model = ROWS[name].make_model(WRITERS[name], variant, **fields)
     model.get_output_embeddings().weight = torch.nn.Parameter(torch.randn_like(model.get_output_embeddings().weight))
     if "t5" not in name:
         model.get_decoder().embed_tokens.weight.data *= 20
@@ -177,7 +177,7 @@ ENCODER_CASES = [
 @torch.no_grad()
 def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path):
     row = next(row for row in ROWS.values() if head in row.heads)
-    model = row.model(head, variant)
+    model = row.make_model(head, variant)
     model.save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "onnx", opset=opset)
     error, inputs = written.graphs["onnx/model.onnx"]
@@ -185,7 +185,7 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     operators = Counter(node.op_type for node in onnx.load(tmp_path / "onnx/onnx/model.onnx").graph.node)
     assert operators["Attention"] == (row.tiny["num_hidden_layers"] if opset == 23 else 0)
     graph = load_graph(tmp_path / "onnx/onnx/model.onnx")
-    batch = {name: value for name, value in row.batch(head).items() if name in names}
+    batch = {name: value for name, value in row.make_batch(head).items() if name in names}
     expected = model(**batch)
     # A graph has no input that is not given: token types are 0.
     inputs = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
@@ -207,7 +207,7 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     ],
 )
 def test_unsupported_onnx_exports_name_the_reason(row, head, fields, message, tmp_path):
-    row.model(head, **fields).save_pretrained(tmp_path / "model")
+    row.make_model(head, **fields).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         export_onnx(tmp_path / "model", tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
@@ -248,7 +248,7 @@ def test_graph_with_other_outputs_raises_an_error(tmp_path):
     """Check a file with the graph of another model."""
     from hf_attn_variants.export.onnx import _compute_largest_difference, _write_graph
 
-    model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
+    model, other = (BERT.make_model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
     [graph], [wrong] = build_model_graphs(model), build_model_graphs(other)
     _write_graph(graph, 18, tmp_path / "model.onnx")
     with torch.no_grad():
@@ -262,7 +262,7 @@ def sentence_encoder(tmp_path_factory):
     """A BERT with an int8 graph that also returns embeddings."""
     folder = tmp_path_factory.mktemp("sentence_encoder")
     texts = "the first text\na second text\n"
-    BERT.model("BertModel", "gqa").save_pretrained(folder / "model")
+    BERT.make_model("BertModel", "gqa").save_pretrained(folder / "model")
     make_tokenizer("bert", texts, folder / "model")
     (folder / "texts.txt").write_text(4 * texts)
     arguments = ["export", str(folder / "model"), "--to", "onnx", "--output_dir", str(folder / "out")]
@@ -302,7 +302,9 @@ def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
 @pytest.mark.thorough
 def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
     encoder = sentence_encoder / "out/onnx/model.onnx"
-    batches = make_text_batches(["the first text", "a second text"], sentence_encoder / "out", BERT.config(), NAMES)
+    batches = make_text_batches(
+        ["the first text", "a second text"], sentence_encoder / "out", BERT.make_config(), NAMES
+    )
     assert [batch["input_ids"].shape[0] for batch in batches] == [2] and list(batches[0]) == NAMES
     assert compare_encoders(encoder, encoder, batches, 1) == ("cosine similarity", pytest.approx(1.0, abs=1e-6))
     export = Int8Export(["onnx/model_quantized.onnx"], "ONNX Runtime", "equal tokens", 0.98, "8 texts")
@@ -316,7 +318,7 @@ def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
 @pytest.mark.parametrize("head", ["BertForSequenceClassification", "WhisperForAudioClassification"])
 def test_classifiers_are_quantized(head, tmp_path):
     row = next(row for row in ROWS.values() if head in row.heads)
-    row.model(head).save_pretrained(tmp_path / "model")
+    row.make_model(head).save_pretrained(tmp_path / "model")
     int8 = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8").int8
     assert (int8.files, int8.measure, int8.inputs) == (
         ["onnx/model_quantized.onnx"],
@@ -346,7 +348,7 @@ def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path)
 def test_large_graphs_have_data_files_for_transformers_js(kind, tmp_path, monkeypatch):
     """Check the names, because ONNX Runtime itself would also load files with other names."""
     monkeypatch.setattr(onnx_decoder, "MAX_GRAPH_BYTES", 1)
-    model = BERT.model("BertModel", "gqa") if kind == "bert" else make_generating_model("t5", "gqa", num_layers=1)
+    model = BERT.make_model("BertModel", "gqa") if kind == "bert" else make_generating_model("t5", "gqa", num_layers=1)
     model.save_pretrained(tmp_path / "model")
     export = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")
     graphs = {path.name for path in (tmp_path / "out/onnx").glob("*.onnx")}
@@ -411,7 +413,7 @@ def test_calibration_texts_are_split_and_limited(tmp_path):
 def test_options_for_other_models_raise(row, head, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("texts.txt").write_text("a text\n")
-    row.model(head).save_pretrained("model")
+    row.make_model(head).save_pretrained("model")
     with pytest.raises(ValueError, match=f"`{list(options)[-1]}`.*{head}"):
         export_onnx("model", "out", **options)
     assert not Path("out").exists()

@@ -44,7 +44,7 @@ WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 
 
 def save_and_load(row, head, variant, folder, **fields):
-    row.model(head, variant, **get_variant_fields(row, variant), **fields).double().save_pretrained(folder)
+    row.make_model(head, variant, **get_variant_fields(row, variant), **fields).double().save_pretrained(folder)
     return getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder).eval()
 
 
@@ -64,7 +64,7 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     plain, info = getattr(transformers, head).from_pretrained(tmp_path / "plain", **options)
     assert type(plain).__module__.startswith("transformers.models.")
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    batch = row.batch(head)
+    batch = row.make_batch(head)
     batch = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
     expected, actual = variant_model(**batch), plain.eval()(**batch)
     assert actual[0].dtype == torch.float64
@@ -81,12 +81,12 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
 def test_per_layer_heads_are_expanded_to_equal_counts(row, tmp_path):
     head = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}[row.name]
     values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 16]}
-    variant_model = row.model(head, per_layer_values=values)
+    variant_model = row.make_model(head, per_layer_values=values)
     variant_model.save_pretrained(tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert written.heads == {"num_key_value_heads": ([4, 1], 12), "kv_lora_rank": ([None, 16], None)}
     plain = getattr(transformers, head).from_pretrained(tmp_path / "plain").eval()
-    batch = row.batch(head)
+    batch = row.make_batch(head)
     torch.testing.assert_close(plain(**batch).logits, variant_model(**batch).logits, atol=2e-6, rtol=1e-5)
 
 
@@ -99,7 +99,7 @@ def test_mt5_is_exported_without_output_scaling(tmp_path):
     export_transformers(tmp_path / "ours", tmp_path / "plain")
     plain = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "plain").eval()
     assert plain.config.model_type == "t5"
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     torch.testing.assert_close(plain(**batch).logits, mt5(**batch).logits, atol=1e-6, rtol=0)
 
 
@@ -120,7 +120,7 @@ def test_mt5_is_exported_without_output_scaling(tmp_path):
     ],
 )
 def test_variant_without_a_transformers_form_raises_an_error(architecture, head, variant, fields, message, tmp_path):
-    architecture.model(head, variant, **fields).save_pretrained(tmp_path / "ours")
+    architecture.make_model(head, variant, **fields).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
@@ -136,7 +136,7 @@ def test_plain_source_and_invalid_dtype_raise_an_error(tmp_path):
 
 
 def test_shards_are_kept_and_half_precision_gives_a_note(tmp_path, caplog):
-    model = ALBERT.model("AlbertForMaskedLM", "latent").to(torch.bfloat16)
+    model = ALBERT.make_model("AlbertForMaskedLM", "latent").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
     with caplog.at_level(logging.WARNING):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
@@ -150,7 +150,7 @@ def test_shards_are_kept_and_half_precision_gives_a_note(tmp_path, caplog):
     with safe_open(next((tmp_path / "wide").glob("*.safetensors")), "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}
     plain = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "wide").eval()
-    batch = ALBERT.batch("AlbertForMaskedLM")
+    batch = ALBERT.make_batch("AlbertForMaskedLM")
     with torch.no_grad():
         expected = model.float()(**batch).logits
         torch.testing.assert_close(plain(**batch).logits, expected, atol=2e-6, rtol=1e-5)

@@ -38,7 +38,7 @@ def converted(tmp_path_factory):
 def t5_variant(tmp_path_factory, converted):
     """A tiny T5 with grouped and talking heads, saved with a tokenizer."""
     folder = tmp_path_factory.mktemp("t5") / "t5-gqa"
-    T5.model("T5ForConditionalGeneration", "gqa_talking").save_pretrained(folder)
+    T5.make_model("T5ForConditionalGeneration", "gqa_talking").save_pretrained(folder)
     BertTokenizerFast.from_pretrained(converted).save_pretrained(folder)
     return folder
 

@@ -181,7 +181,7 @@ def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
 def test_card_describes_and_cites_windows(tmp_path):
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     windows = {f"encoder_{name}": value for name, value in window.items()}
-    T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
+    T5.make_model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5"))
     assert "and a window size of 8 tokens in the self-attention of the encoder. It is implemented as" in text
     assert "| window size (tokens) in the self-attention of the encoder | 8 |" in text
@@ -189,30 +189,30 @@ def test_card_describes_and_cites_windows(tmp_path):
 
 
 def test_card_describes_and_cites_kernels(tmp_path):
-    T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
+    T5.make_model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5"))
     assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
     assert "| kernel instead of the softmax in cross-attention | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
-    BERT.model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
+    BERT.make_model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
     text = str(generate_model_card(tmp_path / "bert", "me/bert"))
     assert "a window size of 4 tokens in self-attention and the kernel hybrid instead of" in text
     assert "2410.10254" in text
 
 
 def test_card_separates_unequal_heads_of_encoder_and_decoder(tmp_path):
-    MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
+    MARIAN.make_model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/marian"))
     assert "| decoder attention heads | 12 |" in text and "| encoder attention heads | 4 |" in text
     assert "| attention heads |" not in text
-    MARIAN.model("MarianForCausalLM", num_key_value_heads=4).save_pretrained(tmp_path)
+    MARIAN.make_model("MarianForCausalLM", num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/marian-decoder"))
     assert "| decoder attention heads | 12 |" in text and "encoder attention heads" not in text
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
 def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
-    T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
+    T5.make_model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5-encoder"))
     assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
     assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
@@ -221,7 +221,7 @@ def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
 
 
 def test_card_of_a_decoder_without_a_cache_states_no_cache(tmp_path):
-    T5.model(
+    T5.make_model(
         "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
     ).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5"))
@@ -255,7 +255,7 @@ def test_card_of_a_sentence_transformers_folder_shows_its_usage(folder):
 )
 def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(converted)
-    architecture.model(head, "gqa", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    architecture.make_model(head, "gqa", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
     tokenizer.save_pretrained(tmp_path / "model")
@@ -273,7 +273,7 @@ def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path)
     ],
 )
 def test_audio_example_of_the_card_uses_a_recording(head, tag, tmp_path):
-    for part in (WHISPER.model(f"Whisper{head}", "gqa"), make_feature_extractor(), make_tokenizer()):
+    for part in (WHISPER.make_model(f"Whisper{head}", "gqa"), make_feature_extractor(), make_tokenizer()):
         part.save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/x"))
     assert read_front_matter(text)["pipeline_tag"] == tag
@@ -355,7 +355,7 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     ids=["exact", "low rank", "by layer", "in a layer"],
 )
 def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
-    T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
+    T5.make_model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
     text = str(generate_model_card(tmp_path, "me/t5-latent"))
     assert read_front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers

@@ -270,7 +270,7 @@ def pushed(hub, api, tmp_path):
     loads = {}
     for name, (architecture, head, variant, fields) in MODELS.items():
         folder = tmp_path / name / "model"
-        architecture.model(head, variant, **fields).save_pretrained(folder)
+        architecture.make_model(head, variant, **fields).save_pretrained(folder)
         result = push(folder, api, f"me/{name}")
         loads[name] = [f"me/{name}", {"revision": result.commit, "code_revision": result.code_commit}, None]
         loads[name][2] = save_outputs(architecture, head, folder)
@@ -281,7 +281,7 @@ def pushed(hub, api, tmp_path):
 def save_outputs(architecture, head, folder, name="tensors", **fields):
     """Save a batch and the outputs of the installed package, and return the path."""
     model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(folder, **fields).eval()
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
     path = folder.parent / f"{name}.safetensors"
@@ -338,10 +338,10 @@ CARD_EXAMPLE = ELSEWHERE.split("import torch")[0] + "exec(compile(sys.argv[1], '
 def test_example_of_the_card_runs_without_this_package(kind, converted, hub, api, tmp_path):
     folder, tokenizer = tmp_path / kind, BertTokenizerFast.from_pretrained(converted)
     model = {
-        "bert": lambda: BERT.model("BertModel", "gqa_talking", vocab_size=len(tokenizer)),
-        "sentences": lambda: BERT.model("BertModel", "gqa", vocab_size=len(tokenizer)),
-        "t5": lambda: T5.model("T5ForConditionalGeneration", "gqa", vocab_size=len(tokenizer)),
-        "whisper": lambda: WHISPER.model("WhisperModel", "latent"),
+        "bert": lambda: BERT.make_model("BertModel", "gqa_talking", vocab_size=len(tokenizer)),
+        "sentences": lambda: BERT.make_model("BertModel", "gqa", vocab_size=len(tokenizer)),
+        "t5": lambda: T5.make_model("T5ForConditionalGeneration", "gqa", vocab_size=len(tokenizer)),
+        "whisper": lambda: WHISPER.make_model("WhisperModel", "latent"),
     }[kind]()
     for part in (model, tokenizer, *([make_feature_extractor()] if kind == "whisper" else [])):
         part.save_pretrained(folder)

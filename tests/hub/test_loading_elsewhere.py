@@ -88,7 +88,7 @@ def save_one(architecture, variant, saved, folder):
     head = heads[saved].removeprefix("AttnVariant")
     fields = {}
     if variant == "by layer":
-        count = architecture.config().get_num_layers("kv_lora_rank")
+        count = architecture.make_config().get_num_layers("kv_lora_rank")
         variant, fields = "latent", {"per_layer_values": {"kv_lora_rank": [16, None][:count]}}
         fields["score_function"] = "additive"
         if "sinusoidal" in architecture.config_class.position_types:
@@ -105,9 +105,9 @@ def save_one(architecture, variant, saved, folder):
         variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}
         if not has_cross and "hedgehog" in fields.values():  # and a window's factor
             fields = {"attention_kernel": "hybrid", "attention_window": 4}
-    architecture.model(head, variant, **fields).save_pretrained(folder / "repo")
+    architecture.make_model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
-    inputs = architecture.batch(base)
+    inputs = architecture.make_batch(base)
     with torch.no_grad():
         expected = model(**inputs).last_hidden_state
     save_file(
@@ -147,7 +147,7 @@ ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
 @pytest.mark.slow
 def test_peft_finds_target_modules_without_this_package(tmp_path):
     peft = pytest.importorskip("peft")
-    models = {row.name: row.model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}
+    models = {row.name: row.make_model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     folders = [tmp_path / name for name in models]
@@ -233,7 +233,7 @@ def test_user_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
     import derived
 
     assert hf_attn_variants.AttnVariantBertModel._auto_class is None and derived.Derived._auto_class == "AutoModel"
-    BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
+    BERT.make_model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     derived.Derived.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     variant_files, user_files = ({path.name for path in (tmp_path / item).glob("*.py")} for item in ("ours", "theirs"))
     assert user_files == variant_files | {"derived.py"}

@@ -122,14 +122,14 @@ def test_example_of_a_pair_task_runs_with_a_pair(tuned):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_example_has_the_number_of_texts_of_the_task(name, tmp_path):
-    BERT.config(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
+    BERT.make_config(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
     (tmp_path / "all_results.json").write_text(json.dumps({"task_name": name}))
     call = re.search(r"tokenizer\((.*), return_tensors", str(generate_model_card(tmp_path, "me/x")))[1]
     assert len(re.findall(r'"[^"]+"', call)) == len(TASKS[name].text_columns)
 
 
 def test_question_answering_card_shows_a_question(tmp_path):
-    BERT.config(architectures=["BertForQuestionAnswering"]).save_pretrained(tmp_path)
+    BERT.make_config(architectures=["BertForQuestionAnswering"]).save_pretrained(tmp_path)
     assert 'tokenizer("Where do the dogs run?", "Two dogs' in str(generate_model_card(tmp_path, "me/x"))
 
 

@@ -114,5 +114,5 @@ def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 def test_refresh_has_inputs_for_every_head(row):
     for head in row.heads:
-        model = row.model(head, "gqa").eval()
+        model = row.make_model(head, "gqa").eval()
         assert refresh._measure_difference(model, model) == 0, head

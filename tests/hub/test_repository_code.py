@@ -66,9 +66,9 @@ LOADING = textwrap.dedent(
 def repositories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("repositories")
     for name, (fields, _) in REPOSITORIES.items():
-        model = BERT.model("BertModel", "mha", **fields).eval()
+        model = BERT.make_model("BertModel", "mha", **fields).eval()
         model.save_pretrained(folder / name)
-        batch = BERT.batch("BertModel")
+        batch = BERT.make_batch("BertModel")
         with torch.no_grad():
             expected = model(**batch).last_hidden_state
         tensors = {f"input.{key}": value.contiguous() for key, value in batch.items()}
@@ -91,18 +91,18 @@ def test_entry_points_and_fields_exist():
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_used_mechanisms_follow_the_fields(name):
     fields, mechanisms = REPOSITORIES[name]
-    assert get_used_mechanisms(BERT.config(**fields)) == mechanisms
+    assert get_used_mechanisms(BERT.make_config(**fields)) == mechanisms
 
 
 def test_value_in_one_layer_selects_the_mechanism():
-    assert get_used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {
+    assert get_used_mechanisms(BERT.make_config(per_layer_values={"kv_lora_rank": [None, 8]})) == {
         "latents",
         "unequal_layers",
     }
-    assert get_used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {
+    assert get_used_mechanisms(T5.make_config(cross_talking_heads="none", encoder_talking_heads="logits")) == {
         "talking_heads"
     }
-    assert get_used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
+    assert get_used_mechanisms(BERT.make_config(position_embedding_type="absolute")) == frozenset()
 
 
 def test_grouped_bert_includes_no_other_mechanism(repositories):
@@ -264,7 +264,7 @@ def test_remote_model_supports_spawn_compile_export_lora_and_quantize(name, repo
 
 
 def test_package_model_supports_copy_and_pickle():
-    model, batch = BERT.model("BertModel", "gqa").eval(), BERT.batch("BertModel")
+    model, batch = BERT.make_model("BertModel", "gqa").eval(), BERT.make_batch("BertModel")
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
         for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -272,7 +272,7 @@ def test_package_model_supports_copy_and_pickle():
 
 
 def test_saving_replaces_the_code_of_another_mechanism(tmp_path):
-    BERT.model("BertModel", "gqa_talking").save_pretrained(tmp_path)
-    BERT.model("BertModel", "gqa").save_pretrained(tmp_path)
+    BERT.make_model("BertModel", "gqa_talking").save_pretrained(tmp_path)
+    BERT.make_model("BertModel", "gqa").save_pretrained(tmp_path)
     assert "triton" not in "".join(path.read_text() for path in tmp_path.glob("*.py"))
     assert hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path).config.talking_heads is None

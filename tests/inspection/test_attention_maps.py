@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 def make_model(architecture="bert", variant="gqa_talking"):
     row = next(row for row in ARCHITECTURES if row.name == architecture)
-    return row.model(HEADS[architecture], variant)
+    return row.make_model(HEADS[architecture], variant)
 
 
 def make_maps(tokenizer, architecture="bert", variant="gqa_talking"):
@@ -80,7 +80,7 @@ def test_last_stage_equals_the_returned_weights(tokenizer, architecture, variant
     ],
 )
 def test_patterns_kernels_and_scores_are_shown(tokenizer, fields, variant):
-    model, ids = BERT.model("BertModel", variant, **fields), torch.tensor([tokenizer(TEXT)["input_ids"]])
+    model, ids = BERT.make_model("BertModel", variant, **fields), torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.no_grad():
         expected = model(ids, output_attentions=True).attentions
     result = attention_maps(model, tokenizer, TEXT).attentions
@@ -93,7 +93,9 @@ def test_patterns_kernels_and_scores_are_shown(tokenizer, fields, variant):
 
 def test_block_summaries_are_shown_before_the_tokens(tokenizer):
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 3}
-    model = T5.model("T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": of for name, of in fields.items()})
+    model = T5.make_model(
+        "T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": of for name, of in fields.items()}
+    )
     maps = attention_maps(model, tokenizer, TEXT, TARGET).attentions[0]
     assert maps.key_tokens == ("block 1", "block 2", *TEXT.split(), "</s>") and len(maps.query_tokens) == 7
     torch.testing.assert_close(maps.stages[0].maps.sum(-1), torch.ones(12, 7))

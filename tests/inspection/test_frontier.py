@@ -148,13 +148,13 @@ def tokenizer(tmp_path_factory):
 )
 def test_each_head_has_its_own_measure(head, measure, tokenizer):
     size, architecture = {"vocab_size": len(tokenizer)}, get_architecture(head)
-    model = architecture.model(head, **size)
+    model = architecture.make_model(head, **size)
     text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(12), batch_size=5))
     losses = text.compute_losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
         assert losses[:, 0].abs().max() < 1e-5
-        assert text.compute_losses(architecture.model(head, seed=1, **size))[:, 0].min() > 1e-4
+        assert text.compute_losses(architecture.make_model(head, seed=1, **size))[:, 0].min() > 1e-4
     if measure == "masked words":
         hidden = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in text.batches)
         shown = sum(int((batch["input_ids"] == tokenizer.mask_token_id).sum()) for batch in text.batches)
@@ -174,7 +174,8 @@ SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
 @pytest.mark.parametrize("fields", [ONE_SCORE, SEVERAL_LABELS])
 def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokenizer):
     models = [
-        BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
+        BERT.make_model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields)
+        for seed in (0, 1)
     ]
     text = make_held_out_set(models[0], tokenizer, Calibration(make_lines_of_words(7), batch_size=4))
     source_logits, logits = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
@@ -189,14 +190,16 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
 
 
 def test_constant_scores_are_inconclusive(tokenizer):
-    model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
+    model = BERT.make_model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
     text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
         text.compute_losses(model)
 
 
 def test_divergence_equals_kullback_leibler(tokenizer):
-    models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
+    models = [
+        BERT.make_model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)
+    ]
     text = make_held_out_set(models[0], tokenizer, Calibration(make_lines_of_words(6)))
     [batch] = text.batches
     source_log_probs, log_probs = (model(**batch).logits.log_softmax(-1) for model in models)
@@ -207,12 +210,12 @@ def test_divergence_equals_kullback_leibler(tokenizer):
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_unmeasurable_head_raises_an_error(head, tokenizer):
     with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
-        make_held_out_set(get_architecture(head).model(head), tokenizer, Calibration(make_lines_of_words(4)))
+        make_held_out_set(get_architecture(head).make_model(head), tokenizer, Calibration(make_lines_of_words(4)))
 
 
 @pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
 def test_bart_relative_is_measured_with_targets(head, tokenizer):
-    model = get_architecture(head).model(head, vocab_size=len(tokenizer))
+    model = get_architecture(head).make_model(head, vocab_size=len(tokenizer))
     text = make_held_out_set(model, tokenizer, Calibration(make_lines_of_words(4), make_lines_of_words(4, 1)))
     [batch] = text.batches
     losses = text.compute_losses(model).sum(0)
@@ -275,11 +278,11 @@ def test_default_variants_are_valid_for_the_model():
 )
 @pytest.mark.parametrize(("architecture", "head"), [(BERT, "BertForMaskedLM"), (T5, "T5ForConditionalGeneration")])
 def test_grouped_heads_are_merged_in_whole_groups(architecture, head, fields):
-    config = architecture.config(**fields)
+    config = architecture.make_config(**fields)
     options = list_default_variants(config, "num_key_value_heads", decodes=config.is_encoder_decoder)
     counts = [option["num_key_value_heads"] for option in options if "num_key_value_heads" in option]
     assert counts == ([2, 1] if "num_key_value_heads" in fields else [4, 2, 1])  # of 12 query heads, not 3
-    model = architecture.model(head, **fields)
+    model = architecture.make_model(head, **fields)
     for count in counts:
         assert convert_model(model, count).config.get_layer_value("num_key_value_heads", 1) == count
 
@@ -293,7 +296,7 @@ def test_grouped_heads_are_merged_in_whole_groups(architecture, head, fields):
     ],
 )
 def test_unsupported_source_error_names_the_source(fields, message):
-    model = BERT.model("BertForMaskedLM", **fields)
+    model = BERT.make_model("BertForMaskedLM", **fields)
     calibration = Calibration(["a"] * 40, tokenizer=object())
     with pytest.raises(ValueError, match=message):
         measure_frontier(model, [{"kv_lora_rank": 4}], calibration, calibration)
@@ -301,19 +304,19 @@ def test_unsupported_source_error_names_the_source(fields, message):
 
 def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
-    assert _limit_lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
-    bart = next(item for item in RELATIVES if item.name == "bart").config(max_position_embeddings=144)
+    assert _limit_lengths(BERT.make_config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
+    bart = next(item for item in RELATIVES if item.name == "bart").make_config(max_position_embeddings=144)
     assert _limit_lengths(bart, calibration, 512, 1024) == (144, 144) and _limit_lengths(
         bart, calibration, 64, 32
     ) == (64, 32)
-    assert _limit_lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
+    assert _limit_lengths(T5.make_config(), calibration, 512, 1024) == (512, 1024)
 
 
 def test_tokenizer_without_a_mask_token_raises_an_error(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     with pytest.raises(ValueError, match="`mask_token`"):
-        make_held_out_set(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
+        make_held_out_set(BERT.make_model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
 
 
 def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
@@ -338,7 +341,7 @@ def test_given_values_are_combined_in_a_grid():
 def test_invalid_frontier_option_raises_before_any_work(source):
     model, calibration = source
     with pytest.raises(ValueError, match="`cross_kv_lora_rank`"):
-        select_variants(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
+        select_variants(BERT.make_model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
     with pytest.raises(ValueError, match="must divide"):
         measure_frontier(model, [{"num_key_value_heads": 3}], calibration, calibration)
 
@@ -488,7 +491,7 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
         make_held_out_set(source, make_feature_extractor(), calibration),
     )
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
-    models = [source, pieces.build_model(decoder), pieces.model(encoder)]
+    models = [source, pieces.build_model(decoder), pieces.build_model(encoder)]
     before = [replace(text, encoder=None).compute_losses(model) for model in models]
     runs = []
     forward = WhisperEncoder.forward

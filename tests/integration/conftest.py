@@ -48,7 +48,7 @@ def tiny_t5(tmp_path_factory, tiny_gqa):
     """A tiny grouped-query T5 with the tokenizer of the tiny BERT."""
     folder = tmp_path_factory.mktemp("tiny-t5")
     tokenizer = BertTokenizerFast.from_pretrained(tiny_gqa)
-    model = T5.model("T5ForConditionalGeneration", "gqa", vocab_size=len(tokenizer))
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", vocab_size=len(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

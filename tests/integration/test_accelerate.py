@@ -31,9 +31,9 @@ def test_minilm_offloaded_to_disk_gives_equal_outputs(minilm_gqa4, tmp_path):
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @torch.no_grad()
 def test_offloaded_t5_generates_equal_tokens(variant, offload, tmp_path):
-    T5.model("T5ForConditionalGeneration", variant).save_pretrained(tmp_path / "model")
+    T5.make_model("T5ForConditionalGeneration", variant).save_pretrained(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
-    inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 6, "do_sample": False}
+    inputs = T5.make_batch("T5EncoderModel") | {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs)
     if offload == "cpu":
         cpu_offload(model, execution_device=torch.device("cpu"))
@@ -55,13 +55,13 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, head, variant)
     dropout |= {} if architecture is T5 else {"attention_probs_dropout_prob": 0.0}
     gradients = []
     for checkpointing in (False, True):
-        model = architecture.model(head, variant, **dropout).train()
+        model = architecture.make_model(head, variant, **dropout).train()
         recomputed = []
         if checkpointing:
             enable_gradient_checkpointing(model)
         for _, _, attention in model.named_attention_modules():
             attention.register_forward_hook(lambda *_, calls=recomputed: calls.append(1))
-        model(**architecture.batch(head, labels=True)).loss.backward()
+        model(**architecture.make_batch(head, labels=True)).loss.backward()
         gradients.append(({name: parameter.grad for name, parameter in model.named_parameters()}, len(recomputed)))
     (plain, once), (checkpointed, calls) = gradients
     assert calls == 2 * once

@@ -27,8 +27,8 @@ def _fresh():
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
 def test_encoders_compile_into_one_graph(architecture, variant):
-    model = architecture.model(BASES[architecture.name], variant)
-    batch = architecture.batch(BASES[architecture.name])
+    model = architecture.make_model(BASES[architecture.name], variant)
+    batch = architecture.make_batch(BASES[architecture.name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     actual = compiled(**batch).last_hidden_state
     torch.testing.assert_close(actual, model(**batch).last_hidden_state, atol=1e-6, rtol=0)
@@ -41,10 +41,10 @@ def test_encoders_compile_into_one_graph(architecture, variant):
 )
 @torch.no_grad()
 def test_t5_decoding_step_compiles_once(variant):
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     model.generation_config.eos_token_id = None
     # As many as are attended to by matrix products.
-    batch = {name: tensor.repeat(3, 1) for name, tensor in T5.batch("T5EncoderModel").items()}
+    batch = {name: tensor.repeat(3, 1) for name, tensor in T5.make_batch("T5EncoderModel").items()}
     options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(**batch, **options)
     assert torch.equal(expected, model.generate(**batch, **(options | {"cache_implementation": "dynamic"})))
@@ -79,7 +79,7 @@ STEPS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_generate_compiles_one_step_for_all_batch_sizes(fields):
     """Check the compiled step that `generate` uses on a GPU; from the second batch on, sizes are symbols."""
-    model = T5.model("T5ForConditionalGeneration", **fields)
+    model = T5.make_model("T5ForConditionalGeneration", **fields)
     model.generation_config.eos_token_id = None
     compiling = CompileConfig(fullgraph=True, backend="eager")
     compiling._compile_all_devices = True  # like the tests of Transformers on a CPU

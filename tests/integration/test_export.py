@@ -53,7 +53,7 @@ def make_dynamic_sizes():
 @EVERY_CASE
 @torch.no_grad()
 def test_torch_export_supports_any_batch_and_length(architecture, variant):
-    check_export(architecture.model(BASES[architecture.name], variant))
+    check_export(architecture.make_model(BASES[architecture.name], variant))
 
 
 @pytest.mark.thorough
@@ -64,7 +64,7 @@ def test_torch_export_supports_windows(architecture):
     fields = {"attention_pattern": "sliding_window", "attention_window": 10, "num_global_tokens": 1}
     if architecture is T5:
         fields = {f"encoder_{name}": value for name, value in fields.items()}
-    check_export(architecture.model(BASES[architecture.name], "gqa", **fields))
+    check_export(architecture.make_model(BASES[architecture.name], "gqa", **fields))
 
 
 def check_export(model):
@@ -88,7 +88,7 @@ def make_onnx_session(program):
 @pytest.mark.parametrize("architecture, variant, opset", ONNX_CASES, ids=ONNX_IDS)
 @torch.no_grad()
 def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
-    model = architecture.model(BASES[architecture.name], variant)
+    model = architecture.make_model(BASES[architecture.name], variant)
     inputs = make_sentences(*EXPORTED)
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
     program = torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=make_dynamic_sizes(), **options)
@@ -132,7 +132,7 @@ class DecodingStep(torch.nn.Module):
 
 
 def make_latent_model(cross_rank, variant="mha"):
-    return T5.model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=cross_rank, kv_lora_rank=16)
+    return T5.make_model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=cross_rank, kv_lora_rank=16)
 
 
 def make_decoding_step(model, batch, source, past):

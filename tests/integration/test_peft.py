@@ -31,9 +31,9 @@ AUTO = {"BertForSequenceClassification": AutoModelForSequenceClassification}
 @pytest.mark.parametrize("case", CASES)
 def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
     architecture, head, targets, maps = CASES[case]
-    model = architecture.model(head, variant)
+    model = architecture.make_model(head, variant)
     model.save_pretrained(tmp_path / "base")
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     # Without a task type, the forward of the model gets all arguments, and the classifier does not change.
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
     before = {name: parameter.detach().clone() for name, parameter in adapted.named_parameters()}
@@ -68,8 +68,8 @@ def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
 def test_lora_on_latent_projections_affects_decoding(target, rank, form):
     """Check steps that fold projections into the query: they must include the LoRA weights."""
     ranks = {"cross_kv_lora_rank": rank, "kv_lora_rank": 16, "encoder_kv_lora_rank": 16}
-    model = T5.model("T5ForConditionalGeneration", "gqa", **ranks)
-    inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 8, "do_sample": False}
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", **ranks)
+    inputs = T5.make_batch("T5EncoderModel") | {"max_new_tokens": 8, "do_sample": False}
     scores = {"output_scores": True, "return_dict_in_generate": True}
     plain = torch.stack(model.generate(**inputs, **scores).scores)
     if rank == 40 and "kv_a_proj" in target:
@@ -87,23 +87,23 @@ def test_lora_on_latent_projections_affects_decoding(target, rank, form):
 
 @FOR_BOTH
 def test_prefix_works_with_latents_of_encoder_outputs():
-    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    model = T5.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     sizes = {"num_attention_heads": 12, "token_dim": 12 * model.config.d_kv}
     config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, **sizes)
     tuned = peft.get_peft_model(model, config).eval()
-    inputs = T5.batch("T5EncoderModel")
+    inputs = T5.make_batch("T5EncoderModel")
     for beams in (1, 3):
         tokens = tuned.generate(**inputs, max_new_tokens=4, num_beams=beams, do_sample=False)
         assert tokens.shape[0] == len(inputs["input_ids"])
     # A prefix is keys and values, which self-attention with a latent does not keep.
-    latent = T5.model("T5ForConditionalGeneration", kv_lora_rank=16)
+    latent = T5.make_model("T5ForConditionalGeneration", kv_lora_rank=16)
     with pytest.raises(ValueError, match=r"latents of dimension 16 \(`kv_lora_rank`\)"):
         peft.get_peft_model(latent, config).eval().generate(**inputs, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("variant, heads", [("mha", 12), ("gqa", 4), ("mqa", 1)])
 def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     # peft takes d_model / heads for the head size; where T5's heads are of another size, the product has to be given.
     config = peft.PrefixTuningConfig(
         task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_attention_heads=12, token_dim=12 * model.config.d_kv
@@ -111,7 +111,7 @@ def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
     tuned = peft.get_peft_model(model, config)
     cache = tuned.get_prompt(batch_size=2)
     assert cache.self_attention_cache.layers[0].keys.shape == (2, heads, 3, model.config.d_kv)
-    batch = T5.batch("T5ForConditionalGeneration", labels=True)
+    batch = T5.make_batch("T5ForConditionalGeneration", labels=True)
     del batch["decoder_input_ids"]
     tuned(**batch).loss.backward()
     gradients = [parameter.grad for parameter in tuned.parameters() if parameter.requires_grad]
@@ -122,7 +122,7 @@ def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
         return
     tokens = tuned.generate(**inputs, max_new_tokens=4, do_sample=False)
     tuned.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(T5.model("T5ForConditionalGeneration", variant), tmp_path).eval()
+    loaded = peft.PeftModel.from_pretrained(T5.make_model("T5ForConditionalGeneration", variant), tmp_path).eval()
     assert torch.equal(loaded.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
 
 
@@ -131,7 +131,7 @@ def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
 def test_unsupported_prefix_raises_an_error(head):
     row, task = (T5, "SEQ_2_SEQ_LM") if "T5" in head else (BERT, "CAUSAL_LM")
     options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    options["input_ids"] = row.batch(head)["input_ids"]
+    options["input_ids"] = row.make_batch(head)["input_ids"]
 
     def tuned(model):
         sizes = {"num_attention_heads": 12, "token_dim": 12 * getattr(model.config, "d_kv", 4)}
@@ -139,7 +139,7 @@ def test_unsupported_prefix_raises_an_error(head):
         return peft.get_peft_model(model, config).eval()
 
     with pytest.raises(ValueError, match=r"must have only one cache, got `past_key_values` and `cache`"):
-        tuned(row.model(head, "gqa")).generate(**options)
+        tuned(row.make_model(head, "gqa")).generate(**options)
     if row is T5:  # upstream's generates as if there were none
         upstream = row.make_upstream_model(head)
         plain = upstream.generate(**options).logits
@@ -149,14 +149,14 @@ def test_unsupported_prefix_raises_an_error(head):
 
 
 def test_prefix_needs_no_sizes_for_regular_head_sizes():
-    model = T5.model("T5ForConditionalGeneration", "gqa", d_model=48, d_kv=4)
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", d_model=48, d_kv=4)
     tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3))
     assert tuned.get_prompt(batch_size=2).self_attention_cache.layers[1].values.shape == (2, 4, 3, 4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_lora_finds_its_target_modules(architecture):
-    model = architecture.model(next(iter(architecture.heads)), "gqa_talking")
+    model = architecture.make_model(next(iter(architecture.heads)), "gqa_talking")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
     expected = {"q", "v"} if architecture is T5 else {"query", "value"}
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in get_trainable_names(adapted)} == expected
@@ -170,14 +170,14 @@ def test_peft_methods_adapt_the_same_modules_as_in_transformers(architecture, co
     settings = {"total_step": 10} if config_class == "AdaLoraConfig" else {}
     adapted, upstream_adapted = (
         peft.get_peft_model(model, getattr(peft, config_class)(**settings))
-        for model in (architecture.model(head, "mha"), architecture.make_upstream_model(head))
+        for model in (architecture.make_model(head, "mha"), architecture.make_upstream_model(head))
     )
     assert get_trainable_names(adapted) == get_trainable_names(upstream_adapted) != []
 
 
 @FOR_BOTH
 def test_transformers_adapters_find_their_target_modules():
-    model = ALBERT.model("AlbertModel", "gqa")
+    model = ALBERT.make_model("AlbertModel", "gqa")
     model.add_adapter(peft.LoraConfig(r=2))
     assert any("lora_" in name for name in get_trainable_names(model))
 

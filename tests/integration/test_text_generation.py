@@ -30,7 +30,7 @@ def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_multi_query_assistant_changes_no_token(seed):
-    original = T5.model("T5ForConditionalGeneration", seed=seed)
+    original = T5.make_model("T5ForConditionalGeneration", seed=seed)
     # tied to its random embeddings, so small a model would repeat one token
     original.lm_head.weight = torch.nn.Parameter(torch.randn(60, 40))
     original.config.tie_word_embeddings = False

@@ -84,10 +84,10 @@ def test_trainer_takes_a_step(heads, tmp_path):
 
 @pytest.mark.parametrize(("architecture", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
 def test_compute_metrics_receives_the_outputs_of_transformers(architecture, head, tmp_path):
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     upstream = architecture.make_upstream_model(head)
-    plain = architecture.model(head)
+    plain = architecture.make_model(head)
     plain.load_state_dict(upstream.state_dict())
     seen = []
 
@@ -136,9 +136,9 @@ def test_optuna_search_trains_variants(heads, tmp_path):
 @pytest.mark.parametrize("variant", ["gqa", "talking"])
 def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
     """Compare with Transformers' formula, which scores each position on the next token."""
-    model, factor = BERT.model("BertLMHeadModel", variant), 0.2
+    model, factor = BERT.make_model("BertLMHeadModel", variant), 0.2
     trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS, label_smoothing_factor=factor))
-    batch = BERT.batch("BertLMHeadModel", labels=True)
+    batch = BERT.make_batch("BertLMHeadModel", labels=True)
     with torch.no_grad():
         loss = trainer.compute_loss(model, dict(batch))
         logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
@@ -163,13 +163,13 @@ def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
 )
 def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
     """Check the keyword with which Trainer passes the number of labels of all batches of a step."""
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}
     upstream = architecture.make_upstream_model(head)
-    plain = architecture.model(head)
+    plain = architecture.make_model(head)
     plain.load_state_dict(upstream.state_dict())
-    for model in (upstream, plain, architecture.model(head, num_key_value_heads=4)):
+    for model in (upstream, plain, architecture.make_model(head, num_key_value_heads=4)):
         before = copy_parameters(model)
         arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
         for module in model.modules():  # dropout is drawn in another order where kernels differ

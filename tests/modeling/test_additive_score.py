@@ -103,7 +103,7 @@ def compute_by_formula(
 @EVERY_ARCHITECTURE
 def test_additive_scores_of_every_architecture_equal_the_formula(architecture, monkeypatch):
     head = next(iter(architecture.heads))
-    model, batch = architecture.model(head, "gqa", **ADDITIVE), architecture.batch(head)
+    model, batch = architecture.make_model(head, "gqa", **ADDITIVE), architecture.make_batch(head)
     names = {name for name, _ in model.named_parameters() if ".score." in name}
     assert len(names) == 3 * len(list(model.named_attention_modules()))
     calls = []
@@ -137,8 +137,8 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
 
 @pytest.mark.parametrize("variant", ["mqa", "talking", "latent"])
 def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
-    model = T5.model("T5ForConditionalGeneration", variant, **ADDITIVE)
-    batch = T5.batch("T5ForConditionalGeneration")
+    model = T5.make_model("T5ForConditionalGeneration", variant, **ADDITIVE)
+    batch = T5.make_batch("T5ForConditionalGeneration")
     batch.pop("decoder_input_ids")
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
@@ -151,7 +151,7 @@ def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
 @pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
 def test_additive_scores_work_with_patterns(pattern, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
-    model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
+    model = BERT.make_model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
     monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
     torch.manual_seed(0)
     fields = {"hidden_size": 192, "num_attention_heads": 4, **ADDITIVE, "num_key_value_heads": 4}
     BERT.make_upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
-    variant_model = hf_attn_variants.AttnVariantBertModel(BERT.config("mha", **fields))
+    variant_model = hf_attn_variants.AttnVariantBertModel(BERT.make_config("mha", **fields))
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", **ADDITIVE)
     for model in (variant_model, loaded):
         for layer in model.encoder.layer:
@@ -182,8 +182,8 @@ def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
 
 
 def test_additive_scores_train_in_half_precision():
-    model = T5.model("T5ForConditionalGeneration", "gqa", **ADDITIVE).train()
-    batch = T5.batch("T5ForConditionalGeneration", labels=True)
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", **ADDITIVE).train()
+    batch = T5.make_batch("T5ForConditionalGeneration", labels=True)
     model(**batch).loss.backward()
     assert all(item.grad.abs().sum() > 0 for name, item in model.named_parameters() if ".score." in name)
     exact = model.eval()(**batch).loss
@@ -193,11 +193,11 @@ def test_additive_scores_train_in_half_precision():
 def test_unsupported_additive_scores_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="score_function="):
         hf_attn_variants.AttnVariantBertModel._from_config(
-            BERT.config("mha", **ADDITIVE), attn_implementation="flex_attention"
+            BERT.make_config("mha", **ADDITIVE), attn_implementation="flex_attention"
         )
     with pytest.raises(ValueError, match="`score_function`"):
-        convert(BERT.model("BertModel"), **ADDITIVE)
-    model = BERT.model("BertModel", **ADDITIVE)
+        convert(BERT.make_model("BertModel"), **ADDITIVE)
+    model = BERT.make_model("BertModel", **ADDITIVE)
     with pytest.raises(ValueError, match="`score_function`"):
         convert(model, num_key_value_heads=3)
     model.save_pretrained(tmp_path / "model")
@@ -231,7 +231,7 @@ def compute_by_formula_of_each(module, query, key, value, attention_mask, **opti
 @pytest.mark.parametrize("place", PLACES)
 def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     head = next(iter(row.heads))
-    model, batch = row.model(head, **PLACES[place]), row.batch(head)
+    model, batch = row.make_model(head, **PLACES[place]), row.make_batch(head)
     for site, _, module in model.named_attention_modules():
         assert (module.get_submodule(site.core).score is not None) == (site.field_prefix == place)
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_additive_cross_attention_generates_with_a_cache(row, beams):
     head = list(row.heads)[1]
-    model, batch = row.model(head, cross_score_function="additive", num_key_value_heads=1), row.batch(head)
+    model, batch = row.make_model(head, cross_score_function="additive", num_key_value_heads=1), row.make_batch(head)
     batch.pop("decoder_input_ids")
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
     actual = model.generate(**batch, **options)
@@ -267,7 +267,7 @@ def test_additive_cross_attention_generates_with_a_cache(row, beams):
 
 
 def test_per_place_score_errors_name_the_field(tmp_path):
-    assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
+    assert T5.make_config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
     for fields, message in (
         ({"cross_score_function": "dot"}, "`cross_score_function` must be"),
         ({"score_function": "none"}, "`score_function` must be"),
@@ -283,20 +283,20 @@ def test_per_place_score_errors_name_the_field(tmp_path):
         ({"cross_attention_window": 4}, "`cross_attention_window`"),
     ):
         with pytest.raises(ValueError, match=message):
-            T5.config(**fields)
-    assert T5.config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
-    crossing = BERT.config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
+            T5.make_config(**fields)
+    assert T5.make_config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
+    crossing = BERT.make_config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
     model = hf_attn_variants.AttnVariantBertLMHeadModel(crossing)
     scored = [path for site, path, module in model.named_attention_modules() if module.self.score is not None]
     assert len(scored) == 2 and all(path.endswith("crossattention") for path in scored)
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
-    assert describe_scores(T5.config(**ADDITIVE), both) == ["additive scores"]
-    assert describe_scores(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
-    T5.config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
+    assert describe_scores(T5.make_config(**ADDITIVE), both) == ["additive scores"]
+    assert describe_scores(T5.make_config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
+    T5.make_config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
     assert "and additive scores in the self-attention of the encoder" in str(generate_model_card(tmp_path, "me/x"))
     with pytest.raises(ValueError, match="`cross_score_function`"):
-        convert(T5.model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
+        convert(T5.make_model("T5Model", **PLACES["cross_"]), num_key_value_heads=4)
     with pytest.raises(ValueError, match="cross_score_function="):
         hf_attn_variants.AttnVariantT5Model._from_config(
-            T5.config(**PLACES["cross_"]), attn_implementation="flex_attention"
+            T5.make_config(**PLACES["cross_"]), attn_implementation="flex_attention"
         )

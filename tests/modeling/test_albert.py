@@ -17,7 +17,7 @@ def test_albert_layer_groups_equal_transformers(tmp_path):
     upstream = ALBERT.make_upstream_model("AlbertModel", **GROUPS)
     upstream.save_pretrained(tmp_path)
     variant_model = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
-    batch = ALBERT.batch("AlbertModel")
+    batch = ALBERT.make_batch("AlbertModel")
     with torch.no_grad():
         actual, expected = variant_model(**batch), upstream(**batch)
     torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=0)
@@ -25,7 +25,7 @@ def test_albert_layer_groups_equal_transformers(tmp_path):
 
 
 def test_albert_layers_of_a_group_share_one_attention():
-    model = ALBERT.model("AlbertModel", "gqa_talking", **GROUPS)
+    model = ALBERT.make_model("AlbertModel", "gqa_talking", **GROUPS)
     attentions = [(name, module) for _, name, module in model.named_attention_modules()]
     assert len(attentions) == 4
     assert len({id(module.logits_proj) for _, module in attentions}) == 4
@@ -35,21 +35,21 @@ def test_albert_layers_of_a_group_share_one_attention():
 
 
 def test_albert_returns_attention_weights_of_every_layer():
-    model = ALBERT.model("AlbertModel", "talking", **GROUPS)
+    model = ALBERT.make_model("AlbertModel", "talking", **GROUPS)
     with torch.no_grad():
-        maps = model(**ALBERT.batch("AlbertModel"), output_attentions=True).attentions
+        maps = model(**ALBERT.make_batch("AlbertModel"), output_attentions=True).attentions
     # One for each pass through an attention: the layers times the attentions of a group.
     assert len(maps) == 12
 
 
 def test_albert_supports_gradient_checkpointing_unlike_transformers():
     assert not transformers.AlbertModel.supports_gradient_checkpointing
-    assert ALBERT.model("AlbertModel").supports_gradient_checkpointing
+    assert ALBERT.make_model("AlbertModel").supports_gradient_checkpointing
 
 
 @pytest.mark.parametrize("head", ["AlbertModel", "AlbertForMaskedLM"])
 def test_albert_configuration_may_enable_gradient_checkpointing(head):
-    model = ALBERT.model(head, "gqa", gradient_checkpointing=True)
+    model = ALBERT.make_model(head, "gqa", gradient_checkpointing=True)
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     # As upstream's other models do: the flag is used once and is not saved.
     assert not hasattr(model.config, "gradient_checkpointing")

@@ -43,7 +43,7 @@ SIDES = ("right", "left", "none")
 
 def make_batch(row, head, side="right"):
     """Return float64 inputs with padding on one side."""
-    batch = row.batch(head)
+    batch = row.make_batch(head)
     if side == "left":
         batch["attention_mask"] = batch["attention_mask"].flip(1)
     if side == "none":
@@ -61,7 +61,7 @@ def get_fields_at_start(fields):
 def test_model_starts_with_the_outputs_of_transformers(row, name):
     head = next(iter(row.heads))
     upstream = row.make_upstream_model(head).double()
-    config = row.config(head=head, **get_fields_at_start(FIELD_SETS[name]))
+    config = row.make_config(head=head, **get_fields_at_start(FIELD_SETS[name]))
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).double().eval()
     result = variant_model.load_state_dict(upstream.state_dict(), strict=False)
     assert not result.unexpected_keys and {*result.missing_keys} == {*get_extension_parameters(variant_model)}
@@ -83,8 +83,8 @@ def test_model_starts_with_the_outputs_of_transformers(row, name):
 def test_new_parameters_have_gradients_and_change_the_logits(row, name):
     head = list(row.heads)[1]
     fields = get_fields_at_start(EXTENSION_ROWS[name])
-    model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.config(head=head, **fields)).eval()
-    parameters, batch = get_extension_parameters(model), row.batch(head, labels=True)
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.make_config(head=head, **fields)).eval()
+    parameters, batch = get_extension_parameters(model), row.make_batch(head, labels=True)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2) if parameters else None
     start = model(**batch)[1].detach()
     for _ in range(2 if parameters else 0):
@@ -94,21 +94,23 @@ def test_new_parameters_have_gradients_and_change_the_logits(row, name):
         optimizer.step()
         optimizer.zero_grad()
     if not parameters:  # a clipped softmax has no parameters
-        model = getattr(hf_attn_variants, f"AttnVariant{head}")(row.config(head=head, **EXTENSION_ROWS[name])).eval()
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(
+            row.make_config(head=head, **EXTENSION_ROWS[name])
+        ).eval()
     assert (model(**batch)[1] - start).abs().max() > 1e-5
 
 
 def test_sink_at_zero_can_grow_after_it_became_negative():
-    model = BERT.model("BertForMaskedLM", attention_sink=True)
+    model = BERT.make_model("BertForMaskedLM", attention_sink=True)
     parameters = get_extension_parameters(model).values()
     for parameter in parameters:
         torch.nn.init.constant_(parameter, -0.1)
-    negative = model(**BERT.batch("BertForMaskedLM")).logits
-    model(**BERT.batch("BertForMaskedLM", labels=True)).loss.backward()
+    negative = model(**BERT.make_batch("BertForMaskedLM")).logits
+    model(**BERT.make_batch("BertForMaskedLM", labels=True)).loss.backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in parameters)
     for parameter in parameters:
         torch.nn.init.zeros_(parameter)
-    assert model(**BERT.batch("BertForMaskedLM")).logits.equal(negative)
+    assert model(**BERT.make_batch("BertForMaskedLM")).logits.equal(negative)
 
 
 @pytest.mark.parametrize("row", [BERT, T5, BART], ids=lambda row: row.name)
@@ -156,7 +158,7 @@ def test_cached_decoding_equals_uncached_decoding(row, kv_heads, name):
     batch = make_decoder_batch(row, head)
     expected = decode_at_once(model, batch)
     torch.testing.assert_close(decode_in_steps(model, batch)[0], expected, atol=1e-9, rtol=0)
-    prompt = {key: item for key, item in row.batch(head).items() if key != "decoder_input_ids"}
+    prompt = {key: item for key, item in row.make_batch(head).items() if key != "decoder_input_ids"}
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     for beams in (1, 4):
         actual = model.generate(**prompt, **options, num_beams=beams, use_cache=True)
@@ -194,13 +196,17 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
     kinds = {SAMPLES[field][1][0] for field in fields}
     if rows := list_conflicts(*classes, *kinds):
         with pytest.raises(ValueError) as error:
-            BERT.config(**others, **fields)
+            BERT.make_config(**others, **fields)
         assert all(f"`{field}`" in str(error.value) for field in (*fields, rows[0].second.field))
         return
     ids, mask = make_token_ids(2, 9), torch.ones(2, 9).long()
     mask[1, 6:] = 0
-    plain = BERT.model("BertModel", **others).double()
-    model = hf_attn_variants.AttnVariantBertModel(BERT.config(**others, **get_fields_at_start(fields))).double().eval()
+    plain = BERT.make_model("BertModel", **others).double()
+    model = (
+        hf_attn_variants.AttnVariantBertModel(BERT.make_config(**others, **get_fields_at_start(fields)))
+        .double()
+        .eval()
+    )
     missing = model.load_state_dict(plain.state_dict(), strict=False)
     assert not missing.unexpected_keys and {*missing.missing_keys} == {*get_extension_parameters(model)}
     # Attention functions of some mechanisms sum in another order.
@@ -273,15 +279,15 @@ def test_fields_of_a_place_apply_only_there():
     places = {"": {"encoder_output_gate": "none", "output_gate": "head", "cross_output_gate": "none"}}
     places |= {prefix: {f"{prefix}output_gate": "element"} for prefix in ("encoder_", "cross_")}
     for place, fields in places.items():
-        model = T5.model("T5Model", **fields)
+        model = T5.make_model("T5Model", **fields)
         for site, _, module in model.named_attention_modules():
             assert hasattr(module, "output_gate") == (site.field_prefix == place)
-    config = T5.config(attention_sink=True, cross_attention_sink=False)
+    config = T5.make_config(attention_sink=True, cross_attention_sink=False)
     model = hf_attn_variants.AttnVariantT5Model(config)
     assert [hasattr(module, "attention_sink") for _, _, module in model.named_attention_modules()] == [True] * 4 + [
         False
     ] * 2 or len(get_extension_parameters(model)) == 4
-    assert T5.config().to_dict().keys().isdisjoint({*ALL_FIELDS, "cross_output_gate", "encoder_attention_sink"})
+    assert T5.make_config().to_dict().keys().isdisjoint({*ALL_FIELDS, "cross_output_gate", "encoder_attention_sink"})
 
 
 BAD_VALUES = (
@@ -303,14 +309,14 @@ BAD_VALUES = (
 def test_invalid_values_raise_an_error_that_names_the_field(fields):
     [name] = fields
     with pytest.raises(ValueError, match=f"`{name}`"):
-        BERT.config(**fields)
+        BERT.make_config(**fields)
     with pytest.raises(ValueError, match=f"`cross_{name}`"):
-        T5.config(**{f"cross_{name}": "sigmoid" if fields[name] == "none" else fields[name]})
+        T5.make_config(**{f"cross_{name}": "sigmoid" if fields[name] == "none" else fields[name]})
 
 
 @EACH_EXTENSION
 def test_other_attention_functions_raise_only_if_they_would_ignore_the_extension(name):
-    model = BERT.model("BertModel", **EXTENSION_ROWS[name])
+    model = BERT.make_model("BertModel", **EXTENSION_ROWS[name])
     [field] = EXTENSION_ROWS[name]
     if any(WEIGHT_STAGE in module.self.extensions for _, _, module in model.named_attention_modules()):
         with pytest.raises(ValueError, match=field):
@@ -330,15 +336,15 @@ def test_weights_are_returned(name):
 
 @torch.no_grad()
 def test_progress_of_clipping_starts_at_the_softmax():
-    plain = BERT.model("BertModel").double()
-    model = BERT.model("BertModel", clipped_softmax=[-0.2, 1.2]).double()
+    plain = BERT.make_model("BertModel").double()
+    model = BERT.make_model("BertModel", clipped_softmax=[-0.2, 1.2]).double()
     batch = make_batch(BERT, "BertModel")
     distances = []
     for progress in (0.0, 0.5, 1.0):
         set_clipping_progress(model, progress)
         distances.append((model(**batch)[0] - plain(**batch)[0]).abs().max().item())
     assert distances[0] < 1e-12 < distances[1] < distances[2]
-    middle = BERT.model("BertModel", clipped_softmax=(-0.1, 1.1)).double()
+    middle = BERT.make_model("BertModel", clipped_softmax=(-0.1, 1.1)).double()
     set_clipping_progress(model, 0.5)
     torch.testing.assert_close(model(**batch)[0], middle(**batch)[0], atol=1e-12, rtol=0)
 
@@ -348,7 +354,7 @@ def test_conversion_adds_extensions_without_changing_outputs(name, tmp_path):
     source = BERT.make_upstream_model("BertForMaskedLM").eval()
     fields = get_fields_at_start(FIELD_SETS[name])
     converted = convert(source, **fields).eval()
-    batch = BERT.batch("BertForMaskedLM")
+    batch = BERT.make_batch("BertForMaskedLM")
     with torch.no_grad():
         torch.testing.assert_close(converted(**batch).logits, source(**batch).logits, atol=1e-5, rtol=0)
         for parameter in get_extension_parameters(converted).values():
@@ -364,20 +370,22 @@ def test_conversion_adds_extensions_without_changing_outputs(name, tmp_path):
     "fields", [{"output_gate": "element"}, {"knocking_heads": "value"}, {"attention_sink": False}]
 )
 def test_conversion_cannot_change_extensions(fields):
-    model = BERT.model("BertModel", output_gate="head", knocking_heads="all", attention_sink=True)
+    model = BERT.make_model("BertModel", output_gate="head", knocking_heads="all", attention_sink=True)
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}` must stay"):
         convert(model, **fields)
 
 
 def test_parameters_and_flops_of_extensions_are_counted():
-    plain, length = BERT.model("BertModel"), 16
+    plain, length = BERT.make_model("BertModel"), 16
     for fields in EXTENSION_ROWS.values():
-        model = BERT.model("BertModel", **fields)
+        model = BERT.make_model("BertModel", **fields)
         added = sum(parameter.numel() for parameter in get_extension_parameters(model).values())
         assert count_attention_parameters(model) - count_attention_parameters(plain) == added
     d, h = 4, 12
     costs = {
-        name: compute_cost_table(BERT.config(**fields).to_dict(), length=length).current.flops_per_token["encoder"]
+        name: compute_cost_table(BERT.make_config(**fields).to_dict(), length=length).current.flops_per_token[
+            "encoder"
+        ]
         for name, fields in ({"plain": {}} | EXTENSION_ROWS).items()
     }
     layers = 2
@@ -389,18 +397,18 @@ def test_parameters_and_flops_of_extensions_are_counted():
 
 
 def test_cards_and_names_describe_extensions(tmp_path):
-    config = BERT.config(**ALL_FIELDS, architectures=["BertModel"])
+    config = BERT.make_config(**ALL_FIELDS, architectures=["BertModel"])
     expected = ["knocking heads", "attention sinks", "a clipped softmax", "output gates"]
     assert describe_extensions(config, ("num_key_value_heads",)) == expected
     assert get_variant_name(config).endswith(" + ".join(expected))
     config.save_pretrained(tmp_path)
     card = str(generate_model_card(tmp_path, "me/x"))
     assert "a clipped softmax and output gates" in card and "2306.12929" in card
-    cross = T5.config(cross_output_gate="head")
+    cross = T5.make_config(cross_output_gate="head")
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
     assert describe_extensions(cross, both) == ["output gates in cross-attention"]
 
 
 def test_extensions_have_no_weight_decay():
-    model = BERT.model("BertModel", **ALL_FIELDS)
+    model = BERT.make_model("BertModel", **ALL_FIELDS)
     assert {*get_extension_parameters(model)} <= get_no_decay_parameter_names(model)

@@ -48,8 +48,8 @@ def compute_by_weights(model, **inputs):
 @pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
 def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
     head = next(iter(architecture.heads))
-    model, plain = (architecture.model(head, "gqa", attention_kernel=name) for name in (kernel, None))
-    batch = architecture.batch(head)
+    model, plain = (architecture.make_model(head, "gqa", attention_kernel=name) for name in (kernel, None))
+    batch = architecture.make_batch(head)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         actual = model(**batch).last_hidden_state
@@ -76,9 +76,9 @@ def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack
     field = "attention_kernel" if stack == "decoder" else f"{stack}_attention_kernel"
     for architecture in (*BART_FAMILY, *((T5, ENCODER_DECODERS[-1]) if stack == "cross" else ())):
         head = next(iter(architecture.heads))
-        model = architecture.model(head, "gqa", **{field: kernel})
+        model = architecture.make_model(head, "gqa", **{field: kernel})
         assert {name for name, *_ in iterate_changed_sites(model)} == {stack}
-        batch = architecture.batch(head)
+        batch = architecture.make_batch(head)
         with torch.no_grad():
             actual = model(**batch, use_cache=False)[0]
             expected, result = compute_by_weights(model, **batch, use_cache=False)
@@ -95,8 +95,8 @@ def iterate_changed_sites(model):
 
 def test_whisper_supports_kernels():
     fields = {"attention_kernel": "elu", "encoder_attention_kernel": "hedgehog", "cross_attention_kernel": "favor"}
-    model = WHISPER.model("WhisperModel", "gqa", **fields)
-    batch = WHISPER.batch("WhisperModel")
+    model = WHISPER.make_model("WhisperModel", "gqa", **fields)
+    batch = WHISPER.make_batch("WhisperModel")
     with torch.no_grad():
         actual = model(**batch, use_cache=False)[0]
     torch.testing.assert_close(actual, compute_by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
@@ -115,7 +115,7 @@ DECODERS = {
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
 def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields, kernel):
     """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
-    model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
+    model = architecture.make_model(head, "gqa", **dict.fromkeys(fields, kernel))
     batch, sizes = make_decoder_batch(architecture, head), set()
 
     def on_step(step_cache):
@@ -135,10 +135,10 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
 def test_kernel_generation_is_the_same_with_and_without_states(architecture, head, fields, search):
-    model = architecture.model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
+    model = architecture.make_model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
     if architecture is WHISPER:
         pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
-    batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: item for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")}
     batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
     actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
@@ -147,10 +147,10 @@ def test_kernel_generation_is_the_same_with_and_without_states(architecture, hea
 
 def test_encoder_outputs_are_summed_once(monkeypatch):
     """Check that the sums are computed again for another mask or other keys."""
-    model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
     calls, sums = [], mechanism_attention.attend_with_kernel
     monkeypatch.setattr(mechanism_attention, "attend_with_kernel", lambda *args: calls.append(1) or sums(*args))
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     ids, cache = batch.pop("decoder_input_ids"), None
     masks = [batch["attention_mask"]] * 3 + [torch.ones(3, 9).long()]
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_encoder_outputs_are_summed_once(monkeypatch):
 
 
 def test_kernel_states_can_be_reordered_repeated_and_selected():
-    model = BART.model("BartForCausalLM", attention_kernel="favor")
+    model = BART.make_model("BartForCausalLM", attention_kernel="favor")
     ids = make_token_ids(3, 6)
     order = torch.tensor([2, 2, 0])
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_kernel_states_can_be_reordered_repeated_and_selected():
 
 
 def test_unsupported_operations_on_kernel_states_raise_an_error():
-    model = BART.model("BartForCausalLM", attention_kernel="elu")
+    model = BART.make_model("BartForCausalLM", attention_kernel="elu")
     ids = make_token_ids(1, 4)
     cache = get_cache(model(ids, use_cache=True))
     with pytest.raises(ValueError, match="`crop` is not supported"):
@@ -194,13 +194,13 @@ def test_unsupported_operations_on_kernel_states_raise_an_error():
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model(ids, use_cache=True, output_attentions=True)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model.generate(ids, assistant_model=BART.model("BartForCausalLM"), max_new_tokens=3)
+        model.generate(ids, assistant_model=BART.make_model("BartForCausalLM"), max_new_tokens=3)
     with pytest.raises(ValueError, match="`attention_kernel`"):
         model(ids, **with_cache(StaticCache(config=model.config, max_cache_len=8)))
-    plain = get_cache(BART.model("BartForCausalLM")(ids, use_cache=True))
+    plain = get_cache(BART.make_model("BartForCausalLM")(ids, use_cache=True))
     with pytest.raises(ValueError, match="`attention_kernel`"):
         model(ids[:, :1], **with_cache(plain))
-    assert not BART.model("BartForCausalLM")._is_stateful
+    assert not BART.make_model("BartForCausalLM")._is_stateful
 
 
 @pytest.mark.parametrize("architecture", [BERT, BART], **NAMED)
@@ -210,7 +210,7 @@ def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
     fields = {"attention_kernel": kernel}
     if architecture is BART:
         fields = {f"{prefix}attention_kernel": kernel for prefix in ("", "encoder_", "cross_")}
-    model = architecture.model(
+    model = architecture.make_model(
         next(iter(architecture.heads)), "mqa", num_hidden_layers=1, max_position_embeddings=n, **fields
     )
     ids = make_token_ids(1, n)
@@ -223,15 +223,15 @@ def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
 @EVERY_KERNEL
 def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     """Check that vectors are saved, and drawn by the seed per attention if a checkpoint lacks them."""
-    config = BERT.config("gqa", attention_kernel=kernel)
+    config = BERT.make_config("gqa", attention_kernel=kernel)
     torch.manual_seed(0)
     model = hf_attn_variants.AttnVariantBertModel(config).eval()
     model.save_pretrained(tmp_path / "kernel")
-    batch = BERT.batch("BertModel")
+    batch = BERT.make_batch("BertModel")
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "kernel")
     with torch.no_grad():
         assert loaded(**batch)[0].equal(model(**batch)[0])
-    plain = hf_attn_variants.AttnVariantBertModel(BERT.config("gqa"))
+    plain = hf_attn_variants.AttnVariantBertModel(BERT.make_config("gqa"))
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.save_pretrained(tmp_path / "plain")
     begun = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", attention_kernel=kernel)
@@ -248,7 +248,7 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])
 def test_loading_with_another_kernel_keeps_learned_parameters(kernel, tmp_path):
-    BERT.model("BertModel", attention_kernel=kernel).save_pretrained(tmp_path)
+    BERT.make_model("BertModel", attention_kernel=kernel).save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     for fields, message in (
         ({"attention_kernel": None}, f"`attention_kernel` must be '{kernel}' .* got None"),
@@ -257,19 +257,19 @@ def test_loading_with_another_kernel_keeps_learned_parameters(kernel, tmp_path):
         with pytest.raises(ValueError, match=message):
             load(tmp_path, **fields)
         with pytest.raises(ValueError, match=message):
-            load(tmp_path, config=BERT.config("mha", **{"attention_kernel": kernel} | fields))
+            load(tmp_path, config=BERT.make_config("mha", **{"attention_kernel": kernel} | fields))
 
 
 @EVERY_KERNEL
 def test_every_kernel_parameter_gets_a_gradient(kernel):
-    model = BART.model(
+    model = BART.make_model(
         "BartForConditionalGeneration",
         "gqa",
         attention_kernel=kernel,
         encoder_attention_kernel=kernel,
         cross_attention_kernel=kernel,
     ).train()
-    batch = BART.batch("BartForConditionalGeneration", labels=True)
+    batch = BART.make_batch("BartForConditionalGeneration", labels=True)
     gradients = []
     for checkpointed in (False, True):
         if checkpointed:
@@ -285,7 +285,10 @@ def test_every_kernel_parameter_gets_a_gradient(kernel):
 @EVERY_KERNEL
 def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel):
     fields = {"position_embedding_type": "sinusoidal", "attention_kernel": kernel, "encoder_attention_kernel": kernel}
-    model, batch = T5.model("T5ForConditionalGeneration", "gqa", **fields), T5.batch("T5ForConditionalGeneration")
+    model, batch = (
+        T5.make_model("T5ForConditionalGeneration", "gqa", **fields),
+        T5.make_batch("T5ForConditionalGeneration"),
+    )
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False}
     with torch.no_grad():
@@ -298,4 +301,4 @@ def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel
 
 def test_kernels_with_other_implementations_raise_an_error():
     with pytest.raises(ValueError, match="attention_kernel"):
-        BERT.model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")
+        BERT.make_model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")

@@ -82,7 +82,7 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
     two_stacks = architecture in TWO_STACKS
     fields = add_encoder_prefix(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
     head = next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **item) for item in (fields, {})]
+    models = [architecture.make_model(head, variant, **item) for item in (fields, {})]
     stacks = [model.get_encoder() if two_stacks else model for model in models]
     ids, mask = make_token_ids(3, LENGTH), make_padding()
     assert_same_under_mask(*stacks, {"input_ids": ids}, mask, make_allowed_mask(mask, window=4, global_tokens=1))
@@ -93,7 +93,7 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, variant, short_blocks):
     head = "BertLMHeadModel" if architecture is BERT else next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **item) for item in (WINDOW | {"attention_dilation": 2}, {})]
+    models = [architecture.make_model(head, variant, **item) for item in (WINDOW | {"attention_dilation": 2}, {})]
     inputs = {"input_ids": make_token_ids(3, LENGTH), "use_cache": False}
     if architecture is BERT:
         stacks = [model.bert for model in models]
@@ -106,8 +106,8 @@ def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, v
 
 
 def test_whisper_encoder_with_window_agrees_between_implementations(short_blocks):
-    model = WHISPER.model("WhisperModel", "gqa", **add_encoder_prefix(WINDOW)).get_encoder()
-    features = WHISPER.batch("WhisperModel")["input_features"]
+    model = WHISPER.make_model("WhisperModel", "gqa", **add_encoder_prefix(WINDOW)).get_encoder()
+    features = WHISPER.make_batch("WhisperModel")["input_features"]
     with torch.no_grad():
         actual = model(features).last_hidden_state
         assert len(short_blocks) == 2
@@ -120,8 +120,8 @@ def test_window_wider_than_the_text_changes_no_output(architecture, short_blocks
     head = next(iter(architecture.heads))
     wide = WINDOW | {"attention_window": 200}
     wide |= add_encoder_prefix(wide) if hasattr(architecture.config_class, "encoder_attention_window") else GLOBAL
-    pattern, plain = architecture.model(head, "gqa", **wide), architecture.model(head, "gqa")
-    batch = architecture.batch(head)
+    pattern, plain = architecture.make_model(head, "gqa", **wide), architecture.make_model(head, "gqa")
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         torch.testing.assert_close(pattern(**batch)[0], plain(**batch)[0], atol=1e-6, rtol=0)
     assert not short_blocks
@@ -142,7 +142,7 @@ def test_window_wider_than_the_text_changes_no_output(architecture, short_blocks
 def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, variant):
     """Check windows of two sizes: several tokens in one call, then single tokens; cross-attention keeps all."""
     windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
-    model = architecture.model(head, variant, **windows)
+    model = architecture.make_model(head, variant, **windows)
     batch = make_decoder_batch(architecture, head)
     steps, cache = decode_in_steps(model, batch)
     torch.testing.assert_close(steps, decode_at_once(model, batch), atol=1e-5, rtol=0)
@@ -159,8 +159,8 @@ def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, va
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}], ids=str)
 def test_window_generation_is_the_same_with_and_without_a_cache(search):
     for architecture, head in ((T5, "T5ForConditionalGeneration"), (ENCODER_DECODERS[0], "BartForCausalLM")):
-        model = architecture.model(head, "gqa", **WINDOW | {"attention_dilation": 2})
-        batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+        model = architecture.make_model(head, "gqa", **WINDOW | {"attention_dilation": 2})
+        batch = {name: item for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")}
         batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
         options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | search
         actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
@@ -182,7 +182,7 @@ def with_global_rows(mask, first):
 @pytest.mark.parametrize("variant", ["gqa", "latent", "talking"])
 def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, first):
     head = next(iter(architecture.heads))
-    pattern = architecture.model(head, variant, **WINDOW, num_global_tokens=first)
+    pattern = architecture.make_model(head, variant, **WINDOW, num_global_tokens=first)
     mask = make_padding()
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
 
@@ -196,7 +196,9 @@ def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, fi
         def forward(self, **options):
             return self.model(**options, global_attention_mask=GLOBAL_ROWS)
 
-    assert_same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
+    assert_same_under_mask(
+        WithMask(), architecture.make_model(head, variant), inputs, mask, with_global_rows(mask, first)
+    )
 
 
 def test_every_head_class_passes_the_global_attention_mask():
@@ -204,7 +206,7 @@ def test_every_head_class_passes_the_global_attention_mask():
         for head in architecture.heads:
             if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
                 continue  # decoders, and texts that are not rows
-            model = architecture.model(head, **WINDOW)
+            model = architecture.make_model(head, **WINDOW)
             batch = {"input_ids": make_token_ids(3, LENGTH)}
             with torch.no_grad():
                 actual = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
@@ -214,13 +216,13 @@ def test_every_head_class_passes_the_global_attention_mask():
 def test_invalid_global_attention_mask_raises_an_error():
     ids = make_token_ids(3, LENGTH)
     with pytest.raises(ValueError, match=r"one value per token, \[3, 23\], got the shape \[23\]"):
-        BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
+        BERT.make_model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
     with pytest.raises(ValueError, match="is not supported for models with a relative position bias"):
-        T5.model("T5EncoderModel", **add_encoder_prefix(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
+        T5.make_model("T5EncoderModel", **add_encoder_prefix(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
 
 
 def test_attention_weights_are_zero_outside_the_pattern():
-    model = BERT.model("BertModel", "talking", **WINDOW | GLOBAL)
+    model = BERT.make_model("BertModel", "talking", **WINDOW | GLOBAL)
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
     outside = ~sliding_window_mask(LENGTH, window=4, global_tokens=1)
     with torch.no_grad():
@@ -233,11 +235,11 @@ def test_attention_weights_are_zero_outside_the_pattern():
 def test_layers_have_separate_windows():
     """Check that None is a layer without a window, also under a mask that is not causal."""
     by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
-    config = BERT.config("mha", **by_layer)
+    config = BERT.make_config("mha", **by_layer)
     assert (config.attention_window, config.get_layer_value("attention_window", 1)) == (4, None)
     for architecture, head in ((BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")):
-        model = architecture.model(head, **by_layer)
-        batch = architecture.batch(head)
+        model = architecture.make_model(head, **by_layer)
+        batch = architecture.make_batch(head)
         name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
         batch.pop("attention_mask")
         with torch.no_grad():
@@ -254,7 +256,7 @@ def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
     n = 600
     fields = add_encoder_prefix(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
     longer = {} if architecture is T5 else {"max_position_embeddings": n}
-    model = architecture.model(next(iter(architecture.heads)), "gqa", num_hidden_layers=1, **fields | longer)
+    model = architecture.make_model(next(iter(architecture.heads)), "gqa", num_hidden_layers=1, **fields | longer)
     ids = make_token_ids(1, n)
     mask = (torch.arange(n) < n - 50).long()[None]
     stacks = [model] if architecture is BERT else [model.get_encoder(), model.get_decoder()]
@@ -266,7 +268,7 @@ def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
 
 def test_gradient_checkpointing_with_patterns_keeps_gradients():
     """Check T5, whose layers pass the position bias by distance."""
-    model = T5.model("T5Model", "gqa", **add_encoder_prefix(WINDOW | GLOBAL), **WINDOW).train()
+    model = T5.make_model("T5Model", "gqa", **add_encoder_prefix(WINDOW | GLOBAL), **WINDOW).train()
     model.config.dropout_rate = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) or hasattr(module, "scaling"):
@@ -283,10 +285,10 @@ def test_gradient_checkpointing_with_patterns_keeps_gradients():
 
 
 def test_pattern_with_unsupported_implementation_raises_an_error():
-    config = BERT.config("mha", **WINDOW)
+    config = BERT.make_config("mha", **WINDOW)
     with pytest.raises(ValueError, match="attention_pattern"):
         hf_attn_variants.AttnVariantBertModel._from_config(config, attn_implementation="flex_attention")
-    model = T5.model("T5ForConditionalGeneration", **WINDOW)
+    model = T5.make_model("T5ForConditionalGeneration", **WINDOW)
     with pytest.raises(ValueError, match="`attention_pattern`"):
         model.decoder(input_ids=make_token_ids(), **with_cache(StaticCache(model.config, 16)), use_cache=True)
 

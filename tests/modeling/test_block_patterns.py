@@ -82,7 +82,7 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
 
 
 def make_pattern(name, causal, layer=0, **fields):
-    config = BERT.config("mha", **get_pattern_fields(name), **fields)
+    config = BERT.make_config("mha", **get_pattern_fields(name), **fields)
     return get_pattern_class(config.attention_pattern).get_key_range(config, "", HEADS, layer, causal)
 
 
@@ -221,7 +221,7 @@ CASE_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in CASES]
 def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **fields) for fields in (get_pattern_fields(name, prefix), {})]
+    models = [architecture.make_model(head, variant, **fields) for fields in (get_pattern_fields(name, prefix), {})]
     heads = models[0].config.get_query_heads(f"{prefix}num_key_value_heads")
     stacks = [model.get_encoder() if prefix else model for model in models]
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
@@ -231,7 +231,7 @@ def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architec
 
 def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     ids = make_token_ids(2, LENGTH)
-    model = BERT.model(
+    model = BERT.make_model(
         "BertModel", **get_pattern_fields("random_blocks"), num_global_tokens=1, attn_implementation="eager"
     )
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
         for layer, weights in enumerate(result.attentions):
             expected = mask_of("random_blocks", LENGTH, False, layer=layer, global_tokens=1)
             assert (weights != 0).equal(expected.expand(weights.shape))
-        other = BERT.model(
+        other = BERT.make_model(
             "BertModel", **get_pattern_fields("random_blocks") | {"attention_seed": 6}, num_global_tokens=1
         )
         other.load_state_dict(model.state_dict())
@@ -253,8 +253,8 @@ def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     ids=["bert", "t5"],
 )
 def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, short_blocks):
-    model = architecture.model(head, "gqa", **get_pattern_fields(name))
-    batch = architecture.batch(head)
+    model = architecture.make_model(head, "gqa", **get_pattern_fields(name))
+    batch = architecture.make_batch(head)
     ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
     mask = {} if ids_name != "input_ids" else {"attention_mask": make_padding(left=True)}
     ids = make_token_ids(3, LENGTH)
@@ -279,7 +279,7 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 
     printed = []
     monkeypatch.setattr(module.logger, "warning_once", printed.append)
-    model = BERT.model(
+    model = BERT.make_model(
         "BertModel", max_position_embeddings=2100, num_hidden_layers=1, **get_pattern_fields("local_blocks")
     )
     ids = make_token_ids(1, 2060)
@@ -292,7 +292,7 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 
 
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
-    plain = BERT.model("BertModel")
+    plain = BERT.make_model("BertModel")
     model = convert(plain, **get_pattern_fields("random_blocks")).eval()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
@@ -311,4 +311,4 @@ def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
 
 def test_every_architecture_supports_block_patterns():
     for architecture in (*ARCHITECTURES, *RELATIVES):
-        assert architecture.config("mha", **get_pattern_fields("fixed")).attention_pattern == "fixed"
+        assert architecture.make_config("mha", **get_pattern_fields("fixed")).attention_pattern == "fixed"

@@ -42,8 +42,8 @@ def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind)
     fields = dict(FORMS[form])
     if form == "exact":
         fields["cross_kv_lora_rank"] = family.tiny["d_model"]
-    model = family.model(name, **fields)
-    batch = family.batch(name)
+    model = family.make_model(name, **fields)
+    batch = family.make_batch(name)
     encoder_inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     ids = torch.randint(3, 20, (BATCH * BEAMS, 4), generator=torch.Generator().manual_seed(0))
     logits = []

@@ -83,12 +83,12 @@ def iterate_pairs():
 def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, classes):
     rows = list_conflicts(*classes)
     if not rows:
-        model = hf_attn_variants.AttnVariantBertModel(BERT.config(num_hidden_layers=1, **fields)).eval()
+        model = hf_attn_variants.AttnVariantBertModel(BERT.make_config(num_hidden_layers=1, **fields)).eval()
         with torch.no_grad():
             assert model(make_token_ids(2, 9))[0].isfinite().all()
         return
     with pytest.raises(ValueError) as error:
-        BERT.config(**fields)
+        BERT.make_config(**fields)
     messages = [
         row.format_message(*((mechanism.field, fields[mechanism.field]) for mechanism in row[:2])) for row in rows
     ]
@@ -109,7 +109,7 @@ def test_every_composition_row_is_tested():
 
 
 def test_mechanism_reports_its_place_in_the_configuration():
-    config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
+    config = T5.make_config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
     assert [TalkingHeadsSettings.find_requesting_field(config, prefix) for prefix in PREFIXES] == [
         ("talking_heads", "both")
     ] * 2 + [None]
@@ -123,8 +123,8 @@ def test_mechanism_reports_its_place_in_the_configuration():
         False,
         True,
     ]
-    assert RelativePositionBias.find_requesting_field(T5.config(position_embedding_type="sinusoidal"), "") is None
-    window = BERT.config(attention_pattern="sliding_window", attention_window=4)
+    assert RelativePositionBias.find_requesting_field(T5.make_config(position_embedding_type="sinusoidal"), "") is None
+    window = BERT.make_config(attention_pattern="sliding_window", attention_window=4)
     requesting_fields = {name: get_pattern_class(name).find_requesting_field(window, "") for name in PATTERNS}
     assert {name for name, result in requesting_fields.items() if result} == {"sliding_window"}
 

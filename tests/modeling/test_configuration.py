@@ -26,7 +26,7 @@ def test_wrong_type_error_names_the_value(architecture):
 
 @ALL
 def test_bad_value_set_later_raises_when_the_model_is_built(architecture):
-    config = architecture.config()
+    config = architecture.make_config()
     config.num_key_value_heads = 5
     model_class = getattr(hf_attn_variants, config.auto_classes["AutoModel"])
     with pytest.raises(ValueError, match="`num_key_value_heads`"):
@@ -35,7 +35,7 @@ def test_bad_value_set_later_raises_when_the_model_is_built(architecture):
 
 @ALL
 def test_variant_fields_map_to_their_query_head_fields(architecture):
-    fields, config = architecture.config_class.get_variant_fields(), architecture.config("gqa_talking")
+    fields, config = architecture.config_class.get_variant_fields(), architecture.make_config("gqa_talking")
     kv_fields = config.get_kv_heads_fields()
     assert fields[: len(kv_fields)] == kv_fields
     assert not {*fields} & architecture.upstream_config_class(**architecture.tiny).to_dict().keys()
@@ -77,7 +77,7 @@ def test_misspelled_field_error_suggests_the_field(architecture, name, field, tm
     upstream.save_pretrained(tmp_path)
     model_class = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
     for make in (
-        lambda: architecture.config(**{name: 5}),
+        lambda: architecture.make_config(**{name: 5}),
         lambda: architecture.config_class.from_upstream(upstream, **{name: 5}),
         lambda: architecture.config_class.from_dict(upstream.to_dict(), **{name: 5}),
         lambda: architecture.config_class.from_pretrained(tmp_path, **{name: 5}),
@@ -90,7 +90,7 @@ def test_misspelled_field_error_suggests_the_field(architecture, name, field, tm
 @ALL
 def test_field_name_with_another_word_is_not_a_misspelling(architecture):
     for name in ("num_cls_heads", "num_mlm_heads", "num_labels_heads", "talking", "heads"):
-        assert getattr(architecture.config(**{name: 5}), name) == 5
+        assert getattr(architecture.make_config(**{name: 5}), name) == 5
 
 
 def test_wrong_field_prefix_error_suggests_the_field():
@@ -104,7 +104,7 @@ def test_wrong_field_prefix_error_suggests_the_field():
 
 @ALL
 def test_saved_configuration_loads_with_unknown_names(architecture, tmp_path):
-    saved = architecture.config("gqa").to_dict() | {"num_kv_heads": 5}
+    saved = architecture.make_config("gqa").to_dict() | {"num_kv_heads": 5}
     file = tmp_path / "config.json"
     for left_out in ((), ("model_type",)):  # the oldest files have no type
         file.write_text(json.dumps({name: value for name, value in saved.items() if name not in left_out}))
@@ -130,12 +130,12 @@ def test_transformers_fields_and_user_notes_are_accepted(architecture):
     assert len(known) > 80
     architecture.config_class.check_field_names(known)
     architecture.config_class.check_field_names(["num_heads", "num_labels", "num_classes", "trust_remote_code"])
-    assert architecture.config(my_note="a").my_note == "a"
+    assert architecture.make_config(my_note="a").my_note == "a"
 
 
 @ALL
 def test_printed_configuration_lists_every_field(architecture):
-    config = architecture.config("gqa_talking")
+    config = architecture.make_config("gqa_talking")
     name, _, text = repr(config).partition(" ")
     assert name == type(config).__name__
     shown = json.loads(text)
@@ -145,7 +145,7 @@ def test_printed_configuration_lists_every_field(architecture):
 
 @ALL
 def test_default_configuration_is_multi_head_attention(architecture):
-    config = architecture.config()
+    config = architecture.make_config()
     counts = {config.num_key_value_heads, config.num_softmax_heads, config.num_value_heads}
     assert counts == {config.num_attention_heads}
     assert config.talking_heads is None and config.talking_heads_dynamic == []
@@ -154,7 +154,7 @@ def test_default_configuration_is_multi_head_attention(architecture):
 @ALL
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_configuration_survives_a_json_round_trip(architecture, variant, tmp_path):
-    config = architecture.config(variant)
+    config = architecture.make_config(variant)
     config.save_pretrained(tmp_path)
     again = architecture.config_class.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
@@ -172,14 +172,14 @@ def test_head_count_given_while_loading_replaces_per_layer_values(architecture, 
         config = architecture.config_class.from_pretrained(tmp_path, num_attention_heads=heads)
         fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.get_kv_heads_fields())
         assert [getattr(config, field) for field in fields] == [heads] * len(fields)
-    architecture.config("gqa").save_pretrained(tmp_path)
+    architecture.make_config("gqa").save_pretrained(tmp_path)
     assert architecture.config_class.from_pretrained(tmp_path, num_attention_heads=24).num_key_value_heads == 4
 
 
 @ALL
 def test_changed_dynamic_projections_may_enable_the_cache_again(architecture, tmp_path):
-    before = getattr(architecture.config("talking"), "use_cache", None)
-    config = architecture.config("dynamic")
+    before = getattr(architecture.make_config("talking"), "use_cache", None)
+    config = architecture.make_config("dynamic")
     assert not getattr(config, "use_cache", False)
     config.save_pretrained(tmp_path)
     for again in (
@@ -206,11 +206,11 @@ def test_from_upstream_rejects_another_architecture(architecture):
 
 @ALL
 def test_auto_map_is_copied_and_keeps_a_hub_prefix(architecture, tmp_path):
-    first, second = architecture.config(), architecture.config()
+    first, second = architecture.make_config(), architecture.make_config()
     first.auto_map["AutoModel"] = "changed"
     assert second.auto_map["AutoModel"] != "changed"
 
-    prefixed = architecture.config(auto_map={"AutoModel": "someone/repo--modeling.Class"})
+    prefixed = architecture.make_config(auto_map={"AutoModel": "someone/repo--modeling.Class"})
     assert prefixed.auto_map["AutoModel"] == "someone/repo--modeling.Class"
     prefixed.save_pretrained(tmp_path)
     saved = architecture.config_class.from_pretrained(tmp_path).auto_map
@@ -221,7 +221,7 @@ def test_auto_map_is_copied_and_keeps_a_hub_prefix(architecture, tmp_path):
 @ALL
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_output_attentions_is_allowed_under_every_implementation(architecture, implementation, tmp_path):
-    config = architecture.config(attn_implementation=implementation)
+    config = architecture.make_config(attn_implementation=implementation)
     config.output_attentions = True
     config.save_pretrained(tmp_path)
     assert architecture.config_class.from_pretrained(tmp_path).output_attentions is True

@@ -42,12 +42,12 @@ def make_model(architecture, encoder, decoder, **fields):
         fields["cross_kv_lora_rank"] = row.tiny["d_model"]
     if "attention_kernel" in fields and architecture == "bart":
         del fields["position_embedding_type"]
-    return row.model(get_head(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
+    return row.make_model(get_head(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
 
 
 def make_source(architecture):
     row = ARCHITECTURES[architecture][0]
-    return {name: value for name, value in row.batch(get_head(row)).items() if name != "decoder_input_ids"}
+    return {name: value for name, value in row.make_batch(get_head(row)).items() if name != "decoder_input_ids"}
 
 
 @pytest.mark.thorough

@@ -191,7 +191,7 @@ def make_test_ids(rows):
 @pytest.mark.parametrize("fields, argument", EVERYWHERE, ids=make_test_ids(EVERYWHERE))
 def test_invalid_field_raises_in_new_and_loaded_configurations(row, fields, argument, tmp_path):
     row.upstream_config_class(**row.tiny).save_pretrained(tmp_path)
-    for make in (row.config, lambda **kwargs: row.config_class.from_pretrained(tmp_path, **kwargs)):
+    for make in (row.make_config, lambda **kwargs: row.config_class.from_pretrained(tmp_path, **kwargs)):
         with pytest.raises(ValueError, match=f"`{argument}"):
             make(**fields)
 

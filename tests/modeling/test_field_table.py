@@ -28,7 +28,7 @@ NAMES = {prefix + row.name: prefix for row in VARIANT_FIELDS for prefix in row.p
 def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     variant_fields = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
-    has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
+    has_cross = has_stacks or hasattr(row.make_config(), "add_cross_attention")
     of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and look_up_field(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()

@@ -20,7 +20,7 @@ def get_base_head(architecture):
 
 def iterate_fields(architecture):
     """Return fields that change the outputs, one at a time; only the last one changes a shape."""
-    config = architecture.config()
+    config = architecture.make_config()
     prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
     for prefix in prefixes:
         yield {f"{prefix}attention_pattern": "sliding_window", f"{prefix}attention_window": 4}
@@ -38,12 +38,12 @@ def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_pa
     head = get_base_head(architecture)
     upstream_class = getattr(transformers, head)
     for fields in iterate_fields(architecture):
-        config = architecture.config(head=head, **fields)
+        config = architecture.make_config(head=head, **fields)
         assert next(iter(fields)) in get_effective_fields(config)
         for build in (upstream_class, upstream_class._from_config):
             with pytest.raises(ValueError, match=f"AttnVariant{head}"):
                 build(config)
-    model = architecture.model(head, **fields)
+    model = architecture.make_model(head, **fields)
     with pytest.raises(ValueError, match=f"AttnVariant{head}"):  # the configuration of a live model
         upstream_class(model.config)
     model.save_pretrained(tmp_path)
@@ -55,7 +55,7 @@ def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_pa
 @each_architecture
 def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_path):
     head = get_base_head(architecture)
-    model, batch = architecture.model(head), architecture.batch(head)
+    model, batch = architecture.make_model(head), architecture.make_batch(head)
     model.save_pretrained(tmp_path)
     upstream = getattr(transformers, head).from_pretrained(tmp_path, config=model.config).eval()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_
 
 @pytest.mark.parametrize("fields", [{}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 40}])
 def test_full_width_latents_change_no_output(fields):
-    assert get_effective_fields(EVERY["t5"].config(**fields)) == []
+    assert get_effective_fields(EVERY["t5"].make_config(**fields)) == []
 
 
 def make_head_class(base, model_class):
@@ -84,7 +84,7 @@ OURS, THEIRS = hf_attn_variants.AttnVariantBertModel, transformers.BertModel
 
 @pytest.mark.parametrize("base", [transformers.BertPreTrainedModel, hf_attn_variants.AttnVariantBertPreTrainedModel])
 def test_user_defined_head_contains_our_model(base):
-    config = EVERY["bert"].config(attention_pattern="sliding_window", attention_window=4)
+    config = EVERY["bert"].make_config(attention_pattern="sliding_window", attention_window=4)
     assert type(make_head_class(base, OURS)(config).bert) is OURS
     if base is transformers.BertPreTrainedModel:
         with pytest.raises(ValueError, match="AttnVariantBertModel"):
@@ -95,8 +95,8 @@ def test_user_defined_head_contains_our_model(base):
 
 def test_encoder_decoder_model_switches_its_attention_implementation():
     bert = EVERY["bert"]
-    encoder = bert.model("BertModel", num_key_value_heads=4)
-    decoder = bert.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, num_key_value_heads=4)
+    encoder = bert.make_model("BertModel", num_key_value_heads=4)
+    decoder = bert.make_model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, num_key_value_heads=4)
     pair = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
     pair.set_attn_implementation("eager")
     assert encoder.config._attn_implementation == EAGER

@@ -14,7 +14,7 @@ CROSS = {"is_decoder": True, "add_cross_attention": True}
 
 
 def make_decoder(variant, **fields):
-    return BERT.model("BertLMHeadModel", variant, **{**CROSS, **fields})
+    return BERT.make_model("BertLMHeadModel", variant, **{**CROSS, **fields})
 
 
 def make_batch(ids, memory=True):
@@ -49,7 +49,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
 
 @pytest.mark.parametrize("variant", CACHED)
 def test_left_padding_does_not_change_generated_tokens(variant):
-    model = BERT.model("BertLMHeadModel", variant)
+    model = BERT.make_model("BertLMHeadModel", variant)
     ids = make_token_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 4])
@@ -64,7 +64,7 @@ def test_left_padding_does_not_change_generated_tokens(variant):
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_returns_the_same_with_and_without_cache(variant, beams):
-    model = BERT.model("BertLMHeadModel", variant)
+    model = BERT.make_model("BertLMHeadModel", variant)
     ids = make_token_ids(3, 4)
     kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(ids, use_cache=True, **kwargs)
@@ -74,7 +74,7 @@ def test_generate_returns_the_same_with_and_without_cache(variant, beams):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
 def test_static_cache_generates_the_same_tokens(variant):
-    model = BERT.model("BertLMHeadModel", variant)
+    model = BERT.make_model("BertLMHeadModel", variant)
     ids = make_token_ids(2, 6)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
@@ -86,13 +86,13 @@ def test_static_cache_generates_the_same_tokens(variant):
 
 
 def test_static_cache_with_unequal_heads_raises_an_error():
-    model = BERT.model("BertLMHeadModel", "weights")
+    model = BERT.make_model("BertLMHeadModel", "weights")
     with pytest.raises(ValueError, match="`num_value_heads`"):
         model(make_token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
 
 
 def test_key_side_dynamic_projections_disable_the_cache():
-    model = BERT.model("BertLMHeadModel", "dynamic")
+    model = BERT.make_model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model(make_token_ids(), attention_mask=make_padding_mask(), use_cache=True)
     assert get_cache(model(make_token_ids(), attention_mask=make_padding_mask())) is None
@@ -100,7 +100,7 @@ def test_key_side_dynamic_projections_disable_the_cache():
 
 
 def test_query_side_dynamic_projections_support_the_cache():
-    model = BERT.model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
+    model = BERT.make_model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
     ids = make_token_ids(2, 6)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits

@@ -27,9 +27,9 @@ def compute_state_and_output(row, **fields):
     """Return the state of a seeded model and its output for a text."""
     torch.manual_seed(0)
     head = next(iter(row.heads))
-    model = row.model(head, **make_tiny_config_values(row, **fields))
+    model = row.make_model(head, **make_tiny_config_values(row, **fields))
     torch.manual_seed(1)
-    batch = row.batch(head)
+    batch = row.make_batch(head)
     ids = make_token_ids(1, 23)
     batch = {name: (ids if name.endswith("input_ids") else value[:1]) for name, value in batch.items()}
     batch.pop("attention_mask", None)
@@ -49,7 +49,7 @@ def test_every_field_changes_the_model(row, field):
     value, beside = value_of(row, field), get_required_fields(field)
     if field not in row.config_class.get_variant_fields():
         with pytest.raises(ValueError, match=f"`{field}`"):
-            row.config(**{field: value})
+            row.make_config(**{field: value})
         return
     if field.startswith("cross_") and "encoder_talking_heads" not in row.config_class.get_variant_fields():
         return  # an encoder has no cross-attention
@@ -160,7 +160,7 @@ STORED = {"decoder_talking_heads": "both", "my_note": "a"}
 @EVERY_ROW
 def test_stored_names_without_effect_give_one_warning(row, tmp_path, logged):
     head = next(iter(row.heads))
-    model = row.model(head)
+    model = row.make_model(head)
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | STORED))
@@ -176,7 +176,7 @@ def test_conversion_and_override_errors_name_the_field(tmp_path):
             convert(upstream, **{name: 4})
         with pytest.raises(ValueError, match=f"`{name}`"):
             _check_override_names({name: 4}, upstream.config, BERT.config_class)
-    model = BERT.model("BertModel")
+    model = BERT.make_model("BertModel")
     model.config.talking_heads_init = "random"  # the fields are checked again when a model is made
     with pytest.raises(ValueError, match="`talking_heads_init`"):
         type(model)(model.config)

@@ -15,7 +15,7 @@ SINUSOIDAL = {name: item for name, item in EVERY.items() if "sinusoidal" in item
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sinusoidal_positions_follow_the_dtype(architecture, dtype, tmp_path):
     head = next(iter(architecture.heads))
-    model, batch = architecture.model(head, position_embedding_type="sinusoidal"), architecture.batch(head)
+    model, batch = architecture.make_model(head, position_embedding_type="sinusoidal"), architecture.make_batch(head)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = model(**batch)[0]
@@ -29,8 +29,8 @@ def test_sinusoidal_positions_follow_the_dtype(architecture, dtype, tmp_path):
 def test_transient_global_summaries_work_with_offloaded_weights(offload, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 2}
-    model = T5.model("T5Model", **{f"encoder_{name}": value for name, value in fields.items()})
-    batch = T5.batch("T5Model")
+    model = T5.make_model("T5Model", **{f"encoder_{name}": value for name, value in fields.items()})
+    batch = T5.make_batch("T5Model")
     with torch.no_grad():
         expected = model(**batch)[0]
         folder = (tmp_path,) if offload == "disk_offload" else ()
@@ -43,7 +43,7 @@ def test_transient_global_summaries_work_with_offloaded_weights(offload, tmp_pat
 def test_model_can_be_traced_without_a_mask(head, length):
     architecture = next(item for item in EVERY.values() if head in item.heads)
     is_encoder = architecture in (BERT, *ENCODERS)
-    model = architecture.model(head, **({"is_decoder": True} if is_encoder else {}))
+    model = architecture.make_model(head, **({"is_decoder": True} if is_encoder else {}))
     ids = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(0))
 
     class First(torch.nn.Module):
@@ -65,7 +65,7 @@ def test_model_can_be_traced_without_a_mask(head, length):
 def test_windows_support_assisted_decoding_and_prompt_lookup(name, more):
     architecture = next(item for item in EVERY.values() if name in item.heads)
     fields = {"attention_pattern": "sliding_window", "attention_window": 4, **more}
-    model = architecture.model(name, **fields, **({"is_decoder": True} if architecture is BERT else {}))
+    model = architecture.make_model(name, **fields, **({"is_decoder": True} if architecture is BERT else {}))
     source = torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(1))
     settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 1}
     expected = model.generate(source, **settings)

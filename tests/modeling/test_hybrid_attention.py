@@ -147,22 +147,24 @@ def test_hybrid_attention_supports_half_precision_and_compilation(causal):
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS), ids=lambda row: row.name)
 def test_encoder_with_hybrid_attention_equals_the_formula(architecture):
     head = next(iter(architecture.heads))
-    model = architecture.model(head, "gqa", **HYBRID)
-    batch = architecture.batch(head)
+    model = architecture.make_model(head, "gqa", **HYBRID)
+    batch = architecture.make_batch(head)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
         actual, result = model(**batch).last_hidden_state, model(**batch, output_attentions=True)
         torch.testing.assert_close(actual[real], result.last_hidden_state[real], atol=1e-5, rtol=0)
         assert not any(weights.masked_select(~real[:, None, None]).any() for weights in result.attentions)
         for others in ({"attention_kernel": "hedgehog"}, {**HYBRID, "attention_window": 2}):
-            assert not actual.allclose(architecture.model(head, "gqa", **others)(**batch)[0], atol=1e-3)
+            assert not actual.allclose(architecture.make_model(head, "gqa", **others)(**batch)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertLMHeadModel"), (BART, "BartForConditionalGeneration")])
 def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, head):
     encoder = {f"encoder_{name}": value for name, value in HYBRID.items()} if architecture is BART else {}
-    model = architecture.model(head, "gqa", **HYBRID, **encoder)
-    batch = {name: item.flip(1) for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+    model = architecture.make_model(head, "gqa", **HYBRID, **encoder)
+    batch = {
+        name: item.flip(1) for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")
+    }
     for beams in (1, 3):
         options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "num_beams": beams}
         cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
@@ -171,18 +173,18 @@ def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, he
 
 def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):
     fields = {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [2, 6]}}
-    model = BERT.model("BertModel", **fields)
+    model = BERT.make_model("BertModel", **fields)
     assert [layer.attention.self.kernel.window for layer in model.encoder.layer] == [2, 6]
     model.save_pretrained(tmp_path)
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert loaded(**BERT.batch("BertModel"))[0].equal(model(**BERT.batch("BertModel"))[0])
+        assert loaded(**BERT.make_batch("BertModel"))[0].equal(model(**BERT.make_batch("BertModel"))[0])
     with pytest.raises(ValueError, match="`attention_kernel` must be 'hybrid'"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 
 
 def test_hybrid_parameters_get_gradients_and_export_agrees():
-    model = BERT.model("BertModel", "gqa", **HYBRID)
+    model = BERT.make_model("BertModel", "gqa", **HYBRID)
     ids = make_token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
     assert all(item.grad is not None for name, item in model.named_parameters() if "pooler" not in name)

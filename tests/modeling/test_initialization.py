@@ -37,7 +37,7 @@ BOTH_WAYS = pytest.mark.parametrize("make", [make_from_config, load_empty_checkp
 def make_variant_and_upstream(architecture, head, variant, make):
     config = architecture.upstream_config_class(**architecture.tiny, **architecture.heads[head].config)
     return (
-        make(getattr(hf_attn_variants, f"AttnVariant{head}"), architecture.config(variant, head)),
+        make(getattr(hf_attn_variants, f"AttnVariant{head}"), architecture.make_config(variant, head)),
         make(getattr(transformers, head), config),
     )
 
@@ -79,14 +79,14 @@ def test_multi_head_initialization_equals_transformers(architecture, head, make)
 @pytest.mark.parametrize("on_a_checkpoint", [False, True], ids=["from a configuration", "on a checkpoint"])
 def test_t5_classifier_starts_at_chance_level(variant, on_a_checkpoint, tmp_path):
     torch.manual_seed(0)
-    config, losses = T5.config(variant, initializer_factor=1.0), []
+    config, losses = T5.make_config(variant, initializer_factor=1.0), []
     hf_attn_variants.AttnVariantT5ForConditionalGeneration(config).save_pretrained(tmp_path)
     for seed in range(8):
         torch.manual_seed(seed)
         model_class = hf_attn_variants.AttnVariantT5ForSequenceClassification
         model = model_class.from_pretrained(tmp_path) if on_a_checkpoint else model_class(config)
         with torch.no_grad():
-            losses.append(model.eval()(**T5.batch("T5ForSequenceClassification", labels=True)).loss.item())
+            losses.append(model.eval()(**T5.make_batch("T5ForSequenceClassification", labels=True)).loss.item())
     assert sum(losses) / len(losses) == pytest.approx(math.log(2), abs=0.3)
 
 
@@ -94,7 +94,7 @@ def test_t5_classifier_starts_at_chance_level(variant, on_a_checkpoint, tmp_path
 @pytest.mark.parametrize("init", ["identity", "random"])
 def test_talking_heads_projections_have_their_initial_values(architecture, init):
     fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
-    config = architecture.config(**fields)
+    config = architecture.make_config(**fields)
     model = make_from_config(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
     for site, _, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
@@ -123,7 +123,7 @@ def test_initial_dynamic_terms_change_no_output_and_get_gradients(architecture, 
     else:
         upstream.save_pretrained(tmp_path)
         model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path, **fields).eval()
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     output = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
     torch.testing.assert_close(output[0], upstream(**batch)[0], atol=1e-5, rtol=0)
     (output[0] * torch.randn_like(output[0])).sum().backward()
@@ -147,7 +147,7 @@ def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, ma
     head = next(iter(architecture.heads))
     spreads = []
     for variant in ("gqa", "latent"):
-        config = architecture.config(variant, num_attention_heads=12, vocab_size=2000)
+        config = architecture.make_config(variant, num_attention_heads=12, vocab_size=2000)
         model = make(getattr(hf_attn_variants, f"AttnVariant{head}"), config).eval()
         recorded = []
         for site, _, module in model.named_attention_modules():
@@ -168,10 +168,10 @@ def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, ma
 @EVERY_ARCHITECTURE
 def test_latent_model_learns_as_fast_as_multi_head(architecture):
     heads = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
-    batch, losses = architecture.batch(heads[architecture.name], labels=True), []
+    batch, losses = architecture.make_batch(heads[architecture.name], labels=True), []
     for variant in ("gqa", "latent"):
         model_class = getattr(hf_attn_variants, f"AttnVariant{heads[architecture.name]}")
-        model = make_from_config(model_class, architecture.config(variant))
+        model = make_from_config(model_class, architecture.make_config(variant))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(60):
             loss = model(**batch).loss
@@ -192,7 +192,7 @@ def test_subclass_initialization_keeps_loaded_weights(architecture, tmp_path):
             if isinstance(module, nn.Linear):
                 module.weight.data.normal_(std=7.0)
 
-    model = make_from_config(base, architecture.config("gqa"))
+    model = make_from_config(base, architecture.make_config("gqa"))
     model.save_pretrained(tmp_path)
     again = OldRules.from_pretrained(tmp_path)
     assert all(again.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
@@ -204,7 +204,7 @@ def test_subclass_with_own_initialization_uses_t5_rules_for_new_heads(make):
         def _init_weights(self, module):
             super()._init_weights(module)
 
-    weight = make(WithRules, T5.config("gqa")).classification_head.dense.weight
+    weight = make(WithRules, T5.make_config("gqa")).classification_head.dense.weight
     expected = make(transformers.T5ForSequenceClassification, transformers.T5Config(**T5.tiny))
     deviation = expected.classification_head.dense.weight.std().item()
     assert deviation < 0.5 and weight.std().item() == pytest.approx(deviation, rel=0.2)

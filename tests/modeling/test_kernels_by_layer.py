@@ -46,10 +46,12 @@ def get_kernel_names(model):
 def test_each_layer_uses_its_own_kernel(first, implementation):
     """Check that the first layer equals Transformers, or a model with the kernel in all layers."""
     values = [first, "hedgehog" if first is None else None]
-    model = BERT.model("BertModel", per_layer_values={"attention_kernel": values})
+    model = BERT.make_model("BertModel", per_layer_values={"attention_kernel": values})
     assert model.config.attention_kernel == "hedgehog" and get_kernel_names(model) == values
     model.set_attn_implementation(implementation)
-    alike = BERT.model("BertModel", attention_kernel="hedgehog") if first else BERT.make_upstream_model("BertModel")
+    alike = (
+        BERT.make_model("BertModel", attention_kernel="hedgehog") if first else BERT.make_upstream_model("BertModel")
+    )
     alike.load_state_dict(model.state_dict(), strict=False)
     ids, mask = make_token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
@@ -71,7 +73,7 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
     if kernel == "hybrid" and "cross_attention_kernel" in names:
         pytest.skip("a hybrid is of self-attention")
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
-    model = architecture.model(
+    model = architecture.make_model(
         head, "gqa", **make_per_layer_fields(values, kernel, *names), **windows, **get_position_fields(head, names)
     )
     model.set_attn_implementation(implementation)
@@ -90,12 +92,12 @@ def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, im
 @EVERY_DECODER
 @pytest.mark.parametrize("beams", [1, 3])
 def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, head, names, beams):
-    model = architecture.model(
+    model = architecture.make_model(
         head, "gqa", **make_per_layer_fields(LISTS[0], "elu", *names), **get_position_fields(head, names)
     )
     batch = {
         name: item.flip(1) if item.dim() == 2 else item
-        for name, item in architecture.batch(head).items()
+        for name, item in architecture.make_batch(head).items()
         if not name.startswith("decoder")
     }
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
@@ -104,7 +106,7 @@ def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, 
 
 
 def test_unsupported_operations_on_a_mixed_cache_raise_an_error():
-    model = BERT.model("BertLMHeadModel", **make_per_layer_fields(LISTS[0], "elu", "attention_kernel"))
+    model = BERT.make_model("BertLMHeadModel", **make_per_layer_fields(LISTS[0], "elu", "attention_kernel"))
     cache = DynamicCache(config=model.config)
     model(make_token_ids(1, 4), **with_cache(cache))
     with pytest.raises(ValueError, match="`attention_kernel`"):
@@ -116,7 +118,7 @@ def test_unsupported_operations_on_a_mixed_cache_raise_an_error():
 
 def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
     lists = make_per_layer_fields(LISTS[0], "hedgehog", "attention_kernel")
-    model = BERT.model("BertModel", **lists)
+    model = BERT.make_model("BertModel", **lists)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
     assert (
@@ -148,9 +150,9 @@ def test_plain_checkpoint_loads_with_kernels_in_some_layers(tmp_path):
 
 
 def test_equal_kernels_per_layer_become_one_kernel():
-    config = BERT.config("mha", per_layer_values={"attention_kernel": ["elu", "elu"]})
+    config = BERT.make_config("mha", per_layer_values={"attention_kernel": ["elu", "elu"]})
     assert config.attention_kernel == "elu" and config.per_layer_values is None
-    config = BERT.config("mha", per_layer_values={"attention_kernel": [None, None]})
+    config = BERT.make_config("mha", per_layer_values={"attention_kernel": [None, None]})
     assert config.attention_kernel is None and config.per_layer_values is None
 
 
@@ -158,12 +160,12 @@ def test_every_parameter_of_mixed_kernels_gets_a_gradient():
     lists = make_per_layer_fields(
         LISTS[0], "hedgehog", "attention_kernel", "encoder_attention_kernel", "cross_attention_kernel"
     )
-    model = BART.model("BartForConditionalGeneration", "gqa", **lists).train()
-    model(**BART.batch("BartForConditionalGeneration", labels=True), use_cache=False).loss.backward()
+    model = BART.make_model("BartForConditionalGeneration", "gqa", **lists).train()
+    model(**BART.make_batch("BartForConditionalGeneration", labels=True), use_cache=False).loss.backward()
     assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "k_proj.bias" not in name)
 
 
 def test_variant_name_counts_the_layers_with_a_kernel():
     lists = make_per_layer_fields(LISTS[0], "hedgehog", "attention_kernel")
-    assert get_variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
-    assert get_variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"
+    assert get_variant_name(BERT.make_config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
+    assert get_variant_name(BERT.make_config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"

@@ -19,7 +19,7 @@ VARIANTS = pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
 
 
 def make_t5(rank, variant="mha"):
-    return T5.model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=rank, kv_lora_rank=OWN)
+    return T5.make_model("T5ForConditionalGeneration", variant, cross_kv_lora_rank=rank, kv_lora_rank=OWN)
 
 
 def count_stored_bytes(cache):
@@ -30,7 +30,7 @@ def count_stored_bytes(cache):
 
 def make_pieces():
     """Return a source and a target in two parts: the first fills a cache, the second is compared after it."""
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     return batch, target[:, :5], target[:, 5:]
 
@@ -83,8 +83,8 @@ def test_cached_latent_is_stored_once_for_all_layers(rank, variant, form):
 
 @pytest.mark.parametrize("layers", [2, 5])
 def test_layers_increase_a_multi_head_cache_but_not_a_latent_cache(layers):
-    plain = T5.model("T5ForConditionalGeneration", num_layers=layers)
-    exact = T5.model("T5ForConditionalGeneration", num_layers=layers, cross_kv_lora_rank=WIDTH)
+    plain = T5.make_model("T5ForConditionalGeneration", num_layers=layers)
+    exact = T5.make_model("T5ForConditionalGeneration", num_layers=layers, cross_kv_lora_rank=WIDTH)
     batch, first, _ = make_pieces()
     sizes = [count_stored_bytes(start(model, batch, first).cross_attention_cache) for model in (plain, exact)]
     per_token = [size / (4 * BATCH * LENGTH) for size in sizes]
@@ -227,7 +227,7 @@ def test_cache_in_a_new_wrapper_keeps_its_contents(rank, kind, form):
 
 def test_returned_cache_continues_generation(form):
     """Compare with a model without latents."""
-    plain = T5.model("T5ForConditionalGeneration")
+    plain = T5.make_model("T5ForConditionalGeneration")
     exact = with_latents(plain, cross_kv_lora_rank=WIDTH, kv_lora_rank=WIDTH)
     batch, *_ = make_pieces()
     sequences = []
@@ -255,7 +255,7 @@ def test_generation_fills_a_cache_that_is_passed(rank):
 def test_cache_without_the_latent_raises_an_error():
     batch, first, _ = make_pieces()
     model = make_t5(WIDTH)
-    others = start(T5.model("T5ForConditionalGeneration"), batch, first)
+    others = start(T5.make_model("T5ForConditionalGeneration"), batch, first)
     others = EncoderDecoderCache(others.self_attention_cache, DynamicCache())
     with pytest.raises(ValueError, match="`kv_lora_rank`"):
         model(**batch, decoder_input_ids=first, **with_cache(others))

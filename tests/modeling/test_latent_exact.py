@@ -112,7 +112,7 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
 @pytest.mark.parametrize("variant", VARIANTS)
 @IMPLEMENTATIONS
 def test_cached_encoder_outputs_keep_outputs_of_grouped_and_talking_heads(variant, implementation, form):
-    model = T5.model("T5ForConditionalGeneration", **VARIANTS[variant])
+    model = T5.make_model("T5ForConditionalGeneration", **VARIANTS[variant])
     exact = with_latents(model, **ALL)
     for item in (model, exact):
         item.set_attn_implementation(implementation)
@@ -127,7 +127,7 @@ def test_cached_encoder_outputs_keep_outputs_of_grouped_and_talking_heads(varian
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
 def test_encoder_outputs_are_reused_without_changes(variant, search):
-    model = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
+    model = with_latents(T5.make_model("T5ForConditionalGeneration", variant), **ALL)
     inputs = make_source()
     with torch.no_grad():
         states = model.encoder(**inputs).last_hidden_state
@@ -142,10 +142,10 @@ def test_encoder_outputs_are_reused_without_changes(variant, search):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
-    plain = T5.model("T5ForConditionalGeneration", "gqa")
+    plain = T5.make_model("T5ForConditionalGeneration", "gqa")
     model = with_latents(plain, **RANKS[ranks])
     # An assistant that is often right, one that is mostly wrong, and the model's own past.
-    near, far = (T5.model("T5ForConditionalGeneration", "gqa", seed=seed) for seed in (0, 1))
+    near, far = (T5.make_model("T5ForConditionalGeneration", "gqa", seed=seed) for seed in (0, 1))
     with torch.no_grad():
         near.lm_head.weight.add_(torch.randn_like(near.lm_head.weight), alpha=0.02)
     inputs = {"input_ids": make_token_ids(1, LENGTH)}
@@ -160,11 +160,11 @@ def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @IMPLEMENTATIONS
 def test_cached_encoder_outputs_return_attention_weights(variant, implementation, form):
-    plain = T5.model("T5ForConditionalGeneration", variant)
+    plain = T5.make_model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **ALL)
     for item in (plain, exact):
         item.set_attn_implementation(implementation)
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     with torch.no_grad():
         expected, actual = (item(**batch, output_attentions=True) for item in (plain, exact))
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
@@ -181,9 +181,9 @@ def test_cached_encoder_outputs_return_attention_weights(variant, implementation
 @pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
 @IMPLEMENTATIONS
 def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
-    plain = T5.model("T5ForConditionalGeneration", variant)
+    plain = T5.make_model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **CROSS)
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     batch["attention_mask"][1] = 0
     states, logits = [], []
     for item in (plain, exact):
@@ -202,7 +202,7 @@ def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
-    plain = T5.model("T5ForConditionalGeneration", variant)
+    plain = T5.make_model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **RANKS[ranks])
     expected = generate(plain, make_source(), **SEARCHES[search])
     for _ in range(2):  # the second finds the first one's cache
@@ -215,11 +215,11 @@ def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
 def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentrant):
     gradients = []
     for checkpointing in (False, True):
-        model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
+        model = T5.make_model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
         if checkpointing:
             checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
-        model(**T5.batch("T5ForConditionalGeneration", labels=True)).loss.backward()
+        model(**T5.make_batch("T5ForConditionalGeneration", labels=True)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
@@ -229,7 +229,7 @@ def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentran
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("automatic", [False, True], ids=["cast", "autocast"])
 def test_cached_encoder_outputs_work_in_half_precision(variant, dtype, automatic, form):
-    exact = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
+    exact = with_latents(T5.make_model("T5ForConditionalGeneration", variant), **ALL)
     inputs, target = make_source(), make_token_ids()
     with torch.no_grad():
         expected = exact(**inputs, decoder_input_ids=target).logits
@@ -262,7 +262,7 @@ BERT_FIELDS = {
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
 @IMPLEMENTATIONS
 def test_encoder_biases_are_kept_by_latents(architecture, head, variant, implementation, form):
-    plain = architecture.model(head, **BERT_FIELDS[variant])
+    plain = architecture.make_model(head, **BERT_FIELDS[variant])
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if name.endswith(("key.bias", "value.bias")):
@@ -270,7 +270,7 @@ def test_encoder_biases_are_kept_by_latents(architecture, head, variant, impleme
     exact = with_latents(plain, kv_lora_rank=architecture.tiny["hidden_size"])
     for item in (plain, exact):
         item.set_attn_implementation(implementation)
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
         weights = [item(**batch, output_attentions=True).attentions for item in (exact, plain)]
@@ -282,7 +282,7 @@ def test_encoder_biases_are_kept_by_latents(architecture, head, variant, impleme
 @pytest.mark.parametrize("fields", [CAUSAL, CROSSING], ids=["alone", "crossing"])
 @IMPLEMENTATIONS
 def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, implementation, form):
-    plain = BERT.model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
+    plain = BERT.make_model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if name.endswith(("key.bias", "value.bias")):

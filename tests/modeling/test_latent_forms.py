@@ -36,9 +36,9 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, variant, implementation, monkeypatch):
-    model = architecture.model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
+    model = architecture.make_model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
     model.set_attn_implementation(implementation)
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     actual = {}
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
@@ -174,11 +174,13 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypatch):
     """Check value biases, for which the absorbed form drops weights like the expanded form under "eager"."""
-    model = BERT.model("BertModel", kv_lora_rank=16, num_key_value_heads=4, attention_probs_dropout_prob=0.5).train()
+    model = BERT.make_model(
+        "BertModel", kv_lora_rank=16, num_key_value_heads=4, attention_probs_dropout_prob=0.5
+    ).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p != 0.5:
             module.p = 0.0
-    batch, actual = BERT.batch("BertModel"), []
+    batch, actual = BERT.make_batch("BertModel"), []
     for form, name in ((True, implementation), (False, "eager")):
         monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, form=form: form)
         model.set_attn_implementation(name)
@@ -191,8 +193,8 @@ def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypa
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 3]], ids=["single", "several"])
 def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, form):
-    model = T5.model("T5ForConditionalGeneration", variant, **RANKS["t5"])
-    batch = T5.batch("T5ForConditionalGeneration")
+    model = T5.make_model("T5ForConditionalGeneration", variant, **RANKS["t5"])
+    batch = T5.make_batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     with torch.no_grad():
         full = model(**batch, decoder_input_ids=target, use_cache=False).logits
@@ -210,7 +212,7 @@ def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, for
 
 def test_latent_form_is_chosen_by_cost(monkeypatch):
     """Check that single tokens attend in the latent, and whole texts compute keys and values."""
-    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    model = T5.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     absorbed = []
     inner = latent_attention._attend_in_absorbed_form
     monkeypatch.setattr(
@@ -218,7 +220,7 @@ def test_latent_form_is_chosen_by_cost(monkeypatch):
         "_attend_in_absorbed_form",
         lambda *args, **kwargs: absorbed.append(args[1].shape[2]) or inner(*args, **kwargs),
     )
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     model(**batch)
     assert absorbed == []
     model.generate(input_ids=batch["input_ids"], max_new_tokens=3, min_new_tokens=3)
@@ -226,7 +228,7 @@ def test_latent_form_is_chosen_by_cost(monkeypatch):
 
 
 def test_all_layers_share_one_latent(monkeypatch):
-    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
+    model = T5.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     names = [name for name, _ in model.named_parameters() if "kv_a_proj" in name]
     assert names == ["decoder.cross_kv_a_proj.weight"]
     assert model.decoder.cross_kv_a_proj.weight.shape == (24, 40)
@@ -241,14 +243,14 @@ def test_all_layers_share_one_latent(monkeypatch):
 
     # A forward hook would be given a row for each beam.
     monkeypatch.setattr(model.decoder.cross_kv_a_proj, "forward", counted)
-    model.generate(**{"input_ids": T5.batch("T5EncoderModel")["input_ids"]}, max_new_tokens=5, num_beams=2)
+    model.generate(**{"input_ids": T5.make_batch("T5EncoderModel")["input_ids"]}, max_new_tokens=5, num_beams=2)
     assert calls == [(BATCH, LENGTH, 40)]  # once, for each sentence
 
 
 @pytest.mark.parametrize("rank", [24, 40])
 def test_latent_cross_attention_of_a_model_equals_the_formula(rank):
     """Compare the cross-attention of a model with `heads.latent_attention` and the weights of the model."""
-    model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
+    model = T5.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
     attention = model.decoder.block[1].layer[1].EncDecAttention
     X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)
     A = model.decoder.cross_kv_a_proj.weight.T if rank < 40 else torch.eye(40, dtype=torch.float64)

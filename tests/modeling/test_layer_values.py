@@ -58,7 +58,7 @@ BASES = {architecture.name: next(iter(architecture.heads)) for architecture in A
 
 
 def make_mixed_model(architecture, head=None, **fields):
-    return architecture.model(head or BASES[architecture.name], **MIXED[architecture.name], **fields)
+    return architecture.make_model(head or BASES[architecture.name], **MIXED[architecture.name], **fields)
 
 
 def compute_outputs(model, batch):
@@ -84,7 +84,7 @@ def test_attention_modules_use_the_values_of_their_layer(architecture):
 
 @EVERY_ARCHITECTURE
 def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
-    model, batch = make_mixed_model(architecture), architecture.batch(BASES[architecture.name])
+    model, batch = make_mixed_model(architecture), architecture.make_batch(BASES[architecture.name])
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["per_layer_values"] == MIXED[architecture.name]["per_layer_values"]
@@ -101,11 +101,11 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
 @EVERY_ARCHITECTURE
 def test_equal_per_layer_values_become_one_value(architecture):
     field = {"num_key_value_heads": 4, "kv_lora_rank": 16}
-    count = architecture.config().get_num_layers("kv_lora_rank")
-    config = architecture.config(per_layer_values={name: [value] * count for name, value in field.items()})
+    count = architecture.make_config().get_num_layers("kv_lora_rank")
+    config = architecture.make_config(per_layer_values={name: [value] * count for name, value in field.items()})
     assert config.per_layer_values is None and (config.num_key_value_heads, config.kv_lora_rank) == (4, 16)
-    none = architecture.config(per_layer_values={"kv_lora_rank": [None] * count})
-    assert none.to_dict() == architecture.config().to_dict()
+    none = architecture.make_config(per_layer_values={"kv_lora_rank": [None] * count})
+    assert none.to_dict() == architecture.make_config().to_dict()
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -113,7 +113,7 @@ def test_per_layer_config_of_transformers_agrees(as_text, tmp_path):
     by_layer = {0: {"num_key_value_heads": 4}, 2: {"num_key_value_heads": 1, "kv_lora_rank": 16}}
     by_layer = {str(layer): fields for layer, fields in by_layer.items()} if as_text else by_layer
     expected = {"num_key_value_heads": [4, 12, 1, 12], "kv_lora_rank": [None, None, 16, None]}
-    config = BERT.config(num_hidden_layers=4, per_layer_config=by_layer)
+    config = BERT.make_config(num_hidden_layers=4, per_layer_config=by_layer)
     assert config.per_layer_values == expected
     plain = BERT.upstream_config_class(**BERT.tiny | {"num_hidden_layers": 4})
     plain.save_pretrained(tmp_path)
@@ -122,15 +122,17 @@ def test_per_layer_config_of_transformers_agrees(as_text, tmp_path):
     assert config_class.from_pretrained(tmp_path, per_layer_config=by_layer).per_layer_values == expected
     # Both together: the layers that it names, among the lists that there are.
     lists = {"num_key_value_heads": [2, 2, 2, 6]}
-    base = BERT.config(num_hidden_layers=3, num_key_value_heads=4, per_layer_config={1: {"num_key_value_heads": 12}})
+    base = BERT.make_config(
+        num_hidden_layers=3, num_key_value_heads=4, per_layer_config={1: {"num_key_value_heads": 12}}
+    )
     assert base.per_layer_values == {"num_key_value_heads": [4, 12, 4]} and base.num_key_value_heads == 12
-    both = BERT.config(num_hidden_layers=4, per_layer_values=lists, per_layer_config=by_layer)
+    both = BERT.make_config(num_hidden_layers=4, per_layer_values=lists, per_layer_config=by_layer)
     assert both.per_layer_values == {**expected, "num_key_value_heads": [4, 2, 1, 6]}
     assert lists == {"num_key_value_heads": [2, 2, 2, 6]}
 
 
 def test_single_value_replaces_per_layer_values(tmp_path):
-    config = T5.config(**MIXED["t5"])
+    config = T5.make_config(**MIXED["t5"])
     config.save_pretrained(tmp_path)
     for again in (
         AttnVariantT5Config.from_pretrained(tmp_path, num_key_value_heads=2, kv_lora_rank=None),
@@ -143,8 +145,8 @@ def test_single_value_replaces_per_layer_values(tmp_path):
 @pytest.mark.parametrize("variant", ["mha", "talking"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams, form):
-    model = T5.model("T5ForConditionalGeneration", variant, **MIXED["t5"])
-    inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 7, "num_beams": beams, "do_sample": False}
+    model = T5.make_model("T5ForConditionalGeneration", variant, **MIXED["t5"])
+    inputs = T5.make_batch("T5EncoderModel") | {"max_new_tokens": 7, "num_beams": beams, "do_sample": False}
     expected = model.generate(**inputs, use_cache=False)
     for kind in ("dynamic", "static"):
         result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
@@ -202,8 +204,8 @@ T5_REFUSED = [
 def test_changed_rank_or_layers_error_names_the_conversion(
     saved_fields, new_fields, message, value, as_config, tmp_path
 ):
-    T5.model("T5ForConditionalGeneration", **saved_fields).save_pretrained(tmp_path)
-    arguments = {"config": T5.config(**new_fields)} if as_config else new_fields
+    T5.make_model("T5ForConditionalGeneration", **saved_fields).save_pretrained(tmp_path)
+    arguments = {"config": T5.make_config(**new_fields)} if as_config else new_fields
     with pytest.raises(ValueError, match=message) as error:
         AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **arguments)
     quoted = re.search(r"`attn-variants convert (.*?) --output_dir", str(error.value))[1]
@@ -217,16 +219,16 @@ def test_changed_rank_or_layers_error_names_the_conversion(
     "new_fields", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}]
 )
 def test_invalid_rank_error_names_no_conversion(new_fields, tmp_path):
-    T5.model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    T5.make_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="kv_lora_rank"):
         AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **new_fields)
 
 
 @pytest.mark.parametrize("saved_fields", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
 def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
-    model = T5.model("T5ForConditionalGeneration", **saved_fields)
+    model = T5.make_model("T5ForConditionalGeneration", **saved_fields)
     model.save_pretrained(tmp_path)
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     with torch.no_grad():
         expected = model(**batch).logits
         for new_fields in (
@@ -242,7 +244,7 @@ def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
 def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
     model = make_mixed_model(BERT)
     model.save_pretrained(tmp_path)
-    batch = BERT.batch("BertModel")
+    batch = BERT.make_batch("BertModel")
     for arguments in (
         {},
         {"config": model.config},
@@ -256,7 +258,7 @@ def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
 @EVERY_ARCHITECTURE
 def test_missing_weights_of_per_layer_models_are_initialized(architecture):
     """Check weights that a checkpoint lacks, which start in uninitialized memory."""
-    config = architecture.config(**MIXED[architecture.name])
+    config = architecture.make_config(**MIXED[architecture.name])
     model_class = getattr(hf_attn_variants, f"AttnVariant{BASES[architecture.name]}")
     weights = []
     for _ in range(2):

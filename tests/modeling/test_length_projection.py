@@ -59,8 +59,8 @@ def test_length_projection_starts_as_means_of_segments():
 def test_length_projection_encoders_equal_the_formula(architecture):
     head = next(iter(architecture.heads))
     is_pair = architecture in (BART, WHISPER)
-    model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
-    batch = architecture.batch(head) | ({"use_cache": False} if is_pair else {})
+    model = architecture.make_model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
+    batch = architecture.make_batch(head) | ({"use_cache": False} if is_pair else {})
     with torch.no_grad():
         actual, full_output = model(**batch)[0], model(**batch, output_attentions=True)
         torch.testing.assert_close(actual, full_output[0], atol=1e-4, rtol=0)
@@ -75,7 +75,7 @@ def test_length_projection_encoders_equal_the_formula(architecture):
 
 
 def test_length_projection_is_saved_trained_and_exported(tmp_path):
-    model = BERT.model("BertModel", "gqa", **LINFORMER)
+    model = BERT.make_model("BertModel", "gqa", **LINFORMER)
     ids = make_token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
     assert model.encoder.layer[1].attention.self.length_proj.grad[:, :9].abs().sum() > 0

@@ -62,13 +62,13 @@ CASES += [
 
 @pytest.mark.parametrize("architecture, fields", CASES, ids=[row.name for row, _ in CASES])
 def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, fields):
-    model = architecture.model(next(iter(architecture.heads)), "gqa", **fields).eval()
+    model = architecture.make_model(next(iter(architecture.heads)), "gqa", **fields).eval()
     stack = model.get_encoder() if "encoder_attention_pattern" in fields else model
     named = [name for name, _ in model.named_parameters() if ".compression." in name]
     assert named and len(named) % 2 == 0 and not [name for name in named if "decoder" in name or "cross" in name]
     with torch.no_grad():
         if architecture is WHISPER:
-            result = stack(architecture.batch("WhisperModel")["input_features"], output_attentions=True)
+            result = stack(architecture.make_batch("WhisperModel")["input_features"], output_attentions=True)
             assert result.attentions[0].shape[-2:] == (20, 7)
             return
         ids, mask = make_token_ids(2, LENGTH), torch.ones(2, LENGTH).long()
@@ -83,7 +83,7 @@ def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, 
 @pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
 def test_compression_works_with_talking_heads_and_scores(fields):
     model, ids, mask = (
-        BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
+        BERT.make_model("BertModel", "gqa_talking", **COMPRESSED, **fields),
         make_token_ids(2, 30),
         torch.ones(2, 30),
     )
@@ -106,8 +106,8 @@ def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
         expected = model(ids)[0]
         model.save_pretrained(tmp_path / "compressed")
         assert model_class.from_pretrained(tmp_path / "compressed").eval()(ids)[0].equal(expected)
-        one = BERT.model("BertModel", **COMPRESSED | {"attention_block_size": 1})
-        plain = BERT.model("BertModel")
+        one = BERT.make_model("BertModel", **COMPRESSED | {"attention_block_size": 1})
+        plain = BERT.make_model("BertModel")
         plain.load_state_dict({k: v for k, v in one.state_dict().items() if "compression" not in k})
         for layer in one.encoder.layer:
             layer.attention.self.compression.init_variant_parameters()
@@ -116,15 +116,15 @@ def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
 
 def test_compression_is_not_a_conversion():
     for model, fields in (
-        (BERT.model("BertModel"), COMPRESSED),
-        (BERT.model("BertModel", **COMPRESSED), {"num_key_value_heads": 3}),
+        (BERT.make_model("BertModel"), COMPRESSED),
+        (BERT.make_model("BertModel", **COMPRESSED), {"num_key_value_heads": 3}),
     ):
         with pytest.raises(ValueError, match="memory_compressed"):
             hf_attn_variants.convert(model, **fields)
 
 
 def test_unsupported_masks_with_compression_raise_an_error():
-    model, ids = BERT.model("BertModel", **COMPRESSED), make_token_ids(2, LENGTH)
+    model, ids = BERT.make_model("BertModel", **COMPRESSED), make_token_ids(2, LENGTH)
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())
     with pytest.raises(ValueError, match="`global_attention_mask`"):

@@ -50,8 +50,8 @@ def assert_same(actual, expected, atol=1e-6):
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking", "dynamic"])
 def test_training_step_gives_every_parameter_a_gradient(architecture, head, variant):
-    model = architecture.model(head, variant).train()
-    batch = architecture.batch(head, labels=True)
+    model = architecture.make_model(head, variant).train()
+    batch = architecture.make_batch(head, labels=True)
     result = model(**batch, use_cache=False)
     loss = result.loss if "loss" in result else result.last_hidden_state.square().mean()
     if "pooler_output" in result:
@@ -69,8 +69,8 @@ def test_training_step_gives_every_parameter_a_gradient(architecture, head, vari
 
 @HEADS_WITH_VARIANTS
 def test_eager_and_sdpa_give_equal_outputs(architecture, head, variant):
-    model = architecture.model(head, variant)
-    batch = architecture.batch(head)
+    model = architecture.make_model(head, variant)
+    batch = architecture.make_batch(head)
     assert model.config._attn_implementation == SDPA
     fused = compute_outputs(model, batch)
     model.set_attn_implementation("eager")
@@ -86,14 +86,14 @@ def test_eager_and_sdpa_give_equal_outputs(architecture, head, variant):
 @pytest.mark.thorough
 @HEADS_WITH_VARIANTS
 def test_saved_model_loads_with_equal_outputs(architecture, head, variant, tmp_path):
-    model = architecture.model(head, variant)
+    model = architecture.make_model(head, variant)
     model.save_pretrained(tmp_path)
     layers = ("attention", "base", "fields", "mechanisms", "ops")
     names = ("configuration_attn_variants", architecture.config_class.modeling_file)
     files = {f"{name}.py" for name in (*names, *(f"attn_variants_{layer}" for layer in layers))}
     assert {path.name for path in tmp_path.glob("*.py")} == files | {*FAMILY_FILES.get(architecture.name, ())}
     again = type(model).from_pretrained(tmp_path).eval()
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     assert_same(compute_outputs(model, batch), compute_outputs(again, batch))
     assert again.config.architectures == [f"AttnVariant{head}"]
 
@@ -102,9 +102,9 @@ def test_saved_model_loads_with_equal_outputs(architecture, head, variant, tmp_p
 @HEADS_WITH_VARIANTS
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_output_attentions_returns_weights_of_all_layers(architecture, head, variant, implementation):
-    model = architecture.model(head, variant)
+    model = architecture.make_model(head, variant)
     model.set_attn_implementation(implementation)
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     plain, result = compute_outputs(model, batch), compute_outputs(model, batch, output_attentions=True)
     maps = {name: layers for name, layers in result.items() if name.endswith("attentions") and layers}
     assert maps
@@ -118,7 +118,7 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
             torch.testing.assert_close(result[name], value, atol=1e-5, rtol=0)
 
     # Before the model is built: upstream's encoder-decoder models copy their configuration for each half.
-    configured = architecture.model(head, variant, output_attentions=True)
+    configured = architecture.make_model(head, variant, output_attentions=True)
     configured.set_attn_implementation(implementation)
     again = compute_outputs(configured, batch)
     for name, layers in maps.items():
@@ -130,11 +130,11 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["gqa", "dynamic"])
 def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, variant):
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     gradients = []
     for checkpointing in (False, True):
         # In training mode without dropout, which would differ between calls.
-        model = architecture.model(head, variant).train()
+        model = architecture.make_model(head, variant).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -150,21 +150,21 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
 
 @EVERY_HEAD
 def test_resizing_embeddings_keeps_ties(architecture, head):
-    model = architecture.model(head, "gqa")
+    model = architecture.make_model(head, "gqa")
     tied = model.get_output_embeddings() is not None
     model.resize_token_embeddings(model.config.vocab_size + 3)
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size
     if tied and model.config.tie_word_embeddings:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    compute_outputs(model, architecture.batch(head))
+    compute_outputs(model, architecture.make_batch(head))
 
 
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_model_runs_in_half_precision(architecture, variant, dtype):
-    model = architecture.model(BASE[architecture.name], variant)
-    batch = architecture.batch(BASE[architecture.name])
+    model = architecture.make_model(BASE[architecture.name], variant)
+    batch = architecture.make_batch(BASE[architecture.name])
     exact = compute_outputs(model, batch).last_hidden_state
     half = compute_outputs(copy.deepcopy(model).to(dtype), batch).last_hidden_state
     assert half.dtype == dtype
@@ -176,7 +176,7 @@ def test_model_runs_in_half_precision(architecture, variant, dtype):
 def test_parameter_count_equals_the_formula(architecture, variant):
     """Check the count by heads and ranks: key/value heads, output heads, latents, and projections across heads."""
     head = BASE[architecture.name]
-    plain, model = architecture.model(head), architecture.model(head, variant)
+    plain, model = architecture.make_model(head), architecture.make_model(head, variant)
     config, difference, latents = model.config, 0, {}
     for (site, path, module), (_, _, multi_head_module) in zip(
         model.named_attention_modules(), plain.named_attention_modules(), strict=True
@@ -244,8 +244,8 @@ def position_bias_difference(plain, model):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 def test_every_talking_heads_projection_affects_outputs(architecture, variant):
-    model = architecture.model(BASE[architecture.name], variant)
-    batch = architecture.batch(BASE[architecture.name])
+    model = architecture.make_model(BASE[architecture.name], variant)
+    batch = architecture.make_batch(BASE[architecture.name])
     before = compute_outputs(model, batch).last_hidden_state
     for site, name, module in model.named_attention_modules():
         core = module.get_submodule(site.core)
@@ -261,7 +261,7 @@ def test_every_talking_heads_projection_affects_outputs(architecture, variant):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 def test_same_seed_gives_the_same_model(architecture, variant):
-    first, second = (architecture.model(BASE[architecture.name], variant).state_dict() for _ in range(2))
+    first, second = (architecture.make_model(BASE[architecture.name], variant).state_dict() for _ in range(2))
     assert all(second[name].equal(tensor) for name, tensor in first.items())
     assert all(tensor.isfinite().all() for tensor in first.values())
 
@@ -279,8 +279,8 @@ def test_transformers_configuration_raises_an_error_with_advice(architecture):
 def test_implementation_without_talking_heads_raises_an_error(architecture, implementation):
     head = BASE[architecture.name]
     with pytest.raises(ValueError, match="talking_heads="):
-        architecture.model(head, "talking", attn_implementation=implementation)
-    model = architecture.model(head, "talking")
+        architecture.make_model(head, "talking", attn_implementation=implementation)
+    model = architecture.make_model(head, "talking")
     with pytest.raises(ValueError, match="talking_heads="):
         model.set_attn_implementation(implementation)
     # Even where somebody writes the name into the configurations behind the model's back.
@@ -288,7 +288,7 @@ def test_implementation_without_talking_heads_raises_an_error(architecture, impl
         if hasattr(module, "config"):
             module.config._attn_implementation = implementation
     with pytest.raises(ValueError, match="talking_heads="):
-        compute_outputs(model, architecture.batch(head))
+        compute_outputs(model, architecture.make_batch(head))
 
 
 @EVERY_ARCHITECTURE
@@ -297,7 +297,7 @@ def test_implementation_without_talking_heads_raises_an_error(architecture, impl
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_attention_implementation_names_resolve_to_ours(architecture, variant, implementation, as_dict):
     head = BASE[architecture.name]
-    model, batch = architecture.model(head, variant), architecture.batch(head)
+    model, batch = architecture.make_model(head, variant), architecture.make_batch(head)
     expected = compute_outputs(model, batch).last_hidden_state
     for module in model.modules():
         if hasattr(module, "config"):
@@ -309,11 +309,11 @@ def test_attention_implementation_names_resolve_to_ours(architecture, variant, i
 @EVERY_ARCHITECTURE
 def test_trainable_mask_gets_a_gradient_with_talking_heads(architecture):
     head = BASE[architecture.name]
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     length = batch["input_ids"].shape[1]
     gradients = []
     for implementation in ("sdpa", "eager"):
-        model = architecture.model(head, "talking", attn_implementation=implementation)
+        model = architecture.make_model(head, "talking", attn_implementation=implementation)
         mask = torch.zeros(len(batch["input_ids"]), 1, 1, length, requires_grad=True)
         model(**batch | {"attention_mask": mask}).last_hidden_state.pow(3).sum().backward()
         gradients.append(mask.grad)
@@ -326,9 +326,9 @@ def test_trainable_mask_gets_a_gradient_with_talking_heads(architecture):
 def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     head = BASE[architecture.name]
     # Upstream looks at the values of a mask.
-    batch = {name: tensor for name, tensor in architecture.batch(head).items() if "mask" not in name}
-    expected = compute_outputs(architecture.model(head, variant), batch).last_hidden_state.shape
-    model = architecture.model(head, variant).to("meta")
+    batch = {name: tensor for name, tensor in architecture.make_batch(head).items() if "mask" not in name}
+    expected = compute_outputs(architecture.make_model(head, variant), batch).last_hidden_state.shape
+    model = architecture.make_model(head, variant).to("meta")
     actual = compute_outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
     assert actual.is_meta and actual.shape == expected
 
@@ -341,12 +341,12 @@ def test_model_computes_shapes_on_the_meta_device(architecture, variant):
 def test_flex_attention_supports_grouped_heads(architecture, variant):
     upstream = architecture.make_upstream_model(BASE[architecture.name])
     upstream.set_attn_implementation("flex_attention")
-    batch = architecture.batch(BASE[architecture.name])
+    batch = architecture.make_batch(BASE[architecture.name])
     try:
         compute_outputs(upstream, batch)
     except (NotImplementedError, RuntimeError) as error:
         pytest.skip(f"upstream's own model does not run under flex attention here: {str(error)[:80]}")
-    model = architecture.model(BASE[architecture.name], variant)
+    model = architecture.make_model(BASE[architecture.name], variant)
     expected = compute_outputs(model, batch).last_hidden_state
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="output_attentions"):
@@ -359,8 +359,8 @@ def test_flex_attention_supports_grouped_heads(architecture, variant):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 def test_model_compiles_without_graph_breaks(architecture, variant):
-    model = architecture.model(BASE[architecture.name], variant)
-    batch = architecture.batch(BASE[architecture.name])
+    model = architecture.make_model(BASE[architecture.name], variant)
+    batch = architecture.make_batch(BASE[architecture.name])
     expected = compute_outputs(model, batch).last_hidden_state
     torch._dynamo.reset()  # each model is another shape, and recompilations are counted over all of them
     compiled = torch.compile(model, fullgraph=True)
@@ -370,5 +370,5 @@ def test_model_compiles_without_graph_breaks(architecture, variant):
 @EVERY_ARCHITECTURE
 def test_auto_classes_load_the_registered_models(architecture):
     for auto_class, name in architecture.config_class.auto_classes.items():
-        model = getattr(transformers, auto_class).from_config(architecture.config("gqa"))
+        model = getattr(transformers, auto_class).from_config(architecture.make_config("gqa"))
         assert type(model).__name__ == name

@@ -91,7 +91,7 @@ def check_rows(states_of, side, atol=2e-5):
 
 
 def make_encoder(row, variant="gqa", **fields):
-    model = remove_positions(row.model(next(iter(row.heads)), variant, **fields))
+    model = remove_positions(row.make_model(next(iter(row.heads)), variant, **fields))
     return model.get_encoder() if prefix_of(row) else model
 
 
@@ -179,13 +179,13 @@ DECODER_CASES = [
 
 def make_decoder(architecture, name, **more):
     row = ROWS[architecture]
-    return row, remove_positions(row.model(DECODERS[architecture], "gqa", **get_fields(name), **more))
+    return row, remove_positions(row.make_model(DECODERS[architecture], "gqa", **get_fields(name), **more))
 
 
 def make_source(row, rows):
     """Return the encoder's inputs, equal for each row."""
     torch.manual_seed(2)
-    inputs = {name: value[:1] for name, value in row.batch(next(iter(row.heads))).items()}
+    inputs = {name: value[:1] for name, value in row.make_batch(next(iter(row.heads))).items()}
     if not prefix_of(row) or "encoder_outputs" in inputs:
         return {}
     inputs.pop("decoder_input_ids", None)
@@ -263,7 +263,7 @@ def test_left_padding_allocates_no_quadratic_tensor():
             pattern = {name: value for name, value in pattern.items() if value is not None}
             if pattern["encoder_attention_pattern"] == "local_blocks":
                 pattern.pop("encoder_attention_window")
-            encoder = T5.model("T5EncoderModel", "gqa", **pattern)
+            encoder = T5.make_model("T5EncoderModel", "gqa", **pattern)
             mask = torch.ones(2, n, dtype=torch.long)
             mask[1, : n // 3] = 0
             with torch.no_grad(), LargestTensor() as largest:

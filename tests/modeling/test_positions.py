@@ -36,7 +36,7 @@ def test_sinusoids_equal_the_formula(width):
 
 
 def make_base_model(architecture, head, **fields):
-    model = architecture.model(head, "gqa", **fields)
+    model = architecture.make_model(head, "gqa", **fields)
     return getattr(model, model.base_model_prefix, model)
 
 
@@ -81,7 +81,7 @@ def test_sinusoidal_positions_support_any_length(architecture):
 @BOTH_T5S
 def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
     head = WRITERS[architecture.name]
-    model, plain = architecture.model(head, "gqa", **SINUSOIDAL), architecture.model(head, "gqa")
+    model, plain = architecture.make_model(head, "gqa", **SINUSOIDAL), architecture.make_model(head, "gqa")
     assert not [name for name in model.state_dict() if "relative" in name]
     plain.load_state_dict(model.state_dict(), strict=False)
     for name, parameter in plain.named_parameters():
@@ -105,8 +105,8 @@ def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
 @BOTH_T5S
 @pytest.mark.parametrize("fields", [{}, {"attention_pattern": "sliding_window", "attention_window": 4}], ids=str)
 def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
-    model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL, **fields)
-    batch = architecture.batch(WRITERS[architecture.name])
+    model = architecture.make_model(WRITERS[architecture.name], "gqa", **SINUSOIDAL, **fields)
+    batch = architecture.make_batch(WRITERS[architecture.name])
     ids = batch.pop("decoder_input_ids")
     mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.arange(2), 0).long()
     for mask_options in ({}, {"decoder_attention_mask": mask}):
@@ -124,9 +124,11 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
 
 @BOTH_T5S
 def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architecture):
-    model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
+    model = architecture.make_model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
     batch = {
-        name: item for name, item in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
+        name: item
+        for name, item in architecture.make_batch(WRITERS[architecture.name]).items()
+        if "decoder" not in name
     }
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
@@ -141,7 +143,7 @@ def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architectu
 
 
 def test_bert_decoder_generates_beyond_its_position_table():
-    model = BERT.model("BertLMHeadModel", "gqa", **SINUSOIDAL)
+    model = BERT.make_model("BertLMHeadModel", "gqa", **SINUSOIDAL)
     ids = make_token_ids(2, 30)  # of 32 positions
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
@@ -158,13 +160,13 @@ def test_loading_sinusoids_warns_that_learned_positions_are_dropped(architecture
     model.save_pretrained(tmp_path / "sinusoidal")
     again = model_class.from_pretrained(tmp_path / "sinusoidal")
     assert "positions" not in logged.text and again.config.position_embedding_type == "sinusoidal"
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         assert again.eval()(**batch)[0].equal(model.eval()(**batch)[0])
 
 
 def test_talking_heads_checkpoint_loads_with_a_pattern(tmp_path):
-    BERT.model("BertModel", "talking").save_pretrained(tmp_path)
+    BERT.make_model("BertModel", "talking").save_pretrained(tmp_path)
     window = {"attention_pattern": "sliding_window", "attention_window": 4}
     model = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, **window)
     assert model.config.attention_window == 4 and model.config.talking_heads == "both"
@@ -172,7 +174,7 @@ def test_talking_heads_checkpoint_loads_with_a_pattern(tmp_path):
 
 def test_absolute_position_type_is_accepted(tmp_path):
     for architecture in (BERT, ENCODER_DECODERS[0]):
-        config = architecture.config("mha", position_embedding_type="absolute")
+        config = architecture.make_config("mha", position_embedding_type="absolute")
         config.save_pretrained(tmp_path / architecture.name)
         assert type(config).from_pretrained(tmp_path / architecture.name).position_embedding_type == "absolute"
     with pytest.raises(ValueError, match="`position_embedding_type`"):
@@ -180,9 +182,9 @@ def test_absolute_position_type_is_accepted(tmp_path):
 
 
 def test_sinusoids_support_neither_conversion_nor_plain_export(tmp_path):
-    model = BERT.model("BertModel", **SINUSOIDAL)
+    model = BERT.make_model("BertModel", **SINUSOIDAL)
     with pytest.raises(ValueError, match="`position_embedding_type`"):
-        hf_attn_variants.convert(BERT.model("BertModel"), **SINUSOIDAL)
+        hf_attn_variants.convert(BERT.make_model("BertModel"), **SINUSOIDAL)
     fewer = hf_attn_variants.convert(model, num_key_value_heads=3)
     assert fewer.config.position_embedding_type == "sinusoidal"
     model.save_pretrained(tmp_path / "model")

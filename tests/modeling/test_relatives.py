@@ -40,7 +40,7 @@ def get_rows(site, module, heads, role):
 
 def load_variant(architecture, head, folder, **fields):
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    return model_class.from_pretrained(folder, config=architecture.config(head=head, **fields)).eval()
+    return model_class.from_pretrained(folder, config=architecture.make_config(head=head, **fields)).eval()
 
 
 def assert_same_outputs(variant_model, upstream, batch, atol=ATOL):
@@ -62,7 +62,7 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
         load_variant(architecture, head, tmp_path),
         load_variant(architecture, head, tmp_path, **get_exact_ranks(architecture)),
     )
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     for implementation in ("eager", "sdpa"):
         for model in (upstream, variant_model, exact):
             model.set_attn_implementation(implementation)
@@ -83,7 +83,7 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
 @EVERY_ARCHITECTURE
 def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path):
     head = next(iter(architecture.heads))
-    model = architecture.model(head, "mha")
+    model = architecture.make_model(head, "mha")
     counts = dict.fromkeys(architecture.config_class.get_kv_heads_fields(), 2)
     with torch.no_grad():
         for site, path, module in model.named_attention_modules():
@@ -95,7 +95,7 @@ def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path
     grouped = convert(model, method="mean", **counts)
     assert {site.get_heads(grouped.config, path).key for site, path, _ in grouped.named_attention_modules()} == {2}
     assert grouped.num_parameters() < model.num_parameters()
-    assert_same_outputs(grouped.eval(), model, architecture.batch(head))
+    assert_same_outputs(grouped.eval(), model, architecture.make_batch(head))
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
     head = list(architecture.heads)[1]
     upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     if padding == "left":
         batch = {name: value.flip(-1) for name, value in batch.items()}
@@ -145,9 +145,9 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
     """Check architectures with value biases, in both forms."""
     head = list(architecture.heads)[1]
     ranks = {"cross_kv_lora_rank": 7, "kv_lora_rank": 5, "encoder_kv_lora_rank": 6}
-    model = architecture.model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
+    model = architecture.make_model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
     ids = make_token_ids(3, LENGTH)
-    batch = {name: value for name, value in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: value for name, value in architecture.make_batch(head).items() if not name.startswith("decoder")}
     with torch.no_grad():
         full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
         cache, steps = None, []
@@ -169,8 +169,8 @@ def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
 
 
 def test_talking_heads_need_equal_heads_in_encoder_and_decoder():
-    config = ENCODER_DECODERS[0].config(talking_heads="both", encoder_attention_heads=12)
+    config = ENCODER_DECODERS[0].make_config(talking_heads="both", encoder_attention_heads=12)
     model = hf_attn_variants.AttnVariantBartModel(config).eval()
-    plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].config(encoder_attention_heads=12)).eval()
+    plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].make_config(encoder_attention_heads=12)).eval()
     plain.load_state_dict(model.state_dict(), strict=False)
-    assert_same_outputs(model, plain, ENCODER_DECODERS[0].batch("BartModel"))
+    assert_same_outputs(model, plain, ENCODER_DECODERS[0].make_batch("BartModel"))

@@ -103,7 +103,7 @@ def test_untied_output_layer_stays_untied(tmp_path):
     variant_model = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert variant_model.lm_head.weight.equal(upstream.lm_head.weight)
     assert not variant_model.lm_head.weight.equal(variant_model.shared.weight)
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     with torch.no_grad():
         torch.testing.assert_close(variant_model(**batch).logits, upstream(**batch).logits, atol=1e-5, rtol=0)
     # And once more through our own files.
@@ -113,7 +113,7 @@ def test_untied_output_layer_stays_untied(tmp_path):
 
 
 def test_encoder_and_decoder_have_separate_head_counts():
-    model = T5.model("T5Model", num_key_value_heads=2, encoder_num_key_value_heads=6)
+    model = T5.make_model("T5Model", num_key_value_heads=2, encoder_num_key_value_heads=6)
     rows = {
         (site.name, module.k.out_features, module.v.out_features)
         for site, _, module in model.named_attention_modules()
@@ -121,13 +121,13 @@ def test_encoder_and_decoder_have_separate_head_counts():
     assert rows == {("encoder", 48, 48), ("decoder", 16, 16), ("cross", 16, 16)}
     assert AttnVariantT5Config(num_heads=8, num_key_value_heads=2).encoder_num_key_value_heads == 8
     with pytest.raises(ValueError, match="`encoder_num_key_value_heads`"):
-        T5.config(encoder_num_key_value_heads=5)
+        T5.make_config(encoder_num_key_value_heads=5)
     with pytest.raises(ValueError, match=r"`encoder_num_key_value_heads`.*`num_value_heads`"):
-        T5.config("weights", encoder_num_key_value_heads=6)
+        T5.make_config("weights", encoder_num_key_value_heads=6)
 
 
 def test_position_bias_is_added_to_the_softmax_heads():
-    model = T5.model("T5Model", "gqa_talking")
+    model = T5.make_model("T5Model", "gqa_talking")
     attention = model.encoder.block[0].layer[0].SelfAttention
     assert attention.relative_attention_bias.weight.shape == (8, model.config.num_softmax_heads)
     states = torch.randn(BATCH, LENGTH, 40)
@@ -152,9 +152,9 @@ def test_position_bias_is_added_to_the_softmax_heads():
     ids=["single", "several padded", "several", "prefill padded"],
 )
 def test_cached_decoding_equals_the_full_forward(variant, implementation, steps, padded):
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     model.set_attn_implementation(implementation)
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     target, mask = (
         batch.pop("decoder_input_ids"),
         make_padding_mask().flip(1) if padded else torch.ones(BATCH, LENGTH).long(),
@@ -187,8 +187,8 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
 def test_static_cache_generates_the_same_tokens_with_t5(variant):
-    model = T5.model("T5ForConditionalGeneration", variant)
-    batch = T5.batch("T5ForConditionalGeneration")
+    model = T5.make_model("T5ForConditionalGeneration", variant)
+    batch = T5.make_batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     config = model.config
     cache = EncoderDecoderCache(
@@ -206,14 +206,14 @@ def test_static_cache_generates_the_same_tokens_with_t5(variant):
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("search", SEARCHES)
 def test_t5_generates_the_same_with_and_without_cache(variant, search):
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     kwargs = {**make_text_inputs(), **SEARCHES[search], "max_new_tokens": 7, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 def test_t5_generates_from_encoder_outputs(search):
-    model = T5.model("T5ForConditionalGeneration", "gqa")
+    model = T5.make_model("T5ForConditionalGeneration", "gqa")
     inputs = make_text_inputs()
     kwargs = {**SEARCHES[search], "attention_mask": inputs["attention_mask"], "max_new_tokens": 7, "do_sample": False}
     with torch.no_grad():
@@ -223,10 +223,10 @@ def test_t5_generates_from_encoder_outputs(search):
 
 
 def test_beam_search_does_not_move_shared_encoder_outputs():
-    model = T5.model("T5ForConditionalGeneration", "mqa")
+    model = T5.make_model("T5ForConditionalGeneration", "mqa")
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with torch.no_grad():
-        model(**T5.batch("T5ForConditionalGeneration"), **with_cache(cache))
+        model(**T5.make_batch("T5ForConditionalGeneration"), **with_cache(cache))
     self_attention_keys, shared = cache.self_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].keys
     moved = model._reorder_cache(cache, torch.tensor([2, 0, 0]))
     assert moved.self_attention_cache.layers[0].keys.equal(self_attention_keys[[2, 0, 0]])
@@ -237,7 +237,7 @@ def test_beam_search_does_not_move_shared_encoder_outputs():
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_source_padding_changes_no_output(variant, side):
     """Check that a source that is padded on either side gives the outputs of the source without padding."""
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     ids, target, padding = make_token_ids(1, 5), make_token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
     parts = (padding, ids) if side == "left" else (ids, padding)
     padded = torch.cat(parts, dim=1)
@@ -248,7 +248,7 @@ def test_source_padding_changes_no_output(variant, side):
 
 
 def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
-    model = T5.model("T5ForConditionalGeneration", "dynamic")
+    model = T5.make_model("T5ForConditionalGeneration", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model.generate(**make_text_inputs(), max_new_tokens=3, use_cache=True)
     model.save_pretrained(tmp_path)
@@ -260,17 +260,17 @@ def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
 
 
 def test_t5_query_side_dynamic_projections_support_the_cache():
-    model = T5.model("T5ForConditionalGeneration", "talking", talking_heads_dynamic=["x2l", "x2w"])
+    model = T5.make_model("T5ForConditionalGeneration", "talking", talking_heads_dynamic=["x2l", "x2w"])
     kwargs = {**make_text_inputs(), "max_new_tokens": 6, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
 
 
 def test_large_activations_are_clamped_in_float16():
-    model = T5.model("T5Model", "gqa").half()
+    model = T5.make_model("T5Model", "gqa").half()
     with torch.no_grad():
         for block in (*model.encoder.block, *model.decoder.block):
             block.layer[-1].DenseReluDense.wo.weight.mul_(3e4)
-        states = model(**T5.batch("T5Model"), use_cache=False).last_hidden_state
+        states = model(**T5.make_batch("T5Model"), use_cache=False).last_hidden_state
     assert states.isfinite().all()
 
 
@@ -279,28 +279,28 @@ def test_large_activations_are_clamped_in_float16():
 def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
     gradients = []
     for checkpointing in (False, True):
-        model = T5.model("T5Model", variant, dropout_rate=0.0).train()
+        model = T5.make_model("T5Model", variant, dropout_rate=0.0).train()
         if checkpointing:
             checkpoint_layers(model, reentrant)
             model.enable_input_require_grads()
-        model(**T5.batch("T5Model"), use_cache=False).last_hidden_state.square().mean().backward()
+        model(**T5.make_batch("T5Model"), use_cache=False).last_hidden_state.square().mean().backward()
         gradients.append(model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad)
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-7, rtol=1e-4)
 
 
 def test_attention_implementation_applies_to_encoder_and_decoder():
-    model = T5.model("T5ForSequenceClassification", "gqa")
+    model = T5.make_model("T5ForSequenceClassification", "gqa")
     model.set_attn_implementation("eager")
     names = {module.config._attn_implementation for _, _, module in model.named_attention_modules()}
     assert len(names) == 1 and "eager" in names.pop()
 
 
 def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path):
-    model = T5.model("T5ForConditionalGeneration", "gqa")
+    model = T5.make_model("T5ForConditionalGeneration", "gqa")
     model.save_pretrained(tmp_path)
     base = AttnVariantT5Model.from_pretrained(tmp_path).eval()
-    batch = T5.batch("T5Model")
+    batch = T5.make_batch("T5Model")
     with torch.no_grad():
         states = base(**batch).last_hidden_state
         logits = model(**batch).logits
@@ -310,7 +310,7 @@ def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
 def test_compiled_step_with_a_static_cache_gives_equal_logits(variant):
-    model = T5.model("T5ForConditionalGeneration", variant)
+    model = T5.make_model("T5ForConditionalGeneration", variant)
     kwargs = {**make_text_inputs(), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**kwargs)
     model.forward = torch.compile(model.forward)

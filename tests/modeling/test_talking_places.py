@@ -75,7 +75,7 @@ def get_head(row):
 
 
 def make_model(row, case, **more):
-    return row.model(get_head(row), **CASES[case][0], **more)
+    return row.make_model(get_head(row), **CASES[case][0], **more)
 
 
 def get_projections(module):
@@ -146,7 +146,7 @@ def equals_the_formula(model, batch, monkeypatch):
 
 
 def make_padded_batch(row, side):
-    batch = row.batch(get_head(row), labels=True)
+    batch = row.make_batch(get_head(row), labels=True)
     if side == "left" and "attention_mask" in batch:
         batch |= {name: batch[name].flip(-1) for name in ("input_ids", "attention_mask")}
     return to_double(batch)
@@ -179,7 +179,7 @@ def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
     ],
 )
 def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected, monkeypatch):
-    model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
+    model = BERT.make_model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
     for site, path, module in model.named_attention_modules():
         expected_places = expected.get(site.name, set())
         expected_places = (
@@ -195,18 +195,18 @@ def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected
 
 def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
-    model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
+    model = BERT.make_model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
     first, second = (get_projections(module.get_submodule("self")) for _, _, module in model.named_attention_modules())
     assert not first and {name: (*item.shape,) for name, item in second.items()} == {
         "logits_proj": (12, 8),
         "weights_proj": (8, 6),
     }
-    equals_the_formula(model, BERT.batch("BertForMaskedLM", labels=True), monkeypatch)
+    equals_the_formula(model, BERT.make_batch("BertForMaskedLM", labels=True), monkeypatch)
     assert [getattr(model.config, name) for name in lists] == ["both", 12, 12]
 
 
 def make_source(row):
-    return {name: value for name, value in row.batch(get_head(row)).items() if not name.startswith("decoder")}
+    return {name: value for name, value in row.make_batch(get_head(row)).items() if not name.startswith("decoder")}
 
 
 @EVERY_PAIR
@@ -247,7 +247,7 @@ def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place,
     fields = {f"{place}_talking_heads": "both", f"{place}_talking_heads_dynamic": ["x2l"]}
     model, info = model_class.from_pretrained(tmp_path, **fields, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    batch = row.batch(get_head(row))
+    batch = row.make_batch(get_head(row))
     with torch.no_grad():
         logits, expected = (item.eval()(**batch, use_cache=False).logits for item in (model, upstream))
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -277,7 +277,7 @@ def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
         for layer in range(2):
             assert config.get_talking_heads(prefix, layer) == model.config.get_talking_heads(prefix, layer)
     assert config.to_dict() == type(config).from_dict(config.to_dict()).to_dict()
-    batch = row.batch(get_head(row))
+    batch = row.make_batch(get_head(row))
     with torch.no_grad():
         for name, value in model(**batch, use_cache=False).items():
             if isinstance(value, torch.Tensor):
@@ -288,7 +288,7 @@ def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
 def test_fields_of_places_are_stored_only_if_they_are_set(row):
     equal = {"encoder_attention_heads": 12} if row in (BART, WHISPER) else {}
     for fields in ({}, {"talking_heads": "both"}, {"num_key_value_heads": 4}):
-        values = row.config(**equal, **fields).to_dict()
+        values = row.make_config(**equal, **fields).to_dict()
         assert values["per_layer_values"] is None
         assert not [
             name
@@ -299,39 +299,41 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
 
 def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
     model_fields = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
-    config = T5.config(**model_fields, num_softmax_heads=8, cross_talking_heads="both")
+    config = T5.make_config(**model_fields, num_softmax_heads=8, cross_talking_heads="both")
     of_all = TalkingHeadsSettings("both", 8, 12, "random", ("x2l",))
     assert [config.get_talking_heads(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
         of_all,
         of_all,
         TalkingHeadsSettings("both", 12, 12),
     ]
-    listed = T5.config(**model_fields, per_layer_values={"cross_talking_heads": ["weights", None]})
+    listed = T5.make_config(**model_fields, per_layer_values={"cross_talking_heads": ["weights", None]})
     assert [listed.get_talking_heads("cross_", layer) for layer in (0, 1)] == [
         TalkingHeadsSettings("weights", 12, 12),
         TalkingHeadsSettings(None, 12, 12),
     ]
-    assert T5.config(encoder_talking_heads="none", encoder_num_softmax_heads=8).get_talking_heads("encoder_", 0) == (
-        TalkingHeadsSettings(None, 12, 12)
-    )
+    assert T5.make_config(encoder_talking_heads="none", encoder_num_softmax_heads=8).get_talking_heads(
+        "encoder_", 0
+    ) == (TalkingHeadsSettings(None, 12, 12))
 
 
 def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
-    config = T5.config(
+    config = T5.make_config(
         cross_talking_heads="both", encoder_attention_pattern="sliding_window", encoder_attention_window=4
     )
     assert config.get_talking_heads("encoder_", 0).kind is None and config.use_cache
-    kernel = BART.config(cross_attention_kernel="elu", encoder_talking_heads="both")
+    kernel = BART.make_config(cross_attention_kernel="elu", encoder_talking_heads="both")
     assert kernel.get_talking_heads("cross_", 0).kind is None
-    assert not T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], cross_talking_heads="none").use_cache
+    assert not T5.make_config(
+        talking_heads="both", talking_heads_dynamic=["m2l"], cross_talking_heads="none"
+    ).use_cache
     latent = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]}
-    assert T5.config(**latent).use_cache and T5.config(**latent, cross_kv_lora_rank=40).use_cache
-    assert not T5.config(**latent, cross_kv_lora_rank=16).use_cache
+    assert T5.make_config(**latent).use_cache and T5.make_config(**latent, cross_kv_lora_rank=40).use_cache
+    assert not T5.make_config(**latent, cross_kv_lora_rank=16).use_cache
 
 
 def test_key_side_terms_with_a_latent_disable_the_cache():
     fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
-    model, batch = T5.model(get_head(T5), **fields), make_source(T5)
+    model, batch = T5.make_model(get_head(T5), **fields), make_source(T5)
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
     with pytest.raises(ValueError, match="`cross_talking_heads_dynamic`"):
         model(**batch, decoder_input_ids=make_token_ids(3, 2), use_cache=True)

@@ -32,7 +32,7 @@ def make_padding(length=23):
 
 
 def make_encoder(variant="gqa", **fields):
-    return T5.model("T5EncoderModel", variant, **SUMMARIES | fields).encoder
+    return T5.make_model("T5EncoderModel", variant, **SUMMARIES | fields).encoder
 
 
 def compute_distance_bias(attention, embedding, distances):
@@ -81,7 +81,7 @@ def test_transient_global_encoder_equals_longt5(length, rows):
     with torch.no_grad():
         for parameter in upstream.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    variant_model = hf_attn_variants.AttnVariantT5EncoderModel(T5.config("mha", **SUMMARIES)).eval()
+    variant_model = hf_attn_variants.AttnVariantT5EncoderModel(T5.make_config("mha", **SUMMARIES)).eval()
     state = {k.replace("TransientGlobalSelf", "Self"): v for k, v in upstream.state_dict().items()}
     assert state.keys() == variant_model.state_dict().keys()
     variant_model.load_state_dict(state)
@@ -134,7 +134,7 @@ def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_pa
     assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.key_range.radius, 3)
     model.save_pretrained(tmp_path / "summaries")
     again = model_class.from_pretrained(tmp_path / "summaries").eval()
-    batch = T5.batch("T5ForConditionalGeneration")
+    batch = T5.make_batch("T5ForConditionalGeneration")
     with torch.no_grad():
         assert again(**batch).logits.equal(model(**batch).logits)
     options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
@@ -146,6 +146,6 @@ def test_unsupported_masks_and_conversions_with_transient_global_raise():
     model = make_encoder()
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(make_token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())
-    generator = T5.model("T5ForConditionalGeneration", **SUMMARIES)
+    generator = T5.make_model("T5ForConditionalGeneration", **SUMMARIES)
     with pytest.raises(ValueError, match="transient_global"):
         hf_attn_variants.convert(generator, num_key_value_heads=3)

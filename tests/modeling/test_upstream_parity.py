@@ -35,7 +35,7 @@ def save_upstream(architecture, head, folder, **fields):
 
 def load_variant(architecture, head, folder, variant="mha", **fields):
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = architecture.config(variant, head, **fields)
+    config = architecture.make_config(variant, head, **fields)
     return model_class.from_pretrained(folder, config=config).eval()
 
 
@@ -52,7 +52,7 @@ def assert_same_outputs(actual, expected):
 def test_multi_head_equals_transformers(architecture, head, implementation, padded, tmp_path):
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path)
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     if not padded:
         batch = {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
     for model in (upstream, variant_model):
@@ -66,7 +66,7 @@ def test_multi_head_equals_transformers(architecture, head, implementation, padd
 def test_identity_projections_equal_transformers(architecture, head, variant, tmp_path):
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path, variant)
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     with torch.no_grad():
         assert_same_outputs(variant_model(**batch), upstream(**batch))
 
@@ -75,7 +75,7 @@ def test_identity_projections_equal_transformers(architecture, head, variant, tm
 def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path)
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     for model in (upstream, variant_model):
         result = model(**batch)
         (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
@@ -90,7 +90,7 @@ def test_loading_without_a_configuration_gives_the_multi_head_variant(architectu
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
     assert variant_model.config.num_key_value_heads == variant_model.config.num_attention_heads
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         assert_same_outputs(variant_model(**batch), upstream(**batch))
 
@@ -102,7 +102,7 @@ def test_loading_fewer_heads_error_names_the_conversion(
     architecture, head, variant, ignore_mismatched_sizes, tmp_path
 ):
     save_upstream(architecture, head, tmp_path)
-    config = architecture.config(variant, head)
+    config = architecture.make_config(variant, head)
     with pytest.raises(ValueError) as error:
         getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(
             tmp_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes
@@ -123,26 +123,26 @@ def test_loading_fewer_heads_error_names_the_conversion(
 )
 @pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
 def test_dropping_learned_projections_raises_an_error(saved, fields, name, ignore_mismatched_sizes, tmp_path):
-    BERT.model("BertModel", saved).save_pretrained(tmp_path)
+    BERT.make_model("BertModel", saved).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(
-            tmp_path, config=BERT.config(**fields), ignore_mismatched_sizes=ignore_mismatched_sizes
+            tmp_path, config=BERT.make_config(**fields), ignore_mismatched_sizes=ignore_mismatched_sizes
         )
 
 
 def test_plain_t5_needs_a_position_bias_with_equal_heads(tmp_path):
-    T5.model("T5ForConditionalGeneration", "mha").save_pretrained(tmp_path)
-    config = T5.config(talking_heads="both", talking_heads_init="random", num_softmax_heads=24)
+    T5.make_model("T5ForConditionalGeneration", "mha").save_pretrained(tmp_path)
+    config = T5.make_config(talking_heads="both", talking_heads_init="random", num_softmax_heads=24)
     with pytest.raises(ValueError, match="`num_softmax_heads` must be 12"):
         hf_attn_variants.AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, config=config)
 
 
 def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
-    model = BERT.model("BertModel", "gqa")
+    model = BERT.make_model("BertModel", "gqa")
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
-    again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.config("gqa")).eval()
-    batch = BERT.batch("BertModel")
+    again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.make_config("gqa")).eval()
+    batch = BERT.make_batch("BertModel")
     with torch.no_grad():
         assert_same_outputs(again(**batch), model(**batch))
 
@@ -184,10 +184,10 @@ def test_missing_weights_are_reported_as_in_transformers(logged, tmp_path):
 
 
 def test_missing_talking_heads_projections_are_reported(logged, tmp_path):
-    model = BERT.model("BertModel", "talking")
+    model = BERT.make_model("BertModel", "talking")
     saved_tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_proj")}
     model.save_pretrained(tmp_path, state_dict=saved_tensors)
-    _, info = type(model).from_pretrained(tmp_path, config=BERT.config("talking"), output_loading_info=True)
+    _, info = type(model).from_pretrained(tmp_path, config=BERT.make_config("talking"), output_loading_info=True)
     assert info["missing_keys"] == {name for name in model.state_dict() if name.endswith("_proj")} != set()
     assert [message for message in logged.messages if "has no talking heads" in message] == []
     assert any("MISSING" in message for message in logged.messages)

@@ -103,7 +103,7 @@ def test_upstream_checks_are_fast():
     classes = [
         item
         for row in ALL_ARCHITECTURES
-        for item in row.model(next(iter(row.heads))).modules()
+        for item in row.make_model(next(iter(row.heads))).modules()
         if isinstance(item, attention_mixin.AttentionVariantMixin)
     ]
     classes = list({type(item): None for item in classes})
@@ -153,7 +153,7 @@ def test_unknown_attention_argument_raises_an_error(architecture, implementation
     """Check packed sequences, which Transformers would attend to as one text."""
     head = next(iter(architecture.heads))
     for fields in ({}, dict.fromkeys(architecture.config_class.get_rank_fields(), 16)):
-        model, batch = architecture.model(head, **fields), architecture.batch(head)
+        model, batch = architecture.make_model(head, **fields), architecture.make_batch(head)
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             expected = model(**batch)[0]
@@ -168,13 +168,13 @@ def test_unknown_attention_argument_raises_an_error(architecture, implementation
 def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
     architecture = ROWS[name]
     head = next(iter(architecture.heads))
-    model = architecture.model(head, **fields)
+    model = architecture.make_model(head, **fields)
     for stack in (model.encoder, model.decoder):
         alone = type(stack)(stack.config).eval()
         if "embed_tokens" in dict(stack.named_modules()):
             alone.set_input_embeddings(stack.get_input_embeddings())
         alone.load_state_dict(stack.state_dict())
-        batch = architecture.batch(head)
+        batch = architecture.make_batch(head)
         inputs = {"input_ids": make_token_ids()} if "input_features" not in batch or stack is model.decoder else batch
         inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
         if stack is model.decoder:
@@ -185,7 +185,7 @@ def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
 
 def test_latent_projection_exposes_a_dtype():
     architecture = ROWS["t5"]
-    model = architecture.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
+    model = architecture.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     model(
         input_ids=make_token_ids(),
@@ -217,7 +217,7 @@ def test_umt5_output_scaling_follows_the_checkpoint():
 
 def test_saved_configuration_needs_its_format_number(tmp_path):
     row = ROWS["bert"]
-    config = row.config()
+    config = row.make_config()
     config_class, values = type(config), config.to_dict()
     assert values["attn_variants_format"] == 5
     without = {name: value for name, value in values.items() if name != "attn_variants_format"}
@@ -233,7 +233,7 @@ def test_saved_configuration_needs_its_format_number(tmp_path):
             with pytest.raises(ValueError, match="`attn_variants_format` must be 5"):
                 read(stored)
     with pytest.raises(ValueError, match="`attn_variants_format` must be 5"):
-        row.config(attn_variants_format=2)
+        row.make_config(attn_variants_format=2)
     # Configurations of upstream's classes have no number; very old ones have no type either.
     plain = {name: value for name, value in without.items() if name != "model_type"}
     for stored in (plain, plain | {"model_type": "bert"}):
@@ -264,10 +264,10 @@ def newer(monkeypatch):
 def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_path):
     head = next(iter(architecture.heads))
     torch.manual_seed(0)
-    model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head))
     assert transformers_trial._trial_errors == {architecture.config_class.model_type: None}
     torch.manual_seed(0)
-    again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
+    again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head))
     for first, second in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(first, second)  # the trial drew no random number
 
@@ -282,4 +282,4 @@ def test_newer_release_with_other_outputs_raises_an_error(architecture, newer, m
     head = next(iter(architecture.heads))
     for _ in range(2):  # whoever catches the first error gets the second
         with pytest.raises(TransformersChangedError, match=r"a tiny AttnVariant\w+ for a whole text differ"):
-            getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
+            getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head))

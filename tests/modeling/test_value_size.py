@@ -41,7 +41,7 @@ def get_first_head(row):
 
 
 def make_batch(row, side):
-    batch = row.batch(get_first_head(row))
+    batch = row.make_batch(get_first_head(row))
     if side == "left" and "attention_mask" in batch:
         batch["attention_mask"] = batch["attention_mask"].flip(1)
     return batch
@@ -126,7 +126,7 @@ def with_the_formula(monkeypatch):
 def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, side, latent, monkeypatch):
     fields = dict.fromkeys(row.config_class.get_kv_heads_fields(), heads)
     fields |= dict.fromkeys(row.config_class.get_rank_fields() if latent else (), 16)
-    model = row.model(get_first_head(row), value_head_dim=size, **fields).double()
+    model = row.make_model(get_first_head(row), value_head_dim=size, **fields).double()
     batch = make_batch(row, side)
     actual = [compute_outputs_and_gradients(model, batch)]
     model.set_attn_implementation("eager")
@@ -171,8 +171,8 @@ def widen_state(model, states):
 
 
 def assert_equals_counterpart(row, fields, side):
-    model = row.model(get_first_head(row), **fields, value_head_dim=SMALL).double()
-    counterpart = row.model(get_first_head(row), **fields).double()
+    model = row.make_model(get_first_head(row), **fields, value_head_dim=SMALL).double()
+    counterpart = row.make_model(get_first_head(row), **fields).double()
     counterpart.load_state_dict(widen_state(model, model.state_dict()))
     batch = make_batch(row, side)
     output, gradients = compute_outputs_and_gradients(model, batch)
@@ -199,10 +199,10 @@ def test_value_size_with_another_field_equals_zero_padded_values(row, field, sid
         return
     fields = make_tiny_config_values(row, **get_required_fields(field) | {field: value_of(row, field)})
     try:
-        row.config(**fields)
+        row.make_config(**fields)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            row.config(**fields, value_head_dim=SMALL)
+            row.make_config(**fields, value_head_dim=SMALL)
         return
     assert_equals_counterpart(row, fields, side)
 
@@ -237,7 +237,7 @@ EVERY_DECODER = pytest.mark.parametrize("name", DECODERS)
 
 
 def make_decoder(name, size, **fields):
-    return ROW[name].model(DECODERS[name], value_head_dim=size, **fields)
+    return ROW[name].make_model(DECODERS[name], value_head_dim=size, **fields)
 
 
 @EVERY_DECODER
@@ -275,9 +275,9 @@ def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beam
     if fields.get("cross_kv_lora_rank"):
         if "cross_kv_lora_rank" not in row.config_class.get_variant_fields():
             return
-        fields["cross_kv_lora_rank"] = row.config().hidden_size
+        fields["cross_kv_lora_rank"] = row.make_config().hidden_size
     model = make_decoder(name, SMALL, **fields)
-    batch = row.batch(DECODERS[name])
+    batch = row.make_batch(DECODERS[name])
     batch.pop("decoder_input_ids", None)
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     if "input_ids" in batch and name in ("bert", "roberta", "electra"):
@@ -290,8 +290,8 @@ def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beam
 
 def test_value_size_applies_to_cross_attention_of_a_decoder():
     fields = {"is_decoder": True, "add_cross_attention": True, "num_key_value_heads": 4}
-    model = BERT.model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
-    plain = BERT.model("BertLMHeadModel", **fields).double()
+    model = BERT.make_model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
+    plain = BERT.make_model("BertLMHeadModel", **fields).double()
     plain.load_state_dict(widen_state(model, model.state_dict()))
     ids, memory = make_token_ids(3, 7), torch.randn(3, 5, 48, dtype=torch.float64)
     mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [0] * 3 + [1] * 2])
@@ -309,7 +309,7 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
 
 @EVERY_ROW
 def test_value_size_changes_parameter_and_cache_counts(row):
-    few, plain = (row.model(get_first_head(row), value_head_dim=size) for size in (SMALL, None))
+    few, plain = (row.make_model(get_first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
     for site, _, module in few.named_attention_modules():
         heads = few.config.get_query_heads(site.kv_heads_field)
@@ -326,7 +326,7 @@ def test_value_size_changes_parameter_and_cache_counts(row):
 
 
 def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
-    model = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
+    model = T5.make_model("T5ForConditionalGeneration", value_head_dim=SMALL)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     late = ("value_head_dim", "per_layer_values")
@@ -349,16 +349,16 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
 
 @EVERY_ROW
 def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
-    model, batch = row.model(get_first_head(row), value_head_dim=SMALL), make_batch(row, "right")
+    model, batch = row.make_model(get_first_head(row), value_head_dim=SMALL), make_batch(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["value_head_dim"], saved["per_layer_values"]) == (SMALL, None)
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert again(**batch)[0].equal(model(**batch)[0])
-    plain = row.config()
+    plain = row.make_config()
     sizes = {plain.get_attention_head_dim(name) for name in plain.get_kv_heads_fields()}
-    same = row.config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
+    same = row.make_config(value_head_dim=sizes.pop()) if len(sizes) == 1 else plain
     for config in (plain, same):
         values = config.to_dict()
         assert "value_head_dim" not in values
@@ -368,7 +368,7 @@ def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
 def test_t5_output_projection_is_initialized_for_the_value_size():
     fields = {"d_model": 64, "num_heads": 8, "d_kv": 16, "d_ff": 64, "num_layers": 1, "initializer_factor": 1.0}
     torch.manual_seed(0)
-    model = type(T5.model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
+    model = type(T5.make_model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
     for _, _, module in model.named_attention_modules():
         assert module.o.weight.std().item() == pytest.approx((8 * 64) ** -0.5, rel=0.05)
         assert module.v.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
@@ -382,7 +382,7 @@ def test_conversion_to_another_value_size_raises_an_error(tmp_path):
     assert same.value_head_dim is None and same.num_key_value_heads == 4
     with pytest.raises(ValueError, match="nothing to convert"):
         convert(source, value_head_dim=4)
-    model = BERT.model("BertModel", value_head_dim=SMALL)
+    model = BERT.make_model("BertModel", value_head_dim=SMALL)
     with pytest.raises(ValueError, match="`value_head_dim`"):
         convert(model, num_key_value_heads=4)
     source.save_pretrained(tmp_path / "plain")
@@ -390,14 +390,14 @@ def test_conversion_to_another_value_size_raises_an_error(tmp_path):
     for folder, fields in (
         ("plain", {"value_head_dim": SMALL}),
         ("plain", {"config": model.config}),
-        ("model", {"config": BERT.config()}),
+        ("model", {"config": BERT.make_config()}),
     ):
         with pytest.raises(RuntimeError, match="mismatched"):  # the error of Transformers lists the tensors
             type(model).from_pretrained(tmp_path / folder, **fields)
     assert type(model).from_pretrained(tmp_path / "plain", value_head_dim=4).config.value_head_dim is None
     with pytest.raises(ValueError, match="`value_head_dim`"):
         export_transformers(tmp_path / "model", tmp_path / "exported")
-    pair = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
+    pair = T5.make_model("T5ForConditionalGeneration", value_head_dim=SMALL)
     with pytest.raises(ValueError, match="`value_head_dim`"):
         check_ctranslate2_support(type(pair), pair.config)
     with pytest.raises(ValueError, match="value_head_dim=3"):

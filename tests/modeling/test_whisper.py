@@ -106,7 +106,7 @@ def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
 def test_variant_can_be_an_assistant_model(checkpoint):
     """Check an assistant with only a decoder, which uses the encoder outputs of the assisted model."""
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    features = WHISPER.batch(HEAD)["input_features"][:1]
+    features = WHISPER.make_batch(HEAD)["input_features"][:1]
     expected = upstream.generate(features, max_new_tokens=8)
     for fields in ({}, {"cross_kv_lora_rank": 48}):
         assistant = AttnVariantWhisperForCausalLM.from_pretrained(checkpoint, **fields).eval()
@@ -141,9 +141,9 @@ def test_beams_share_encoder_outputs(checkpoint):
 )
 def test_cache_size_per_audio_position_is_counted(fields, numbers):
     """Check keys and values of two layers, or one latent for both."""
-    batch = WHISPER.batch(HEAD)
+    batch = WHISPER.make_batch(HEAD)
     with torch.no_grad():
-        cache = get_cache(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
+        cache = get_cache(WHISPER.make_model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
     storages = [item.untyped_storage() for layer in cache.layers for item in (layer.keys, layer.values)]
     num_bytes = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
     assert num_bytes == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
@@ -152,12 +152,12 @@ def test_cache_size_per_audio_position_is_counted(fields, numbers):
 def test_whisper_supports_talking_heads():
     """Check identity projections, and for random ones, both implementations and decoding with a cache."""
     fields = {"encoder_attention_heads": 12, "talking_heads": "both"}
-    model = WHISPER.model(HEAD, "gqa", **fields)
-    plain = WHISPER.model(HEAD, "gqa", encoder_attention_heads=12)
+    model = WHISPER.make_model(HEAD, "gqa", **fields)
+    plain = WHISPER.make_model(HEAD, "gqa", encoder_attention_heads=12)
     plain.load_state_dict(model.state_dict(), strict=False)
     identity = type(model)(model.config).eval()
     identity.load_state_dict(plain.state_dict(), strict=False)
-    batch = WHISPER.batch(HEAD)
+    batch = WHISPER.make_batch(HEAD)
     with torch.no_grad():
         torch.testing.assert_close(identity(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=0)
         full_output = model(**batch, use_cache=False).logits
@@ -166,6 +166,6 @@ def test_whisper_supports_talking_heads():
         torch.testing.assert_close(model(**batch).logits, full_output, atol=1e-5, rtol=0)
     upstream = WHISPER.make_upstream_model(HEAD, encoder_attention_heads=12)
     expected = transcribe(upstream, num_beams=3)
-    variant_model = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
+    variant_model = type(model)(WHISPER.make_config(encoder_attention_heads=12, talking_heads="both")).eval()
     variant_model.load_state_dict(upstream.state_dict(), strict=False)
     assert torch.equal(transcribe(variant_model, num_beams=3), expected)

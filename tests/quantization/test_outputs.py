@@ -78,19 +78,19 @@ def assert_as_rounded(float32, batch):
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
 def test_int8_architectures_equal_the_rounded_reference(architecture, variant):
     head = list(architecture.heads)[1]
-    assert_as_rounded(make(architecture, head, variant), architecture.batch(head))
+    assert_as_rounded(make(architecture, head, variant), architecture.make_batch(head))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_int8_variants_equal_the_rounded_reference(variant):
     for architecture, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
-        assert_as_rounded(architecture.model(head, variant), architecture.batch(head))
+        assert_as_rounded(architecture.make_model(head, variant), architecture.make_batch(head))
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_int8_mechanisms_equal_the_rounded_reference(name, backend_setting):
     head = "T5ForConditionalGeneration"
-    assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
+    assert_as_rounded(T5.make_model(head, **MORE[name]), T5.make_batch(head))
 
 
 @pytest.mark.parametrize("name", EXTENSION_ROWS)
@@ -99,7 +99,7 @@ def test_int8_models_with_extensions_keep_their_parameters(name):
     sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 512}
     model, batch = (
         make_random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]).float(),
-        BERT.batch("BertModel"),
+        BERT.make_batch("BertModel"),
     )
     expected, before = model(**batch)[0], {key: item.clone() for key, item in get_extension_parameters(model).items()}
     quantize(model)
@@ -384,7 +384,7 @@ def compute_scores(model, batch, sequences):
 def test_int8_generation_scores_equal_a_full_forward(kind, search):
     """Check that a search in int8 and one call of its model give equal probabilities."""
     if kind == "exact":
-        float32, batch = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.batch("T5Model")
+        float32, batch = T5.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.make_batch("T5Model")
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
     else:
         name = "t5" if kind == "shared" else kind
@@ -419,15 +419,15 @@ def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
         quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        exact, actual = (item(**architecture.batch(head)).logits for item in (model, quantized))
+        exact, actual = (item(**architecture.make_batch(head)).logits for item in (model, quantized))
     assert 0 < (actual - exact).abs().max() < exact.std()
 
 
 def test_quantization_by_torchao_is_supported():
     torchao = pytest.importorskip("torchao.quantization")
     for fields in ({}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 16}, {"talking_heads": "both"}):
-        model = T5.model("T5ForConditionalGeneration", **fields)
-        batch = T5.batch("T5ForConditionalGeneration")
+        model = T5.make_model("T5ForConditionalGeneration", **fields)
+        batch = T5.make_batch("T5ForConditionalGeneration")
         with torch.no_grad():
             exact = model(**batch).logits
             torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())

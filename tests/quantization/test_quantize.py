@@ -89,7 +89,7 @@ def test_shared_layer_is_quantized_once():
 
 
 def test_layers_whose_weights_attention_reads_stay_in_float32():
-    exact = quantize(T5.model(GENERATES, cross_kv_lora_rank=40, kv_lora_rank=16))
+    exact = quantize(T5.make_model(GENERATES, cross_kv_lora_rank=40, kv_lora_rank=16))
     for path, kind in get_module_types(exact).items():
         if path.endswith(("EncDecAttention.k", "EncDecAttention.v", "decoder.block.0.layer.0.SelfAttention.k")):
             assert kind is torch.nn.Linear, path
@@ -134,7 +134,7 @@ def test_state_dict_loads_into_another_int8_model(tmp_path):
 
 
 def test_saving_a_quantized_model_raises_an_error(tmp_path):
-    for model in (quantize(make_tiny_model("bart")), quantize(T5.model(GENERATES))):
+    for model in (quantize(make_tiny_model("bart")), quantize(T5.make_model(GENERATES))):
         with pytest.raises(ValueError, match="`save_pretrained`"):
             model.save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match="`save_pretrained`"):
@@ -209,7 +209,7 @@ def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(
         in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
     )
-    for model in (make_tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
+    for model in (make_tiny_model("t5"), T5.make_model(GENERATES, "latent"), T5.make_model(GENERATES, "talking")):
         expected = compute_logits(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
         assert torch.equal(compute_logits(model), expected)

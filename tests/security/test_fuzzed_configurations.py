@@ -64,7 +64,7 @@ def source(request, tmp_path_factory):
         getattr(transformers, head),
         folder,
         json.loads((folder / "config.json").read_text()),
-        architecture.batch(head),
+        architecture.make_batch(head),
     )
 
 

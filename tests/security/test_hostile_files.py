@@ -145,7 +145,7 @@ OTHER_FIELDS = """architectures auto_map model_type dtype torch_dtype per_layer_
 
 def make_hostile_configs(architecture):
     plain = make_plain_config(architecture)
-    fields = st.sampled_from(sorted({*plain, *architecture.config("mha").to_dict(), *OTHER_FIELDS}))
+    fields = st.sampled_from(sorted({*plain, *architecture.make_config("mha").to_dict(), *OTHER_FIELDS}))
     return st.dictionaries(fields, HOSTILE, min_size=1, max_size=3).map(lambda changed: plain | changed)
 
 

@@ -54,8 +54,8 @@ def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
 
 def test_mean_vector_of_the_teacher_has_error_one():
     architecture, head = BERT, "BertModel"
-    teacher = Teacher(architecture.model(head), hidden_states=True, attention_outputs=True)
-    batch = architecture.batch(head)
+    teacher = Teacher(architecture.make_model(head), hidden_states=True, attention_outputs=True)
+    batch = architecture.make_batch(head)
     mask = batch["attention_mask"]
     teacher.measure_variances([(batch, {"encoder": mask})])
     states = teacher.run(batch)
@@ -99,10 +99,10 @@ def _compute_logits_term(student, teacher, batch):
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
 def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
     head = "BertForSequenceClassification"
-    teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
+    teacher, student = (BERT.make_model(head, num_labels=3, problem_type=problem) for _ in range(2))
     with torch.no_grad():
         student.classifier.bias.add_(1.0)
-    actual, student_logits, teacher_logits = _compute_logits_term(student, teacher, BERT.batch(head))
+    actual, student_logits, teacher_logits = _compute_logits_term(student, teacher, BERT.make_batch(head))
     p, q = teacher_logits.sigmoid(), student_logits.sigmoid()
     of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
     expected = float(of_labels) if problem.startswith("multi") else 0.0
@@ -111,8 +111,8 @@ def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
 
 def test_discriminator_outputs_are_compared_per_token_without_padding():
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
-    student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
-    batch = electra.batch("ElectraForPreTraining")
+    student, teacher = (electra.make_model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
+    batch = electra.make_batch("ElectraForPreTraining")
     actual, student_logits, teacher_logits = _compute_logits_term(student, teacher, batch)
     p, q, mask = teacher_logits.sigmoid(), student_logits.sigmoid(), batch["attention_mask"]
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
@@ -146,7 +146,7 @@ def test_score_error_is_a_share_of_the_variance():
 )
 def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, answer):
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
-    assert get_logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
+    assert get_logits_kind(electra.make_model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
         assert get_logits_kind(BERT.make_upstream_model(f"BertFor{head}", **fields)) is answer
 
@@ -167,7 +167,7 @@ def test_padding_is_excluded_from_answer_positions(dtype, temperature):
 
 
 def test_encoder_decoder_answers_are_distributions_over_the_text():
-    model = T5.model("T5ForQuestionAnswering")
+    model = T5.make_model("T5ForQuestionAnswering")
     ids = torch.tensor([[3, 4, 5, 1], [3, 4, 1, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     actual = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
@@ -193,8 +193,8 @@ def test_cross_entropy_and_embedding_distance_equal_their_formulas():
 @pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
 def test_all_layers_and_attentions_are_recorded(architecture, upstream):
     head = BASES[architecture.name]
-    model = (architecture.make_upstream_model if upstream else architecture.model)(head)
-    batch = architecture.batch(head)
+    model = (architecture.make_upstream_model if upstream else architecture.make_model)(head)
+    batch = architecture.make_batch(head)
     activations = ActivationRecorder(model, attention_outputs=True).run(model, batch, hidden_states=True)
     sides = {"encoder", "decoder"} if architecture is T5 else {"encoder"}
     assert set(activations.hidden_states) == set(activations.attention_outputs) == sides
@@ -208,21 +208,21 @@ def test_all_layers_and_attentions_are_recorded(architecture, upstream):
 
 
 def test_albert_attention_is_recorded_once_per_layer():
-    model = ALBERT.model("AlbertModel", "gqa")
+    model = ALBERT.make_model("AlbertModel", "gqa")
     assert len(list(iterate_attention_modules(model))) == 1
-    outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
+    outputs = ActivationRecorder(model, True).run(model, ALBERT.make_batch("AlbertModel")).attention_outputs["encoder"]
     assert len(outputs) == 2 and not torch.equal(*outputs)
 
 
 def test_teacher_is_frozen_without_gradients():
-    model = BERT.model("BertModel").train()
+    model = BERT.make_model("BertModel").train()
     teacher = Teacher(model, hidden_states=True)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
-    assert not teacher.run(BERT.batch("BertModel")).hidden_states["encoder"][-1].requires_grad
+    assert not teacher.run(BERT.make_batch("BertModel")).hidden_states["encoder"][-1].requires_grad
 
 
 def test_teacher_encodes_long_text_in_pieces():
-    model = BERT.model("BertForMaskedLM")
+    model = BERT.make_model("BertForMaskedLM")
     teacher = Teacher(model, hidden_states=True, attention_outputs=True, max_length=4)
     ids = torch.randint(3, 20, (2, 10), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(10) < torch.tensor([[10], [5]])).long()
@@ -241,7 +241,7 @@ def test_teacher_encodes_long_text_in_pieces():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_only_attention_is_trainable_on_request(architecture):
-    model = architecture.model(BASES[architecture.name], "gqa_talking")
+    model = architecture.make_model(BASES[architecture.name], "gqa_talking")
     select_trainable_parameters(model, "attention")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected = {

@@ -25,7 +25,7 @@ SEARCHES = {
 
 
 def make_inputs(architecture, head):
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     if (architecture, head) in ALONE:
         return {"input_ids": batch["input_ids"]}
     return {name: value for name, value in batch.items() if name != "decoder_input_ids"}
@@ -95,7 +95,7 @@ def test_cache_argument_accepts_its_former_name(architecture, head):
     """Check `test_bc_cache_name_forward` with a Transformers that knows both names."""
     if get_cache_name() == "past_key_values":
         pytest.skip("it has its first name")
-    model, inputs = make(architecture, head, "gqa"), architecture.batch(head)
+    model, inputs = make(architecture, head, "gqa"), architecture.make_batch(head)
     if (architecture, head) in ALONE:
         inputs = make_inputs(architecture, head)
     actual = []

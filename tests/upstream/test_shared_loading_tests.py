@@ -64,7 +64,9 @@ def test_mismatched_shapes_raise_an_error_or_are_initialized(architecture, tmp_p
     loaded, info = type(model).from_pretrained(None, **options, ignore_mismatched_sizes=True, output_loading_info=True)
     assert {entry[0] for entry in info["mismatched_keys"]} == {path}
     assert loaded.state_dict()[path].shape == model.state_dict()[path].shape
-    assert all(value.isfinite().all() for value in get_tensors(loaded.eval()(**architecture.batch(head))).values())
+    assert all(
+        value.isfinite().all() for value in get_tensors(loaded.eval()(**architecture.make_batch(head))).values()
+    )
     assert torch.equal(loaded.state_dict()[name], shape) or name == path
 
 
@@ -76,11 +78,11 @@ def test_all_tensors_are_parameters_or_buffers(architecture, fields):
         fields = fields | {"position_embedding_type": "sinusoidal"}
     head = next(iter(architecture.heads))
     with torch.device("meta"):
-        model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head, **fields)).eval()
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head, **fields)).eval()
     model.to_empty(device="cpu")
     model.init_weights()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.batch(head))).values())
+        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.make_batch(head))).values())
 
 
 @EVERY_ARCHITECTURE
@@ -114,7 +116,7 @@ def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
 def test_configuration_without_special_tokens_builds_a_model(architecture):
     """Check `test_model_forward_default_config_values`."""
     head = next(iter(architecture.heads))
-    config_dict = architecture.config(head=head, **get_variant_fields(architecture, "gqa")).to_diff_dict()
+    config_dict = architecture.make_config(head=head, **get_variant_fields(architecture, "gqa")).to_diff_dict()
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "tie_word_embeddings", "auto_map"):
         config_dict.pop(name, None)
     config = architecture.config_class(**config_dict)
@@ -122,7 +124,7 @@ def test_configuration_without_special_tokens_builds_a_model(architecture):
         setattr(config, name, 0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).eval()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.batch(head))).values())
+        assert all(value.isfinite().all() for value in get_tensors(model(**architecture.make_batch(head))).values())
 
 
 @EVERY_ARCHITECTURE
@@ -131,10 +133,10 @@ def test_unavailable_attention_implementation_changes_nothing(architecture):
     head = next(iter(architecture.heads))
     model = make(architecture, head, "gqa")
     with torch.no_grad():
-        before = get_tensors(model(**architecture.batch(head)))
+        before = get_tensors(model(**architecture.make_batch(head)))
         with pytest.raises(ValueError, match="nonsense"):
             model.set_attn_implementation("nonsense")
-        assert_same(before, get_tensors(model(**architecture.batch(head))), atol=0, rtol=0)
+        assert_same(before, get_tensors(model(**architecture.make_batch(head))), atol=0, rtol=0)
 
 
 @pytest.mark.thorough
@@ -145,7 +147,9 @@ def test_untied_embeddings_are_saved_and_loaded(architecture, tmp_path):
     """Check `test_load_save_without_tied_weights`; Transformers always ties those of T5."""
     for head in list(architecture.heads)[:3]:
         torch.manual_seed(0)
-        config = architecture.config(head=head, **get_variant_fields(architecture, "gqa"), tie_word_embeddings=False)
+        config = architecture.make_config(
+            head=head, **get_variant_fields(architecture, "gqa"), tie_word_embeddings=False
+        )
         model = getattr(hf_attn_variants, f"AttnVariant{head}")(config)
         model.save_pretrained(tmp_path / head)
         loaded, info = type(model).from_pretrained(tmp_path / head, output_loading_info=True)

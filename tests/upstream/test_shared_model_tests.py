@@ -37,7 +37,7 @@ import hf_attn_variants
 @EVERY_HEAD
 def test_training_gives_every_parameter_a_gradient(architecture, head):
     """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
-    batch, actual = architecture.batch(head, labels=True), []
+    batch, actual = architecture.make_batch(head, labels=True), []
     model = make(architecture, head, "latent", **get_no_dropout_fields(architecture)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
@@ -84,7 +84,7 @@ def seeded_draws(monkeypatch):
 def test_missing_weights_are_initialized_like_a_new_model(architecture, head, seeded_draws):
     """Check `test_can_init_all_missing_weights` with an empty checkpoint."""
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = architecture.config(head=head, **get_variant_fields(architecture, "latent"))
+    config = architecture.make_config(head=head, **get_variant_fields(architecture, "latent"))
     new = model_class(config)
     loaded = model_class.from_pretrained(None, config=config, state_dict={})
     assert_same(new.state_dict(), loaded.state_dict(), atol=0, rtol=0)
@@ -109,7 +109,7 @@ def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
     ties = [{frozenset(n for n in at if at[n] == at[name]) for name in at} for at in pointers]
     assert ties[0] == ties[1]
     with torch.no_grad():
-        batch = architecture.batch(head)
+        batch = architecture.make_batch(head)
         assert_same(get_tensors(model(**batch)), get_tensors(loaded.eval()(**batch)))
 
 
@@ -118,7 +118,7 @@ def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
 def test_eager_equals_sdpa(architecture, variant):
     """Check `test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
     head = next(iter(architecture.heads))
-    model, batch = make(architecture, head, variant), architecture.batch(head)
+    model, batch = make(architecture, head, variant), architecture.make_batch(head)
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
     for inputs in (batch, flipped):
         attention_mask = inputs.get("attention_mask")
@@ -138,7 +138,7 @@ def test_eager_equals_sdpa(architecture, variant):
 def test_batched_row_equals_the_single_row(architecture, variant):
     """Check `test_batching_equivalence`."""
     head = next(iter(architecture.heads))
-    model, batch = make(architecture, head, variant), architecture.batch(head)
+    model, batch = make(architecture, head, variant), architecture.make_batch(head)
     with torch.no_grad():
         batch_output = get_tensors(model(**batch))
         for row in range(len(next(iter(batch.values())))):
@@ -151,7 +151,7 @@ def test_batched_row_equals_the_single_row(architecture, variant):
 def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, variant):
     """Check `test_hidden_states_output`, `test_attention_outputs` and `test_model_outputs_equivalence`."""
     head = next(iter(architecture.heads))
-    model, batch = make(architecture, head, variant), architecture.batch(head)
+    model, batch = make(architecture, head, variant), architecture.make_batch(head)
     upstream = architecture.make_upstream_model(head)
     upstream.set_attn_implementation("eager")
     flags = {"output_hidden_states": True, "output_attentions": True}
@@ -214,7 +214,8 @@ def test_feed_forward_chunking_changes_no_output(architecture):
     unchunked, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
         assert_same(
-            get_tensors(unchunked(**architecture.batch(head))), get_tensors(chunked(**architecture.batch(head)))
+            get_tensors(unchunked(**architecture.make_batch(head))),
+            get_tensors(chunked(**architecture.make_batch(head))),
         )
 
 
@@ -236,7 +237,7 @@ def test_resized_embeddings_stay_tied(architecture, head):
         if output is not None:
             assert len(model.get_output_embeddings().weight) == size
             assert (model.get_output_embeddings().weight is weight) == tied
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     smaller = {
         name: value % (VOCABULARY - 10) if name.endswith("input_ids") else value for name, value in batch.items()
     }
@@ -263,7 +264,7 @@ def test_no_split_modules_are_found(architecture):
 def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
     head = next(iter(architecture.heads))
-    model, batch = make_new_model(architecture, head, "latent"), architecture.batch(head)
+    model, batch = make_new_model(architecture, head, "latent"), architecture.make_batch(head)
     model.save_pretrained(tmp_path / "model")
     # ALBERT's layers are one module, that upstream names in no list.
     layer = (list_whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]

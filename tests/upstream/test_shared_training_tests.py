@@ -34,7 +34,7 @@ def test_gradients_reach_returned_states_and_weights(architecture, variant):
     head = next(iter(architecture.heads))
     model = make(architecture, head, variant)
     model.set_attn_implementation("eager")
-    output = model(**architecture.batch(head), output_hidden_states=True, output_attentions=True)
+    output = model(**architecture.make_batch(head), output_hidden_states=True, output_attentions=True)
     returned = {
         name: output[name] for name in output if name.endswith(("hidden_states", "attentions")) and output[name]
     }
@@ -64,7 +64,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
             checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
-        next(iter(get_tensors(model(**architecture.batch(head))).values())).square().sum().backward()
+        next(iter(get_tensors(model(**architecture.make_batch(head))).values())).square().sum().backward()
         result.append({"gradient": adapter.weight.grad.clone()})
     assert_same(*result)
 
@@ -75,9 +75,9 @@ def test_losses_equal_transformers_for_each_problem_type(architecture, head, pro
     """Check `test_problem_types`."""
     size, labels = PROBLEMS[problem]
     upstream = architecture.make_upstream_model(head, num_labels=size, problem_type=problem)
-    model = architecture.model(head, num_labels=size, problem_type=problem)
+    model = architecture.make_model(head, num_labels=size, problem_type=problem)
     model.load_state_dict(upstream.state_dict())
-    batch = architecture.batch(head) | {"labels": labels}
+    batch = architecture.make_batch(head) | {"labels": labels}
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).loss, upstream(**batch).loss, atol=1e-5, rtol=1e-5)
 
@@ -86,7 +86,7 @@ def test_losses_equal_transformers_for_each_problem_type(architecture, head, pro
 def test_encoder_decoder_shifts_labels_once(architecture):
     """Check `test_encoder_decoder_loss_no_double_shift`."""
     head = get_second_head(architecture)
-    batch = architecture.batch(head, labels=True)
+    batch = architecture.make_batch(head, labels=True)
     with torch.no_grad():
         output = make(architecture, head, "gqa")(**batch)
     expected = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
@@ -108,7 +108,7 @@ def test_hidden_states_of_selected_layers_are_returned(architecture):
     """Check `test_can_capture_specific_layers_hidden_states` if Transformers supports it."""
     head = next(iter(architecture.heads))
     model, upstream = make(architecture, head, "latent"), architecture.make_upstream_model(head)
-    batch = architecture.batch(head)
+    batch = architecture.make_batch(head)
     with torch.no_grad():
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):

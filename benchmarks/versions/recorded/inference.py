@@ -48,7 +48,8 @@ def models() -> Record:
     }
     heads = {head: row for row in (*ARCHITECTURES, *RELATIVES) for head in row.heads}
     return record_each(mechanisms, lambda item: _record_model(*mechanisms[item])) | record_each(
-        heads, lambda head: _record_head(heads[head].model(head, "gqa"), heads[head].batch(head, labels=True))
+        heads,
+        lambda head: _record_head(heads[head].make_model(head, "gqa"), heads[head].make_batch(head, labels=True)),
     )
 
 
@@ -87,7 +88,7 @@ def quantized() -> Record:
 def _record_model(architecture: str, mechanism: str) -> Record:
     torch.manual_seed(0)
     row, head = ARCHITECTURE_HEADS[architecture]
-    model, batch = row.model(head, **get_mechanism_fields(architecture, mechanism)), row.batch(head)
+    model, batch = row.make_model(head, **get_mechanism_fields(architecture, mechanism)), row.make_batch(head)
     state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     records = {"tensors": digest(state, *model.state_dict().values())}
     for implementation in ("sdpa", "eager"):
