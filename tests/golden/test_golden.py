@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.golden import folders_in, load_expected, machine, outputs, pack, unpack
+from fixtures.golden import compute_outputs, describe_machine, list_folders, load_expected, pack, unpack
 from fixtures.golden_trainings import COMMAND, WEIGHTS, run_training
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -21,12 +21,12 @@ import hf_attn_variants
 from hf_attn_variants.model_folder import read_history
 
 FOLDER = Path(__file__).parent
-MODELS = folders_in(FOLDER / "models.tar.xz")
-TRAININGS = list(folders_in(FOLDER / "trainings.tar.xz"))
+MODELS = list_folders(FOLDER / "models.tar.xz")
+TRAININGS = list(list_folders(FOLDER / "trainings.tar.xz"))
 KINDS = MODELS | {"trainings": TRAININGS}
 # Folders that a later version rejects on purpose ("repositories/bert-gqa", "trainings/glue"), and words that its
 # ValueError must contain.
-UNSUPPORTED_PAIRS: dict[str, str] = {}
+REJECTED_FOLDERS: dict[str, str] = {}
 # Relative to the largest logit, for another order of float32 sums. Any two mechanisms differ by at least 1e-2.
 TOLERANCE = 1e-5
 # Relative to the largest weight, on a machine that rounds sums differently.
@@ -50,10 +50,10 @@ def unpacked(tmp_path_factory):
 @contextmanager
 def allow_listed_errors(name):
     """Let the body load something, or raise an error that is on the list."""
-    if name not in UNSUPPORTED_PAIRS:
+    if name not in REJECTED_FOLDERS:
         yield
         return
-    with pytest.raises(ValueError, match=re.escape(UNSUPPORTED_PAIRS[name])):
+    with pytest.raises(ValueError, match=re.escape(REJECTED_FOLDERS[name])):
         yield
 
 
@@ -64,7 +64,7 @@ def check_outputs(folder, name):
         model_class = getattr(hf_attn_variants, architecture)
         model, info = model_class.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
-        actual = outputs(model.eval(), inputs)
+        actual = compute_outputs(model.eval(), inputs)
         largest = float(expected["logits"].abs().max())
         torch.testing.assert_close(actual["logits"], expected["logits"], atol=TOLERANCE * largest, rtol=0)
         assert actual.keys() == expected.keys()
@@ -96,7 +96,7 @@ def test_every_architecture_and_command_has_an_archive(unpacked):
     assert len(types) == 13 and len(MODELS["repositories"]) == 397
     commands = {json.loads((unpacked("trainings")[0] / name / COMMAND).read_text())["command"] for name in TRAININGS}
     assert commands == {"glue", "squad", "seq2seq", "ner", "uptrain", "pretrain", "pretrain_t5"}
-    assert UNSUPPORTED_PAIRS.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
+    assert REJECTED_FOLDERS.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
 
 
 @pytest.mark.thorough
@@ -107,7 +107,7 @@ def test_resumed_training_ends_with_the_recorded_weights(unpacked, tmp_path, nam
     saved = json.loads((run / COMMAND).read_text(encoding="utf-8"))
     with allow_listed_errors(f"trainings/{name}"):
         results = run_training(run, saved["command"], [*saved["argv"], "--resume_from_checkpoint", "latest"])
-        if made_on["rounding"] == machine()["rounding"]:
+        if made_on["rounding"] == describe_machine()["rounding"]:
             assert results["train_loss"] == saved["train_loss"]
             assert (run / "out/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
             return
@@ -125,7 +125,7 @@ def test_archive_restores_the_same_bytes(tmp_path):
     save_file(tensors, source / "a/one.safetensors", metadata={"format": "pt"})
     (source / "b.txt").write_text("b")
     pack(source, tmp_path / "packed.tar.xz")
-    assert unpack(tmp_path / "packed.tar.xz", tmp_path / "again") == machine()
+    assert unpack(tmp_path / "packed.tar.xz", tmp_path / "again") == describe_machine()
     for name in ("a/one.safetensors", "b.txt"):
         assert (tmp_path / "again" / name).read_bytes() == (source / name).read_bytes()
     assert len(list((tmp_path / "again").rglob("*.*"))) == 2
