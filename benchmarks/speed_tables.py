@@ -421,7 +421,7 @@ def minilm_in_engines(report: dict[str, Any]) -> Rows:
     yield from _iterate_encoder_engine_rows(report)
 
 
-@register_table("int8_encoder_avx2", columns=["batch × tokens", *ENGINES.values()])
+@register_table("avx2_int8_encoder", columns=["batch × tokens", *ENGINES.values()])
 def minilm_with_avx2(report: dict[str, Any]) -> Rows:
     yield from _iterate_encoder_engine_rows(report)
 
