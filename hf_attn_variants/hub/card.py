@@ -34,13 +34,7 @@ from ..inspection.costs import (
 from ..inspection.tables import describe_talking_projections, format_layers, get_talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
-from ..modeling.fields.field_table import (
-    FIELD_TEXTS,
-    PLACE_WORDINGS,
-    VARIANT_FIELDS,
-    get_card_value_description,
-    look_up_field,
-)
+from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, VARIANT_FIELDS, get_card_text, look_up_field
 from ..modeling.mechanisms.head_sharing import (
     GroupedQueryAttention,
     HeadSharing,
@@ -194,12 +188,8 @@ def build_step_template_values(steps: Sequence[Step], base_model: str | None) ->
             step_values["quality"] = Quality.from_dict(step.get("quality", {}))
         else:
             initial_loss, final_loss = step.get("initial_eval_loss"), step.get("eval_loss")
-            step_values["no_gain"] = (
-                bool(step.get("steps"))
-                and initial_loss is not None
-                and final_loss is not None
-                and final_loss >= initial_loss
-            )
+            has_losses = bool(step.get("steps")) and None not in (initial_loss, final_loss)
+            step_values["no_gain"] = has_losses and final_loss >= initial_loss
             step_values["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
             step_values["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
         template_values.append(step_values)
@@ -284,7 +274,7 @@ def _get_task_name(training: Step) -> str | None:
 
 
 # {key/value head field: prefixes of the fields for the same encoder or decoder}.
-PREFIXES_BY_HEADS_FIELD = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
+PREFIXES_BY_FIELD = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 OWN_TAGS = (
     *("attn-variants", "multi-query-attention", "grouped-query-attention"),
     *("multi-head-latent-attention", "talking-heads-attention"),
@@ -393,12 +383,7 @@ def _describe_set_fields(variant: Any, fields: Sequence[str], tag: str) -> list[
 
     The type is `fact`, which is "pattern" or "kernel".
     """
-    prefixes = [
-        prefix
-        for heads, stack_prefixes in PREFIXES_BY_HEADS_FIELD.items()
-        if heads in fields
-        for prefix in stack_prefixes
-    ]
+    prefixes = [prefix for name in PREFIXES_BY_FIELD if name in fields for prefix in PREFIXES_BY_FIELD[name]]
     rows = [row for row in VARIANT_FIELDS if tag in row.tags and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
     return [_describe_field(variant, name) for name in names if getattr(variant, name, None) is not None]
@@ -415,20 +400,16 @@ def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
     """Return the result of `_describe_field` for a rank field, with the place and the ranks of its latents."""
     prefix, row = look_up_field(name)
     layers = get_values_by_layer(variant, name)
-    ranks = sorted({rank for rank in layers if rank is not None})
-    place = {
-        "here": PLACE_WORDINGS[prefix].place,
-        "token": PLACE_WORDINGS[prefix].token,
-        "is_one_for_all": prefix in row.model_wide_prefixes,
-    }
-    return _describe_field(variant, name) | place | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
+    ranks, place = sorted({rank for rank in layers if rank is not None}), PLACE_WORDINGS[prefix]
+    values = {"here": place.place, "token": place.token, "is_one_for_all": prefix in row.model_wide_prefixes}
+    return _describe_field(variant, name) | values | {"ranks": ranks, "is_input": ranks == [variant.hidden_size]}
 
 
 def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, the number of layers, and the layers with a value."""
     layers = get_values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    values = {"value": _get_value(variant, name), "words": get_card_value_description(name), "layers": len(layers)}
+    values = {"value": _get_value(variant, name), "words": get_card_text(name), "layers": len(layers)}
     return values | {"having": layers_with_value, "name": getattr(variant, name)}
 
 

@@ -23,7 +23,7 @@ def test_search_finds_the_largest_batch_that_fits(benchmark, memory, most):
 
 
 def test_largest_batch_has_a_row_per_engine(benchmark):
-    rows = benchmark.list_contestants(benchmark.config_of("t5-small"), benchmark.LATENTS)
+    rows = benchmark.list_contestants(benchmark.make_config("t5-small"), benchmark.LATENTS)
     names = ["transformers", "share_memory", "MHA + cross latent 128 + latent 32"]
     assert [engine.name for _, engine in rows[:3]] == names
     assert [config.get("kv_lora_rank") for config, _ in rows[:3]] == [None, None, 32]

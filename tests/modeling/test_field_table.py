@@ -16,7 +16,7 @@ from hf_attn_variants.modeling.fields.field_table import (
     VARIANT_FIELDS,
     VariantField,
     describe_field,
-    get_card_value_description,
+    get_card_text,
     look_up_field,
     make_dataclass_field,
 )
@@ -76,7 +76,7 @@ def test_fields_page_row_contains_the_values_of_the_table():
 
 
 def test_cards_and_errors_use_the_names_of_the_table():
-    printed = {name: get_card_value_description(name) for name in NAMES}
+    printed = {name: get_card_text(name) for name in NAMES}
     assert printed["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert printed["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
     assert printed["attention_window"] == "window size (tokens) in self-attention"

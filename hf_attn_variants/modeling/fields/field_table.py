@@ -22,7 +22,7 @@ __all__ = [
     "VariantField",
     "check_choice",
     "describe_field",
-    "get_card_value_description",
+    "get_card_text",
     "look_up_field",
     "make_dataclass_field",
     "with_variant_fields",
@@ -350,7 +350,7 @@ def describe_field(name: str) -> str:
     return f"{text}; the same for all layers" if prefix in field.model_wide_prefixes else text
 
 
-def get_card_value_description(name: str) -> str:
+def get_card_text(name: str) -> str:
     """Return the description of a field's value for model cards, or "" if it has none."""
     prefix, field = look_up_field(name)
     return (FIELD_TEXTS[field.name].card or "").format(**PLACE_WORDINGS[prefix]._asdict())
