@@ -209,7 +209,7 @@ def test_attention_module_uses_the_head_count_of_its_place():
     counts = {"num_key_value_heads": 8, "encoder_num_key_value_heads": 4}
     values = {"num_key_value_heads": 2, "encoder_num_key_value_heads": 4, "kv_lora_rank": 16, "cross_kv_lora_rank": 64}
     config = SimpleNamespace(
-        query_heads=counts.get,
+        get_query_heads=counts.get,
         get_layer_value=lambda name, layer: values.get(name),
         get_attention_head_dim=lambda name: 3,
         get_attention_value_dim=lambda name: 7,
