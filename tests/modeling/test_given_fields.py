@@ -2,18 +2,15 @@
 
 import json
 
-import hypothesis
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BERT, make_token_ids
-from fixtures.field_values import FIELDS, get_required_fields, make_tiny_config_values, value_of
-from hypothesis import strategies
+from architectures import ARCHITECTURES, BERT, token_ids
+from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from relatives import RELATIVES
 
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
-from hf_attn_variants.modeling.fields.saving_and_loading import describe_misspelled_field
 from hf_attn_variants.training.engine.models import _check_override_names
 
 pytestmark = pytest.mark.cross_product
@@ -82,29 +79,6 @@ def test_prefixed_field_exists_or_raises_an_error(row, prefix):
                 row.config_class.check_field_names([name])
 
 
-def edit_field(field, draw):
-    letters = list(field)
-    for _ in range(draw(strategies.integers(1, 2))):
-        place = draw(strategies.integers(0, len(letters) - 1))
-        kind = draw(strategies.sampled_from(["drop", "add", "change"]))
-        if kind == "drop":
-            letters.pop(place)
-        else:
-            letters[place : place + (kind == "change")] = draw(strategies.sampled_from("abcxyz_"))
-    return "".join(letters)
-
-
-@pytest.mark.thorough
-@hypothesis.given(strategies.data())
-@hypothesis.settings(max_examples=300, deadline=None)
-def test_misspelled_field_raises_an_error(data):
-    row, field = data.draw(strategies.sampled_from(ROWS)), data.draw(strategies.sampled_from(FIELDS))
-    name = edit_field(field, data.draw)
-    if not hasattr(row.config_class, name) and name not in UPSTREAM and name.isidentifier():
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            row.config_class.check_field_names([name])
-
-
 UPSTREAM = {
     name
     for row in ROWS
@@ -124,24 +98,6 @@ NOTES = (
 def test_transformers_field_names_are_not_misspellings(row):
     assert len(UPSTREAM) > 90
     row.config_class.check_field_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
-
-
-def _list_letter_runs(name):
-    """Return all runs that three adjacent letters of a name spell, without underscores."""
-    letters = name.replace("_", "")
-    return {letters[place : place + 3] for place in range(len(letters) - 2)}
-
-
-# Letters one by one: a strategy of texts takes words from the code and changes some letters, which makes misspelt
-# fields ("rand_blos").
-LETTERS = strategies.lists(strategies.sampled_from("abcdefghijklmnopqrstuvwxyz_0123456789"), max_size=30)
-
-
-@hypothesis.given(strategies.sampled_from(ROWS), LETTERS.map("".join))
-@hypothesis.settings(max_examples=300, deadline=None)
-def test_user_defined_names_are_accepted(row, name):
-    hypothesis.assume(not _list_letter_runs(name) & set().union(*map(_list_letter_runs, FIELDS)))
-    assert describe_misspelled_field(row.config_class, name) is None
 
 
 @EVERY_ROW

@@ -6,8 +6,7 @@ Transformers' shared tests are not part of the installed package. These tests co
 
 import pytest
 import torch
-import transformers
-from architectures import LENGTH, VOCABULARY, make_token_ids
+from architectures import LENGTH, VOCABULARY, token_ids
 from fixtures.checkpointing import checkpoint_layers
 from fixtures.tested_architectures import (
     ALL_ARCHITECTURES,
@@ -205,20 +204,6 @@ def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture,
         assert [item.shape for item in states] == [(rows, 1, config.d_model)] * (layers + 1)
 
 
-@pytest.mark.parametrize(
-    "architecture", [row for row in TEXT_ARCHITECTURES if row not in PAIRS], ids=lambda row: row.name
-)
-def test_feed_forward_chunking_changes_no_output(architecture):
-    """Check `test_feed_forward_chunking`."""
-    head = next(iter(architecture.heads))
-    unchunked, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
-    with torch.no_grad():
-        assert_same(
-            get_tensors(unchunked(**architecture.make_batch(head))),
-            get_tensors(chunked(**architecture.make_batch(head))),
-        )
-
-
 @EVERY_HEAD
 def test_resized_embeddings_stay_tied(architecture, head):
     """Check `test_resize_tokens_embeddings`, `test_resize_embeddings_untied` and `test_model_get_set_embeddings`."""
@@ -278,12 +263,4 @@ def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
     assert {item.device.type for item in loaded.get_submodule(layer).parameters()} == {"meta"}
     with torch.no_grad():
-        assert_same(get_tensors(model(**batch)), get_tensors(loaded.eval()(**batch)))
-
-
-def test_installed_transformers_has_no_shared_tests():
-    """Check that Transformers still ships no shared tests; if it did, these tests should inherit from them."""
-    import importlib.util
-
-    assert importlib.util.find_spec("transformers.test_modeling_common") is None
-    assert transformers.__version__
+        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
