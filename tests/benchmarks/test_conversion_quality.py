@@ -110,19 +110,6 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
     assert len(translations) == 4 and any(translations)
 
 
-def test_only_random_methods_run_with_several_seeds(quality, tiny):
-    rows = quality.plan_rows(tiny.subject, ["mean", "calibrated"], None, [0, 100], [0, 1])
-    keys = [quality.get_row_key(row)[1:] for row in rows]
-    assert len(set(keys)) == len(keys)
-    assert keys[0] == (quality.MULTI_HEAD, 4, 0, 0)
-    assert [key for key in keys if key[:2] == ("mean", 2)] == [
-        ("mean", 2, 0, 0),
-        ("mean", 2, 100, 0),
-        ("mean", 2, 100, 1),
-    ]
-    assert [key[2:] for key in keys if key[:2] == ("calibrated", 1)] == [(0, 0), (100, 0), (0, 1), (100, 1)]
-
-
 def test_existing_rows_are_not_measured_again(quality, tiny, tmp_path, capsys):
     flags = ["--models", "tiny", "--seeds", "0", "1", "--output", str(tmp_path / "results" / "quality.json")]
     first = quality.main(quality.parse_args([*flags, "--methods", "mean"]))
@@ -173,13 +160,3 @@ def test_quality_table_shows_means_and_ranges(quality, tiny):
         "| random | 0 |  | 1.5 (1.0 to 2.0) | 3 s |",
         "| random | 100 |  | 4.0 | 3 s |",
     ]
-
-
-def test_rows_with_an_older_batch_order_are_measured_again(quality, tiny, tmp_path):
-    path = tmp_path / "quality.json"
-    row = dict(zip(quality.KEY, ("tiny", "mean", 2, 100, 0), strict=True)) | {"size": 5.0, "batch_order": "sorted"}
-    path.write_text(json.dumps({"runs": [], "rows": [row]}))
-    results = quality.Results(path)
-    assert quality.get_row_key(row) not in results and "100" not in quality.format_tables(results.rows)
-    results.add({name: value for name, value in row.items() if name != "batch_order"})
-    assert quality.get_row_key(row) in results and "batch_order" not in path.read_text()

@@ -54,12 +54,6 @@ def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
     assert not any("num_key_value_heads" in item for item in fields)
 
 
-def test_only_divisors_of_the_value_heads_are_timed(measure):
-    config = BERT.make_config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
-    _, fields = get_names_and_fields(measure(config.to_dict(), 2, 8, 1))
-    assert [item["num_key_value_heads"] for item in fields if "num_key_value_heads" in item] == [12, 2, 1]
-
-
 def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
     import hf_attn_variants
 
@@ -71,8 +65,3 @@ def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
 
 
 NO_MASK = {"attention_mask": None}
-
-
-def test_text_longer_than_the_positions_raises_an_error(measure):
-    with pytest.raises(ValueError, match="`length`"):
-        measure(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 10**6, 1)

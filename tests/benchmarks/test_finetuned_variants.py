@@ -1,8 +1,6 @@
 """Check the fine-tuning comparison: its checkpoints, commands and table."""
 
 import argparse
-import dataclasses
-import gzip
 import importlib
 import json
 from pathlib import Path
@@ -12,7 +10,6 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants.commands.training import glue as run_glue
 from hf_attn_variants.commands.training import squad as run_squad
-from hf_attn_variants.commands.training import uptrain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,104 +51,6 @@ def test_existing_checkpoint_is_not_made_again(comparison, tmp_path):
     modified_time = (folder / "model.safetensors").stat().st_mtime_ns
     comparison.make_checkpoint(args, run, variants)
     assert (folder / "model.safetensors").stat().st_mtime_ns == modified_time
-
-
-def _finish(folder, arguments):
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = json.loads(json.dumps(vars(arguments), default=str))
-    (folder / "all_results.json").write_text(json.dumps({"arguments": arguments}))
-
-
-@pytest.fixture
-def distillations(comparison, monkeypatch):
-    """The recorded arguments of uptrain.py, which is replaced by a function that writes its results."""
-    calls = []
-
-    def run(command, **options):
-        calls.append(uptrain.parse_args(command[2:]))
-        _finish(Path(calls[-1].output_dir), calls[-1])
-
-    monkeypatch.setattr(comparison.subprocess, "run", run)
-    return calls
-
-
-def test_distilled_variant_starts_from_the_calibrated_variant(comparison, tmp_path, monkeypatch, distillations):
-    (tmp_path / "wikipedia").mkdir()
-    with gzip.open(tmp_path / "wikipedia/train-00000.txt.gz", "wt", encoding="utf-8") as file:
-        file.writelines(f"Line number {number} of a text that is long enough to be used.\n" for number in range(4000))
-    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
-    flags = ["--model", "source", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path)]
-    args = comparison.parse_args(flags)
-    start = tmp_path / "checkpoints" / "gqa-4-calibrated"
-    start.mkdir(parents=True)
-    run = comparison.Run("cola", 0, "GQA-4 (calibrated, distilled)")
-    comparison.make_checkpoint(args, run, comparison.VARIANTS)
-    (used,) = distillations
-    folder = comparison.get_checkpoint_folder(args, run, comparison.VARIANTS)
-    assert (used.model_name_or_path, used.teacher, used.output_dir) == (str(start), "source", str(folder))
-    texts = Path(used.train_file[0]).read_text(encoding="utf-8").splitlines()
-    assert 0.95 * len(texts) >= used.max_train_steps * used.per_device_train_batch_size
-    comparison.make_checkpoint(args, run, comparison.VARIANTS)  # it is there
-    (folder / "all_results.json").unlink()  # it was killed
-    args = comparison.parse_args([*flags, "--max_train_steps", "2"])
-    comparison.make_checkpoint(args, run, comparison.VARIANTS)
-    assert [call.max_train_steps for call in distillations] == [used.max_train_steps, 2]
-    with pytest.raises(SystemExit, match="max_train_steps"):
-        comparison.make_checkpoint(comparison.parse_args(flags), run, comparison.VARIANTS)
-
-
-@pytest.mark.parametrize("task", ["squad", "stsb", "cola"])
-def test_fine_tuned_model_is_source_and_teacher_of_evaluated_variants(
-    comparison, tmp_path, monkeypatch, shared_data, distillations, task
-):
-    monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
-    name = "GQA-4 (the fine-tuned MHA, calibrated on the task, distilled on it)"
-    calibrated = comparison.VARIANTS[name].distilled_from
-    args = comparison.parse_args(["--model", "m", "--data_dir", str(shared_data), "--work_dir", str(tmp_path)])
-    run = comparison.Run(task, 7, name)
-    start = comparison.get_checkpoint_folder(args, run._replace(variant=calibrated), comparison.VARIANTS)
-    start.mkdir(parents=True)
-    comparison.make_checkpoint(args, run, comparison.VARIANTS)
-    (used,) = distillations
-    assert (used.model_name_or_path, used.teacher) == (str(start), str(tmp_path / f"runs/mha-{task}-7"))
-    assert used.logits_weight == 1 and used.learning_rate == 2e-5
-    rows = [json.loads(line) for line in Path(used.train_file[0]).read_text().splitlines()]
-    assert tuple(rows[0]) == used.text_columns and len(used.text_columns) == (1 if task == "cola" else 2)
-    if task == "squad":
-        assert len(rows) - 512 >= used.max_train_steps * used.per_device_train_batch_size
-    args.max_train_steps = 2
-    _, *flags = comparison._make_command(args, run, "checkpoint", "out", comparison.VARIANTS)
-    script = run_squad if task == "squad" else run_glue
-    assert script.parse_args(flags).num_train_epochs == 0 and "--max_train_steps" not in flags
-    variants = {name: dataclasses.replace(comparison.VARIANTS[name], trained_again=name)}
-    _, *flags = comparison._make_command(args, run, "checkpoint", "out", variants)
-    assert script.parse_args(flags).num_train_epochs == comparison.TASKS[task].epochs
-    assert script.parse_args(flags).max_train_steps == 2
-
-
-def test_calibration_uses_the_texts_of_the_task(comparison, shared_data):
-    args = argparse.Namespace(data_dir=shared_data)
-    for name, kind in (("cola", str), ("stsb", tuple), ("squad", tuple)):
-        texts = comparison.read_task_texts(args, name)
-        assert len(texts) == comparison.TASK_TEXTS and all(isinstance(text, kind) for text in texts)
-    question, context = texts[0]
-    assert len(context) > len(question) > 5
-
-
-@pytest.mark.parametrize("variant", ["MHA", "GQA-4 (the fine-tuned MHA, calibrated on the task)"])
-def test_finished_run_of_another_model_raises_before_any_run(comparison, tmp_path, monkeypatch, variant):
-    for name in ("_run", "make_checkpoint"):
-        monkeypatch.setattr(comparison, name, lambda *run: pytest.fail("work was begun"))
-    (tmp_path / "glue/CoLA").mkdir(parents=True)
-    flags = ["--model", "new-model", "--data_dir", str(tmp_path), "--work_dir", str(tmp_path), "--tasks", "cola"]
-    args = comparison.parse_args([*flags, "--variants", variant, "--output", str(tmp_path / "rows.json")])
-    run = comparison.Run("cola", 42, "MHA")
-    folder = comparison._get_run_folder(tmp_path, run)
-    _, *used = comparison._make_command(args, run, "somewhere/old-model", folder, comparison.VARIANTS)
-    _finish(folder, run_glue.parse_args(used))
-    with pytest.raises(SystemExit, match=r"old-model.*now 'new-model'"):
-        comparison.main(args)
-    assert not (tmp_path / "rows.json").exists()
 
 
 def test_finetuning_table_has_means_ranges_and_gaps(comparison):

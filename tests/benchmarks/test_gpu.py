@@ -45,16 +45,6 @@ def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
     assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
 
 
-def test_selected_cells_run_first_and_the_others_later(load, part):
-    cells, calls = load("benchmarks.gpu.cells"), []
-    functions = {name: lambda name=name: calls.append(name) or {} for name in ("t5, batch 1", "t5, batch 64", "bert")}
-    part.cells = ["batch 64", "bert"]
-    assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["t5, batch 64", "bert"]
-    part.cells = []
-    assert cells.run_cells(part, functions) == cells.COMPLETE and calls[2:] == ["t5, batch 1"]
-    assert json.loads(part.output.read_text())["cells_in_all"] == 3
-
-
 def test_lost_device_restarts_the_process(load, part):
     cells = load("benchmarks.gpu.cells")
 
@@ -80,16 +70,6 @@ def test_cell_that_times_out_is_tried_twice(load, part):
     assert cells.run_cells(part, {"hangs": stopped, "works": dict}) == cells.COMPLETE
     assert read_cells(part)["hangs"]["error"] == "it was begun 2 times and never ended"
     assert read_cells(part)["works"]["status"] == "done"
-
-
-def test_no_cell_starts_after_the_deadline(load, part):
-    cells = load("benchmarks.gpu.cells")
-    part.deadline = time.time() - 1
-    assert cells.run_cells(part, {"works": dict}) == cells.UNFINISHED
-    assert read_cells(part) == {} and json.loads(part.output.read_text())["cells_in_all"] == 1
-    part.tiny = False
-    with pytest.raises(SystemExit, match="give another --output_dir"):
-        cells.run_cells(part, {"works": dict})
 
 
 # A part in a separate process without torch; the tests append its cells.
@@ -143,24 +123,6 @@ def test_failed_part_does_not_stop_the_next_part(run, tmp_path, capfd):
     begun = {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in ("works", "crashes")}
     assert run("--parts", *begun)[0] == 1  # its cell's goal is still not met
     assert begun == {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in begun}
-
-
-def test_failed_cells_are_tried_again_on_request(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    failed = {"cells": {"a": {"status": "done"}, "b": {"status": "failed"}}, "cells_in_all": 2}
-    (tmp_path / "out/works.json").write_text(json.dumps(failed))
-    assert run("--parts", "works")[1][0]["failed"] == 1
-    [row] = run("--parts", "works", "--retry")[1]
-    assert (row["failed"], row["done"]) == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"), [(["--device", "cpu"], "for --tiny alone"), (["--minutes", "0"], "more than 0")]
-)
-def test_gpu_run_rejects_invalid_flags(load, capsys, flags, message):
-    with pytest.raises(SystemExit):
-        load("benchmarks.gpu.run").parse_args(flags)
-    assert message in capsys.readouterr().err
 
 
 def test_kernel_parity_is_reported(load, part):

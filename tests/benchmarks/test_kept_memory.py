@@ -15,8 +15,6 @@ from benchmarks import page_faults
 from benchmarks.page_faults import FIXED_SETTINGS, Usage, UsageRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
-DECODE = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "2", "--repeats", "1"]
-DECODE += ["--skip_encoder", "--num_key_value_heads", "1", "--cross_kv_lora_rank", "--threads", "1"]
 ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--threads", "1"]
 ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="the variables are glibc's")
 FEW = {"seconds": 1.0, "minor_faults": 10, "system_seconds": 0.0, "few_faults": True}
@@ -50,16 +48,6 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
     assert load("benchmarks.kept_memory").is_recorded(report)
     assert len(list(load("benchmarks.speed_claims").iterate_claims(path.stem, report))) == len(report["rows"]) - 1
-
-
-@pytest.mark.slow
-def test_script_runs_with_one_allocator_setting_on_request(tmp_path):
-    ended = run("encode", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))
-    assert report["memory"].keys() == {"kept"} and "kept" not in report
-    failed = run("encode", *ENCODE, "--length", "0", "--output_dir", tmp_path / "none")
-    assert failed.returncode and not list((tmp_path / "none").glob("*"))
 
 
 def test_only_page_faults_of_the_watched_part_count():
@@ -178,84 +166,9 @@ def test_report_describes_the_machine_without_its_name(load):
     assert ("avx512f" in result["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 
-@pytest.fixture
-def again(load, tmp_path):
-    """A function that calls `measure_again.py` on a folder with the report decode_tiny and its arguments."""
-    decode, module = load("benchmarks.speed.decode"), load("benchmarks.measure_again")
-    folder = tmp_path / "results"
-    decode.main(decode.parse_args([*DECODE, "--run_name", "decode_tiny", "--output_dir", str(folder)]))
-    path = folder / "decode_tiny.json"
-    report = json.loads(path.read_text(encoding="utf-8")) | {"memory": "not recorded"}
-    path.write_text(json.dumps(report), encoding="utf-8")
-    folders = ["--results_dir", str(folder), "--work_dir", str(tmp_path / "work")]
-    return lambda *flags: module.main(module.parse_args([*folders, *flags]))
-
-
-@ON_GLIBC
-@pytest.mark.slow
-def test_measure_again_lists_measures_and_compares_reports(again, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    results, work = tmp_path / "results", tmp_path / "work"
-    assert again("--dry_run") == "" and not work.exists()
-    listed = capsys.readouterr().out
-    assert "1 of 1 reports" in listed and "--shape tiny" in listed and "--skip_encoder" in listed
-    again()
-    report = json.loads((results / "decode_tiny.json").read_text(encoding="utf-8"))
-    assert report["memory"].keys() == {"glibc", "kept"} and report["arguments"]["repeats"] == "3"
-    assert report["kept"]["rows"][1]["usage"]["seconds"] > 0
-    assert sorted(path.name for path in results.iterdir()) == ["decode_tiny.json", "decode_tiny.png"]
-    assert "not recorded" in (work / "before/decode_tiny.json").read_text(encoding="utf-8")
-    rows = (work / "claims.md").read_text(encoding="utf-8").splitlines()[2:]
-    assert len(rows) == 3 and all(
-        row.startswith("| decode_tiny | MQA, batch 2") and row.count("×") >= 3 for row in rows
-    )
-    capsys.readouterr()
-    again()
-    assert "0 of 1 reports" in capsys.readouterr().out  # it is done
-    with pytest.raises(SystemExit, match="there are decode_tiny"):
-        again("--only", "decode_none")
-
-
-def test_failed_measurement_is_named_and_the_others_run(load, tmp_path, monkeypatch, capsys):
-    module = load("benchmarks.measure_again")
-    tried = []
-
-    def fails(job, args):
-        tried.append(job.name)
-        raise ValueError("no peer here")
-
-    monkeypatch.setattr(module, "measure", fails)
-    with pytest.raises(SystemExit, match="decoder_state_cpu: no peer here"):
-        names = ["decoder_state_cpu", "long_t5_passes"]
-        module.main(module.parse_args(["--again", "--only", *names, "--work_dir", str(tmp_path)]))
-    assert tried == ["long_t5_passes", "decoder_state_cpu"]  # the important one first
-
-
-def test_flags_are_restored_from_the_arguments_of_a_report(load):
-    printed = {
-        "shape": "tiny",
-        "lengths": "[8, 16]",
-        "rank": "[]",
-        "compile": "False",
-        "padded": "True",
-        "layers": "None",
-    }
-    flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
-    assert load("benchmarks.measure_again").format_flags(printed) == flags
-
-
 def test_every_speed_report_can_be_measured_again(load):
     again = load("benchmarks.measure_again")
     jobs = again.list_jobs(again.parse_args([]))
     of_speed = load("benchmarks.speed_claims").is_of_speed
     assert {job.name for job in jobs} >= set(filter(of_speed, again.report_paths()))
     assert all(importlib.util.find_spec(f"benchmarks.{job.script}") and 0 < job.seconds < 3600 for job in jobs)
-
-
-def test_missing_input_error_names_the_flag(load, monkeypatch, tmp_path):
-    module = load("benchmarks.measure_again")
-    monkeypatch.setattr(module, "ROOT", tmp_path / "a")
-    args = module.parse_args(["--minilm", "there"])
-    assert module.fill_in_paths(["--x", module.MINILM], args) == ["--x", "there"]
-    with pytest.raises(ValueError, match="--train_file"):
-        module.fill_in_paths(["--train_file", module.TEXT], args)

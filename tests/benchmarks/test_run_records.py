@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hf_attn_variants.commands.training import glue as run_glue
-from hf_attn_variants.commands.training import seq2seq as run_seq2seq
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]
@@ -46,25 +45,9 @@ def test_run_with_other_arguments_raises_an_error_that_names_them(records, tmp_p
         records.check_arguments(tmp_path, run_glue.parse_args, ["--model_name_or_path", "models/b", *FLAGS[2:]])
 
 
-def test_default_arguments_are_not_a_difference(records, tmp_path):
-    flags = ["--model_name_or_path", "t5", "--output_dir", "o", "--source_file", "a.en", "--target_file", "a.de"]
-    arguments = json.loads(json.dumps(run_seq2seq.parse_args(flags).values(), default=str))
-    (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "arguments": arguments}))
-    assert records.check_arguments(tmp_path, run_seq2seq.parse_args, flags)["eval_loss"] == 1.0
-    with pytest.raises(SystemExit, match=r"max_target_length.*128, now 32"):
-        records.check_arguments(tmp_path, run_seq2seq.parse_args, [*flags, "--max_target_length", "32"])
-
-
 def test_checkpoint_of_another_model_raises_an_error(records, tmp_path):
     records.check_source(tmp_path, "a/minilm")  # not a converted one
     (tmp_path / "conversion_report.json").write_text(json.dumps({"source": "a/minilm"}))
     records.check_source(tmp_path, Path("b/minilm"))
     with pytest.raises(SystemExit, match="converted from a/minilm, not from a/bert"):
         records.check_source(tmp_path, "a/bert")
-
-
-def test_folder_without_the_data_raises_an_error(records, tmp_path):
-    (tmp_path / "val.en.gz").touch()
-    records.check_data_dir(tmp_path, "val.en.gz")
-    with pytest.raises(SystemExit, match=r"--data_dir .* has no train\.en\.gz$"):
-        records.check_data_dir(tmp_path, "val.en.gz", "train.en.gz")
