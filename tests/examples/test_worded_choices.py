@@ -12,8 +12,7 @@ from architectures import T5, make_token_ids
 from choice_models import compute_choice_log_probabilities
 from choice_task import format_question
 from fixtures.multilingual import TOKENIZERS
-from fixtures.processes import run_processes, run_script
-from fixtures.superglue import make_official_rows, write_superglue
+from fixtures.superglue import official_rows, write_superglue
 from fixtures.worded import make_writer
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
@@ -30,7 +29,6 @@ from transformers import (
 
 from hf_attn_variants.conversion import convert_checkpoint
 
-SCRIPT = "../examples/multiple_choice/run_multiple_choice"
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 # All words of the tiny files: those of the tasks' fields and labels as well.
 TEXT = (
@@ -209,19 +207,6 @@ def test_resumed_text_run_is_bitwise_equal(choose):
     resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
     assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-
-
-@pytest.mark.thorough
-def test_two_processes_equal_one_process_with_a_double_batch_in_words(choose, flags, tmp_path):
-    more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
-    expected, out = choose(*more, batch=8)
-    statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
-    assert statuses == [0, 0], output
-    results = json.loads((tmp_path / "two/all_results.json").read_text())
-    for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
-        assert results[name] == pytest.approx(expected[name], rel=1e-4), name
-    one, two = (read_lines(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
-    assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
 def test_multilingual_models_raise_an_error(choose, tmp_path):

@@ -4,7 +4,6 @@ import gzip
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.linear_loop import log_of
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoModelForSeq2SeqLM
@@ -63,15 +62,6 @@ def test_new_t5_variant_learns_and_continues_from_its_checkpoint(run):
     folder = run.out.with_name("more")
     again = run("--num_train_epochs", 0, "--model_name_or_path", run.out, output_dir=folder, scratch=False)
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
-
-
-def test_resumed_span_corruption_run_is_bitwise_equal(run, tmp_path):
-    flags = ["--max_train_steps", 7, "--checkpointing_steps", 4, "--dropout_rate", 0.1]
-    complete_run = run(*flags)
-    resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
-    assert resumed["train_loss"] == complete_run["train_loss"] and resumed["eval_loss"] == complete_run["eval_loss"]
-    weights = [AutoModelForSeq2SeqLM.from_pretrained(f).state_dict() for f in (run.out, tmp_path / "resumed")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize(
