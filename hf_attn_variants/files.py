@@ -239,7 +239,7 @@ BEST_MODEL_FILE = "best_model.safetensors"
 PLACEHOLDER_PREFIX = b"This is not a model: "
 # A file in training checkpoints.
 STATE_FILE = "train_state.json"
-# Files from a training run that users of the model do not need.
+# Files from a training run that users of the model do not need. Earlier releases wrote "bad_batch-*".
 TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
 # Log files, which may contain the names of machines, users and folders, and the folders of experiment trackers.
 LOG_PATTERNS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")

@@ -25,7 +25,7 @@ from ...progress import progress_bar
 from . import checkpoints
 from .models import find_variant_class
 from .optimization import Objective
-from .session import RunLog, save_failed_batches
+from .session import RunLog
 from .settings import TrainingSettings, check_metric_for_best_model, get_warmup_steps, is_greater_better
 
 logger = logging.getLogger(__name__)
@@ -240,9 +240,9 @@ class TrainingLoop:
             "warm-up steps": get_warmup_steps(settings, total_steps),
         }
         self.log = RunLog(accelerator, settings.output_dir)
-        # The number, loss, gradient norm and batches of the last step. Reading the loss from a GPU would wait for the
-        # step to finish, so it is deferred.
-        self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
+        # The number, loss and gradient norm of the last step. Reading the loss from a GPU would wait for the step to
+        # finish, so it is deferred.
+        self._pending: tuple[int, Tensor, Tensor] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
         self._signals = checkpoints.StopSignalRecorder()
@@ -401,13 +401,13 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         self._position = batches[-1].get("position")
         state.step += 1
-        self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, batches
+        self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm
 
     def _record_last_loss(self) -> None:
         """Add the loss of the last step to the totals, or raise `NonFiniteLossError` if it is not finite."""
         if self._pending is None:
             return
-        (step, loss, norm, group), self._pending = self._pending, None
+        (step, loss, norm), self._pending = self._pending, None
         value, norm_value = float(loss), float(norm)
         # With fp16, gradients can be infinite until the loss scaler has found its scale. These steps are skipped.
         non_finite_value = (
@@ -415,14 +415,12 @@ class TrainingLoop:
         )
         scaler = self.accelerator.scaler
         can_lower_loss_scale = scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-        if non_finite_value == "loss" or (non_finite_value and not can_lower_loss_scale):
-            bad_value = value if non_finite_value == "loss" else norm_value
-            output_dir = self.settings.output_dir
-            saved = save_failed_batches(self.accelerator, group, output_dir, step)
+        if bad == "loss" or (bad and not can_lower_loss_scale):
+            bad_value = value if bad == "loss" else norm_value
+            last = checkpoints.describe_last_checkpoint(self.settings.output_dir)
             raise NonFiniteLossError(
-                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped. The batches of "
-                f"this step {saved}.{checkpoints.describe_last_checkpoint(output_dir)} Try a lower --learning_rate, a "
-                "longer warm-up or --mixed_precision no."
+                f"The {bad} became {bad_value} at step {step}, so training was stopped.{last} Try a lower "
+                "--learning_rate, a longer warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value

@@ -18,13 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -153,10 +152,9 @@ def make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title:
 
 
 PREDICTIONS_PREFIX = "predictions_"
-BAD_BATCH_PREFIX = "bad_batch-"
 # The names of files from an earlier run that must be removed from the output folder before a new run starts.
 STALE_PATTERN = re.compile(
-    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|"
     + "|".join(re.escape(name) for name in (files.BEST_MODEL_FILE, files.LOG_FILE))
 )
 
@@ -247,31 +245,6 @@ def _restore_original_class(model: Any) -> Iterator[Any]:
         yield model
     finally:
         model.__class__ = sharded
-
-
-def save_failed_batches(
-    accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
-) -> str:
-    """Save the batches of a failed step on this process to a safetensors file.
-
-    The names of the tensors start with the number of the batch, such as "0.input_ids". A step has several batches if
-    gradients are accumulated.
-
-    Returns:
-        The end of a sentence for messages, which states where the batches are or why they could not be saved. The
-        sentence begins with "The batches".
-    """
-    path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
-    named = ((f"{i}.{name}", tensor) for i, batch in enumerate(batches) for name, tensor in batch.items())
-    # Copies are required because safetensors cannot save the same tensor under two names, for example if the inputs
-    # are also the labels.
-    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}
-    try:
-        path.write_bytes(safetensors.torch.save(copies))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        return f"could not be saved ({type(error).__name__}: {error})"
-    return f"are in {path}"
 
 
 logger = logging.getLogger(__name__)
