@@ -1,7 +1,6 @@
 """Multi-head, multi-query, grouped-query and latent attention (arXiv 1911.02150, 2305.13245, 2405.04434).
 
     attention for all queries      X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
-    attention for one query        x [d], M [m, d] -> y [d]
     one decoding step              x [b, d], prev_K [b, h, m, k], prev_V [b, h, m, v] -> y [b, d], and K and V with
                                    m + 1 positions (m = 0 in the first step)
     parameters                     P_q and P_k [h, d, k], P_v and P_o [h, d, v]
@@ -46,37 +45,6 @@ def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) 
     """Compute attention for one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
     weights = masked_softmax(scale * einsum("k,mk->m", q, K))
     return einsum("m,mv->v", weights, V)
-
-
-def multihead_attention_one_query(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
-) -> Tensor:
-    """Compute multi-head attention for one query (1911.02150, 2.2)."""
-    q = einsum("d,hdk->hk", x, P_q)
-    K = einsum("md,hdk->hmk", M, P_k)
-    V = einsum("md,hdv->hmv", M, P_v)
-    weights = masked_softmax(scale * einsum("hk,hmk->hm", q, K))
-    o = einsum("hm,hmv->hv", weights, V)
-    return einsum("hv,hdv->d", o, P_o)
-
-
-def multihead_attention_sum(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
-) -> Tensor:
-    """Compute multi-head attention for one query as a sum over heads with projections P_o[h] (2003.02436, 3)."""
-    y = torch.zeros_like(x)
-    for p_q, p_k, p_v, p_o in zip(P_q, P_k, P_v, P_o, strict=True):
-        y = y + p_o @ dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale)
-    return y
-
-
-def multihead_attention_concat(
-    x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
-) -> Tensor:
-    """Compute multi-head attention for one query with concatenated heads (1706.03762, 3.2.2)."""
-    heads = zip(P_q, P_k, P_v, strict=True)
-    o = cat([dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale) for p_q, p_k, p_v in heads])  # [h * v]
-    return o @ P_o.transpose(1, 2).flatten(0, 1)  # [h, d, v] -> [h * v, d]
 
 
 def multihead_attention(
