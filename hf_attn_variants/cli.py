@@ -48,8 +48,6 @@ TRAIN_PACKAGES = {
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
-# Substrings of the messages with which the Hub client reports that it repeats a request.
-RETRY_MESSAGES = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
 TRAIN_EXTRA_COMMANDS = (*TRAINING_COMMANDS, "sweep")
 
 
@@ -98,29 +96,10 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         from .registration import register
 
         register()
-        if isinstance(command, str):
-            _log_retries_once()
         unwind_on_interrupt()
         module.main(args)
 
     return run_script(run_command)
-
-
-def _log_retries_once() -> None:
-    """Show each kind of retry message from the Hub client only once."""
-    logged: set[str] = set()
-
-    def is_first_retry(record: logging.LogRecord) -> bool:
-        kind = next((kind for kind in RETRY_MESSAGES if kind in record.getMessage()), None)
-        is_new = kind not in logged
-        logged.update([kind] if kind else [])
-        return is_new
-
-    for handler in logging.getLogger("huggingface_hub").handlers:
-        others = [
-            log_filter for log_filter in handler.filters if getattr(log_filter, "__name__", None) != "is_first_retry"
-        ]
-        handler.filters = [*others, is_first_retry]  # without the filter of the previous command
 
 
 def _check_train_extra(command: str) -> None:

@@ -1,7 +1,6 @@
 """Check the `attn-variants` command: its list of commands, its imports, and that it acts like the scripts."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -160,34 +159,6 @@ def test_repeated_flag_uses_the_last_value_with_a_warning(flags, field, value, n
     assert note in output_text and bool(output_text) == bool(note) and "hf_" not in output_text
 
 
-def test_hub_client_prints_one_retry_message(monkeypatch, capsys):
-    """Check the retry message of the client, which otherwise prints two lines per try and file."""
-    from huggingface_hub.utils import _http
-
-    from hf_attn_variants.inspection import costs
-
-    def unreachable(*arguments):
-        for number in (1, 2, 3):
-            _http.logger.warning(f"'refused' thrown while requesting HEAD https://hub/{number}")
-            _http.logger.warning(f"Retrying in {number}s [Retry {number}/5].")
-        _http.logger.warning("something else")
-        raise OSError("the Hub does not answer")
-
-    hub = logging.getLogger("huggingface_hub")
-    handler = hub.handlers[0]
-    monkeypatch.setattr(hub, "handlers", [handler])  # other tests add theirs
-    monkeypatch.setattr(handler, "stream", sys.stderr)
-    monkeypatch.setattr(costs, "read_checkpoint_config", unreachable)
-    for _ in range(2):  # every command in both rounds
-        assert cli.main(["inspect", "me/x"]) == 2
-        assert capsys.readouterr().err.splitlines() == [
-            "'refused' thrown while requesting HEAD https://hub/1",
-            "Retrying in 1s [Retry 1/5].",
-            "something else",
-            "error: the Hub does not answer",
-        ]
-
-
 @pytest.mark.thorough
 def test_package_import_loads_no_heavy_modules():
     code = f"""
@@ -289,28 +260,6 @@ def test_inspect_does_not_read_weights(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--dtype", "bfloat16", "--details"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GQA-4 *"))
     assert row.split()[-7:] == ["256", "B", "512.0", "KiB", "0", "B", "(0%)"]
-
-
-def run_in_terminal(command, env, width):
-    """Return the output of a command on a terminal of a given width."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    with subprocess.Popen(command, env=env, stdout=slave, stderr=subprocess.DEVNULL, stdin=slave) as process:
-        os.close(slave)
-        printed = b""
-        try:
-            while part := os.read(master, 65536):
-                printed += part
-        except OSError:  # Linux: the other end is closed
-            pass
-    os.close(master)
-    assert process.returncode == 0
-    return printed.decode()
 
 
 # The other arguments of each command. An option with several values is between other options.

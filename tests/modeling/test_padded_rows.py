@@ -34,7 +34,6 @@ KERNELS = {
     "hybrid": {"attention_window": 4},
     "linformer": {"attention_kernel_features": 5},
 }
-COUNTING = ("random_blocks", "fixed", "local_blocks", *LEARNED)
 LENGTH = 23
 # The begin and the end of each row's text: padded on the left, on the right and on both sides.
 SIDES = {
