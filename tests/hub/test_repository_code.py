@@ -193,6 +193,8 @@ USED = textwrap.dedent(
         torch.testing.assert_close(result.last_hidden_state, saved["expected"], atol=1e-5, rtol=0)
         return result
 
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"])  # a call without padding before those with padding
     check(model)
     check(copy.deepcopy(model))
     check(pickle.loads(pickle.dumps(model)))
@@ -220,7 +222,7 @@ def test_remote_model_supports_copy_pickle_switch_and_save(name, repositories, t
 
 EXTENDED = textwrap.dedent(
     """
-    import multiprocessing, operator, sys, torch
+    import multiprocessing, onnxruntime, operator, sys, torch
     from concurrent.futures import ProcessPoolExecutor
     from pathlib import Path
     from peft import LoraConfig, get_peft_model
@@ -242,6 +244,12 @@ EXTENDED = textwrap.dedent(
             check(pool.submit(operator.methodcaller("__call__", **batch), load().requires_grad_(False)).result())
         check(torch.compile(load(), backend="aot_eager")(**batch))
         check(torch.export.export(load(), (), batch).module()(**batch))
+        options = {"kwargs": batch, "dynamo": True, "verbose": False}
+        graph = torch.onnx.export(load(), (), **options).model_proto.SerializeToString()
+        session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        inputs = {item.name: batch[item.name].numpy() for item in session.get_inputs()}
+        result = torch.from_numpy(session.run(None, inputs)[0])
+        torch.testing.assert_close(result, saved["expected"], atol=1e-4, rtol=0)
         merged = get_peft_model(load(), LoraConfig(target_modules=["query", "value"]))
         check(merged(**batch))
         check(merged.merge_and_unload()(**batch))
@@ -258,7 +266,7 @@ EXTENDED = textwrap.dedent(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_remote_model_supports_spawn_compile_export_lora_and_quantize(name, repositories, tmp_path):
+def test_remote_model_supports_spawn_compile_exports_lora_and_quantize(name, repositories, tmp_path):
     result = run_elsewhere(EXTENDED, repositories / name, home=tmp_path / "home", cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
 
