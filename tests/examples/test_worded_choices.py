@@ -12,7 +12,7 @@ from architectures import T5, make_token_ids
 from choice_models import compute_choice_log_probabilities
 from choice_task import format_question
 from fixtures.multilingual import TOKENIZERS
-from fixtures.superglue import official_rows, write_superglue
+from fixtures.superglue import make_official_rows, write_superglue
 from fixtures.worded import make_writer
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax

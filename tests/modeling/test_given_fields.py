@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BERT, token_ids
-from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
+from architectures import ARCHITECTURES, BERT, make_token_ids
+from fixtures.field_values import FIELDS, get_required_fields, make_tiny_config_values, value_of
 from relatives import RELATIVES
 
 from hf_attn_variants import convert

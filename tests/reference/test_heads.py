@@ -96,10 +96,10 @@ def test_dot_product_attention_equals_a_hand_computation():
 
 
 def test_multihead_equals_torch():
-    X, M = inputs()
-    P = weights()
-    mask = rand(B, H, N, M_LEN)
-    close(heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE), sdpa_layer(X, M, *P, mask=mask))
+    X, M = make_inputs()
+    P = make_weights()
+    mask = draw_normal(B, H, N, M_LEN)
+    close(heads.multihead_attention(X, M, *P, mask=mask, scale=SCALE), compute_with_sdpa(X, M, *P, mask=mask))
 
 
 def test_multihead_equals_nn_multihead_attention():

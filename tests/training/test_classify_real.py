@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from fixtures.wikipedia_sections import articles_by_headings, paragraphs_by_heading
+from fixtures.wikipedia_sections import read_articles_by_headings, read_paragraphs_by_heading
 
 from hf_attn_variants import convert
 from hf_attn_variants.commands.training import classify
@@ -26,7 +26,7 @@ def classify(*argv):
     return main(parse_args([str(item) for item in [*argv, *QUIET]]))
 
 
-def divided(rows, count):
+def divide_rows(rows, count):
     rows = sorted(rows)
     random.Random(0).shuffle(rows)
     return rows[:count], rows[count : count + count // 4]

@@ -6,7 +6,7 @@ Transformers' shared tests are not part of the installed package. These tests co
 
 import pytest
 import torch
-from architectures import LENGTH, VOCABULARY, token_ids
+from architectures import LENGTH, VOCABULARY, make_token_ids
 from fixtures.checkpointing import checkpoint_layers
 from fixtures.tested_architectures import (
     ALL_ARCHITECTURES,
@@ -263,4 +263,4 @@ def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
     assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
     assert {item.device.type for item in loaded.get_submodule(layer).parameters()} == {"meta"}
     with torch.no_grad():
-        assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
+        assert_same(get_tensors(model(**batch)), get_tensors(loaded.eval()(**batch)))

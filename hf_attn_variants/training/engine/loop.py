@@ -415,11 +415,11 @@ class TrainingLoop:
         )
         scaler = self.accelerator.scaler
         can_lower_loss_scale = scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-        if bad == "loss" or (bad and not can_lower_loss_scale):
-            bad_value = value if bad == "loss" else norm_value
+        if non_finite_value == "loss" or (non_finite_value and not can_lower_loss_scale):
+            bad_value = value if non_finite_value == "loss" else norm_value
             last = checkpoints.describe_last_checkpoint(self.settings.output_dir)
             raise NonFiniteLossError(
-                f"The {bad} became {bad_value} at step {step}, so training was stopped.{last} Try a lower "
+                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped.{last} Try a lower "
                 "--learning_rate, a longer warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
