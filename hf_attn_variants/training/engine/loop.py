@@ -419,8 +419,8 @@ class TrainingLoop:
             bad_value = value if non_finite_value == "loss" else norm_value
             last = checkpoints.describe_last_checkpoint(self.settings.output_dir)
             raise NonFiniteLossError(
-                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped.{last} Try a lower "
-                "--learning_rate, a longer warm-up or --mixed_precision no."
+                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped.{last} Try a "
+                "lower --learning_rate, a longer warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value
