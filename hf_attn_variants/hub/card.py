@@ -158,10 +158,10 @@ def _get_basename(path: str) -> str:
 
 Step = Mapping[str, Any]
 # The arguments that model cards show for training steps and for evaluations.
-TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
-alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
-num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
-max_target_length mixed_precision trainable seed""".split()
+TRAINING_ARGUMENTS = """task_name dataset_name objective teacher multi_head_model num_train_epochs max_train_steps
+pretraining_steps alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim
+lr_scheduler_type num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate
+max_length max_target_length mixed_precision trainable seed""".split()
 EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_length", "num_beams", "seed")
 
 

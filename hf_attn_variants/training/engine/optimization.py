@@ -20,6 +20,7 @@ from ...modeling.mechanisms.kernels.kernel_table import get_learned_parameter_na
 from ...modeling.mechanisms.talking_heads import HEAD_PROJECTIONS
 from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
+from .weighted_heads import KEY_WEIGHTS, VALUE_WEIGHTS
 
 # The sum [b] of a loss over the items in each example, and the number of items [b]. The quotient of their totals is
 # the mean loss.
@@ -128,7 +129,7 @@ def sum_values_per_example(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=values.device, dtype=values.dtype).masked_scatter(mask, values).sum(-1)
 
 
-NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names())
+NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names(), KEY_WEIGHTS, VALUE_WEIGHTS)
 
 
 def get_no_decay_parameter_names(model: nn.Module) -> set[str]:

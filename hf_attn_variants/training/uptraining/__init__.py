@@ -125,6 +125,12 @@ class UptrainingSettings(UptrainingTextSettings, SpanNoiseSettings, LanguageSett
         "Folder or Hub id of the model whose outputs are reproduced, usually the original model before conversion.",
         None,
     )
+    multi_head_model: str | None = option(
+        "Folder or Hub id of the model from which the checkpoint was converted with mean pooling. All its key and "
+        "value heads are trained, and one learned weight per head combines them into the fewer heads of the "
+        "checkpoint (WGQA, arXiv 2407.10855). The heads are merged at the end.",
+        None,
+    )
     teacher_max_length: int | None = option(
         "For encoders, split longer texts into pieces of this many tokens for the teacher. Use this if the teacher "
         "has fewer positions or works better on shorter texts (default: texts are not split).",
@@ -302,6 +308,11 @@ class UptrainingSettings(UptrainingTextSettings, SpanNoiseSettings, LanguageSett
             raise ValueError("--predict_with_generate requires sacrebleu. Run `pip install sacrebleu`.")
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
             raise ValueError("--trainable lora requires peft. Run `pip install peft`.")
+        if self.trainable == "lora" and self.multi_head_model is not None:
+            raise ValueError(
+                "--multi_head_model must not be combined with --trainable lora, which does not train the heads. Use "
+                "--trainable attention or all."
+            )
 
     def _check_num_steps(self) -> None:
         """Check the settings that determine the number of steps."""

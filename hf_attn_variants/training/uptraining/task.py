@@ -44,6 +44,7 @@ from ..engine.optimization import Objective
 from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model, show_progress
 from ..engine.settings import ModelSettings, check_metric_for_best_model, count_training_steps
 from ..engine.trainable_parameters import add_lora, freeze_unused_parameters, select_trainable_parameters
+from ..engine.weighted_heads import add_weighted_heads, merge_weighted_heads
 from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
 from ..pretraining.task import HeldOutBlockDataset, make_stream_batches
 from ..pretraining.text_stream import open_text_splits, read_blocks, stack_examples
@@ -376,7 +377,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     rows: dataloaders.TextDataset
 
-    # The number of parameters in the model after LoRA updates are merged, or None without LoRA.
+    # The number of parameters after LoRA updates or weighted heads are merged, or None if nothing is merged.
     num_parameters: int | None = None
     # The target texts of the held-out rows if texts are generated, and None otherwise.
     references: list[tuple[str]] | None = None
@@ -436,11 +437,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.teacher_settings = self.teacher_config = None
         if settings.teacher is None:
             return
-        self.teacher_settings = ModelSettings(
-            model_name_or_path=settings.teacher,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        self.teacher_settings = self._make_model_settings(settings.teacher)
         self.teacher_config = models.load_config(self.teacher_settings)
         compared = (weights.hidden_states > 0, weights.attention_outputs > 0, weights.embedding_distance > 0)
         check_teacher_config(self.config, self.teacher_config, *compared)
@@ -450,6 +447,15 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
                 f"--teacher {settings.teacher} must have a decoder that reads {self.input_kind.value}, like "
                 f"{settings.model_name_or_path}, but it reads {input_kind.value}. Use another teacher."
             )
+
+    def _make_model_settings(self, name: str) -> ModelSettings:
+        """Return the settings for loading another model for the run."""
+        settings = self.settings
+        return ModelSettings(
+            model_name_or_path=name,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
+        )
 
     def _check_teacher_tokenizer(self) -> None:
         """Check that the teacher and the model have the same vocabulary."""
@@ -477,6 +483,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.target_start is not None:
             self.target_start.apply_to(model)
         self.student, self.extra_tensors = model, _read_unused_tensors(settings.source, unexpected_keys)
+        if settings.multi_head_model is not None:
+            self._add_weighted_heads(model, settings.multi_head_model)
         select_trainable_parameters(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -486,6 +494,15 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self._freeze_unused_parameters()
         self.trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return model
+
+    def _add_weighted_heads(self, model: PreTrainedModel, name: str) -> None:
+        """Replace the heads of the model by weighted sums of the heads of the multi-head model with this name."""
+        if self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise ValueError("--multi_head_model does not support FSDP and DeepSpeed. Use data parallelism instead.")
+        settings = self._make_model_settings(name)
+        config = models.load_config(settings)
+        model_class = models.get_saved_model_class(settings.source, config)
+        add_weighted_heads(model, models.load_model(settings, config, model_class))
 
     def _load_teacher(self) -> Teacher | None:
         """Load the teacher, or return None if there is no teacher."""
@@ -632,6 +649,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             "tokens that the teacher reads at once": settings.teacher_max_length,
             "weights of the terms": asdict(self.weights),
             "trainable": [settings.trainable, settings.lora_rank, settings.lora_alpha],
+            **({} if settings.multi_head_model is None else {"multi-head model": settings.multi_head_model}),
             "mlm_probability": settings.mlm_probability,
             "lengths of targets": settings.max_target_length,
             "source_prefix": settings.source_prefix,
@@ -657,7 +675,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
-        # Evaluate before the low-rank updates are merged into the weights because merging changes the rounding.
+        # Evaluate before low-rank updates or weighted heads are merged because merging changes the rounding.
         super().evaluate_final_weights(loop)
         self.log_path = loop.log.path
         for name, value in self.saved_dropout.items():
@@ -665,9 +683,12 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         rising = [name for name in RISING_METRIC_NAMES if name in self.metrics]
         self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in self.metrics]
         self.examples_and_steps = loop.state.examples, loop.state.step
-        if self.peft_model is None:
+        if self.peft_model is not None:
+            merged = self.peft_model.merge_and_unload()
+        elif self.settings.multi_head_model is not None:
+            merged = merge_weighted_heads(self.student)
+        else:
             return model
-        merged = self.peft_model.merge_and_unload()
         self.num_parameters = sum(parameter.numel() for parameter in merged.parameters())
         return merged
 
