@@ -22,7 +22,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +101,21 @@ def export_encoders(folder: Path, name: str, calibration: Path, threads: int) ->
         inputs = {item.name for item in session.get_inputs()}
         encoders[engine] = functools.partial(_run_graph, lambda batch, s=session: s.run(None, batch)[0], inputs)
     if importlib.util.find_spec("openvino") and importlib.util.find_spec("nncf"):
-        import openvino
+        encoders |= export_openvino_encoders(folder / "openvino", name, calibration, threads)
+    return encoders
 
-        static_dir = folder / "openvino"
-        print(export_onnx(name, static_dir, quantization="int8", calibration_file=calibration).summary())
-        options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
-        for engine, file in (("OpenVINO", "model.onnx"), ("OpenVINO int8 (static)", OPENVINO_NAME)):
-            compiled = openvino.Core().compile_model(static_dir / "onnx" / file, "CPU", options)
-            names = {item.any_name for item in compiled.inputs}
-            encoders[engine] = functools.partial(_run_graph, lambda batch, c=compiled: c(batch)[0], names)
+
+def export_openvino_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
+    """Export the model to graphs for OpenVINO in `folder`, and return the calls of the float32 and the int8 graph."""
+    import openvino
+
+    print(export_onnx(name, folder, quantization="int8", calibration_file=calibration).summary())
+    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    encoders: dict[str, Encoder] = {}
+    for engine, file in (("OpenVINO", "model.onnx"), ("OpenVINO int8 (static)", OPENVINO_NAME)):
+        compiled = openvino.Core().compile_model(folder / "onnx" / file, "CPU", options)
+        names = {item.any_name for item in compiled.inputs}
+        encoders[engine] = functools.partial(_run_graph, lambda batch, c=compiled: c(batch)[0], names)
     return encoders
 
 
@@ -121,19 +127,24 @@ def _run_graph(
     return run({name: array for name, array in arrays.items() if name in names})
 
 
+def compute_embeddings(encode: Encoder, tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
+    """Return the means of the last hidden states of texts, with unit length [texts, width]."""
+    vectors = []
+    for first in range(0, len(texts), 32):
+        batch = tokenizer(
+            list(texts[first : first + 32]), padding=True, truncation=True, max_length=128, return_tensors="pt"
+        )
+        states = np.asarray(encode(batch["input_ids"], batch["attention_mask"]))
+        mask = batch["attention_mask"].numpy()[..., None]
+        mean = (states * mask).sum(1) / mask.sum(1)
+        vectors.append(mean / np.linalg.norm(mean, axis=1, keepdims=True))
+    return np.concatenate(vectors)
+
+
 def compute_spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]]) -> float:
     """Return the Spearman correlation of the cosine similarities with the scores."""
-    vectors: list[list[np.ndarray]] = [[], []]
-    for side in (0, 1):
-        for first in range(0, len(pairs), 32):
-            texts = [pair[side] for pair in pairs[first : first + 32]]
-            batch = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
-            states = np.asarray(encode(batch["input_ids"], batch["attention_mask"]))
-            mask = batch["attention_mask"].numpy()[..., None]
-            mean = (states * mask).sum(1) / mask.sum(1)
-            vectors[side].append(mean / np.linalg.norm(mean, axis=1, keepdims=True))
-    cosines = (np.concatenate(vectors[0]) * np.concatenate(vectors[1])).sum(1)
-    return float(spearmanr(cosines, [score for _, _, score in pairs]).statistic)
+    first, second = (compute_embeddings(encode, tokenizer, [pair[side] for pair in pairs]) for side in (0, 1))
+    return float(spearmanr((first * second).sum(1), [score for _, _, score in pairs]).statistic)
 
 
 def save_random_bert(folder: Path, shape: str) -> str:
