@@ -4,7 +4,8 @@ An extension declares the stage of attention at which it is called. It returns a
 argument:
 
     HEAD_STAGE      (heads [b, h, n, d], role)    the queries, keys or values, before the cache
-    WEIGHT_STAGE    (weights, logits)             the weights [b, h, n, m] after the softmax, and the masked logits
+    WEIGHT_STAGE    (weights, logits, mask)       the weights [b, h, n, m] after the softmax, the logits without the
+                                                  mask, and the mask or None
     OUTPUT_STAGE    (output, states)              the outputs of the heads [b, n, h_v, d_v], before the output
                                                   projection, and the inputs of the query projection [b, n, D]
 
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..ops.softmax_attention import masked_softmax
@@ -48,7 +48,7 @@ class AttentionExtension(Mechanism, nn.Module):
         like: a tensor whose dtype and device are used for the parameters.
 
     If a projection can express the extension, the class has a method `fold(role, projection)`. It returns an
-    equivalent weight or bias [h d, ...] of the projection with this role ("query", "key", ...).
+    equivalent weight or bias of the projection with this role ("query", "key", "value" or "output").
 
     Class attributes:
         stage: the stage of attention at which `forward` is called.
@@ -113,9 +113,4 @@ def get_normalization(module: VariantAttention) -> Callable[[Tensor, Tensor | No
 
 
 def _normalize(module: VariantAttention, logits: Tensor, mask: Tensor | None) -> Tensor:
-    weights = masked_softmax(logits, mask)
-    if mask is not None:
-        logits = (
-            logits.masked_fill(~mask, torch.finfo(logits.dtype).min) if mask.dtype == torch.bool else logits + mask
-        )
-    return apply_extensions(module, WEIGHT_STAGE, weights, logits.to(weights.dtype))
+    return apply_extensions(module, WEIGHT_STAGE, masked_softmax(logits, mask), logits, mask)

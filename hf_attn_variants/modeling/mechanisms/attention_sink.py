@@ -49,10 +49,13 @@ class AttentionSink(AttentionExtension):
         """Initialize a with zeros."""
         init.zeros_(self.sink)
 
-    def forward(self, weights: Tensor, logits: Tensor) -> Tensor:
+    def forward(self, weights: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
         """Return the weights [b, h, n, m] of a softmax with sinks for the softmax of the masked logits."""
         # If training makes a parameter negative, a is 0, and the gradient still reaches the parameter.
         sink = self.sink + (self.sink.clamp(min=0) - self.sink).detach()
-        logits = logits.clamp(min=torch.finfo(logits.dtype).min)  # minus infinity would make the gradient NaN
-        log_sum = logits.logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_SUM)
+        lowest = torch.finfo(logits.dtype).min
+        if mask is not None:
+            logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
+        # Minus infinity would make the gradient NaN.
+        log_sum = logits.to(weights.dtype).clamp(min=lowest).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_SUM)
         return weights / (1 + sink.to(weights.dtype)[:, None, None] * (-log_sum).exp())

@@ -44,8 +44,8 @@ class ClippedSoftmax(AttentionExtension):
             raise ValueError(f"`{field}` must be [gamma, zeta] with gamma <= 0 and zeta >= 1, got {list(value)}.")
         return [float(number) for number in value]
 
-    def forward(self, weights: Tensor, logits: Tensor) -> Tensor:
-        """Return the clipped weights [b, h, n, m]. The logits are not used."""
+    def forward(self, weights: Tensor, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the clipped weights [b, h, n, m]. The logits and the mask are not used."""
         gamma, zeta = self.progress * self.gamma, 1 + self.progress * (self.zeta - 1)
         return ((zeta - gamma) * weights + gamma).clamp(0, 1)
 
