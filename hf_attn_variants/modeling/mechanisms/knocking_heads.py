@@ -1,4 +1,4 @@
-"""Knocking heads in their linear form, which multiplies all heads by shared matrices (arXiv 2510.23052, figure 1).
+"""Knocking heads in their linear form, which multiplies all heads by shared matrices (arXiv 2510.23052, equation 7).
 
 Every value head is multiplied by the same d_v x d_v matrix, and with "all", every query and key head by two further
 d x d matrices. The matrices start as the identity, so that a model can continue from a checkpoint without them. They
@@ -53,7 +53,7 @@ class KnockingHeads(AttentionExtension):
         return key_flops, self.heads["query"] * flops.get("query", 0)
 
     def fold(self, role: str, projection: Tensor) -> Tensor:
-        """Return the weight or bias [h d, ...] of a projection, multiplied by the matrix for its role."""
+        """Return the weight or bias [h d, ...] of a projection, multiplied by the matrix for its role if any."""
         matrix = getattr(self, f"{role}_map", None)
         if matrix is None:
             return projection

@@ -1,7 +1,8 @@
 """Output gates, which multiply the outputs of the heads by a sigmoid of the inputs (arXiv 2505.06708, equation 5).
 
 The gate is 2 sigmoid(x W^T), where x is the input of the query projection. It is 1 if W = 0, so that a model can
-continue from a checkpoint without gates. The paper omits the factor 2. The symbols are defined in `softmax_attention`.
+continue from a checkpoint without gates. The paper omits the factor 2, which arXiv 2306.12929 uses in a fine-tuning
+experiment (appendix B.6). The symbols are defined in `softmax_attention`.
 """
 
 from typing import Any
