@@ -448,7 +448,7 @@ def squad_losses() -> Rows:
         yield [step, *(f"{losses[name][step]:.2f}" if step in losses[name] else "" for name in variants)]
 
 
-@table(
+@register_table(
     "model",
     "kurtosis",
     "largest value",

@@ -1,7 +1,7 @@
 """Exports variant checkpoints to plain Transformers checkpoints, which can be loaded without remote code.
 
-Grouped heads are repeated, and latent projections and knocking heads are multiplied into the key and value
-projections, so the outputs do not change. Variants that Transformers classes cannot compute, such as talking heads,
+Grouped heads are repeated. Latent projections, knocking heads and DEX are multiplied into the projections, so the
+outputs do not change. Variants that Transformers classes cannot compute, such as talking heads,
 are not supported.
 """
 

@@ -1,7 +1,7 @@
-"""Output gates, attention sinks, clipped softmax and knocking heads.
+"""Output gates, attention sinks, clipped softmax, knocking heads and DEX.
 
-The papers are arXiv 2505.06708, 2508.10925, 2306.12929 and 2510.23052. S are the logits and A the attention weights
-[b, h, n, m], and Y are the outputs of the heads [b, h, n, v].
+The papers are arXiv 2505.06708, 2508.10925, 2306.12929, 2510.23052 and 2505.16333. S are the logits and A the
+attention weights [b, h, n, m], and Y are the outputs of the heads [b, h, n, v].
 """
 
 import torch
@@ -35,8 +35,16 @@ def clip_softmax(A: Tensor, gamma: float, zeta: float) -> Tensor:
 
 
 def knock_heads(H: Tensor, T: Tensor) -> Tensor:
-    """Multiply all query, key or value heads by one matrix (2510.23052, figure 1, linear form).
+    """Multiply all query, key or value heads by one matrix (2510.23052, equations 5 to 7).
 
     H [b, h, n, k], T [k, k] -> [b, h, n, k].
     """
     return einsum("bhnk,kl->bhnl", H, T)
+
+
+def subtract_projections(Y: Tensor, factors: Tensor, W: Tensor) -> Tensor:
+    """Return Y - lambda Y W for each head (DEX, 2505.16333, figure 9), with one lambda per head.
+
+    Y [b, h, n, v], factors [h], W [v, v] -> [b, h, n, v]. The paper has one lambda for the selected heads of a layer.
+    """
+    return Y - factors[:, None, None] * einsum("bhnv,vw->bhnw", Y, W)

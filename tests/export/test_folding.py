@@ -1,4 +1,4 @@
-"""Check exports of attention extensions: knocking heads are folded into projections, and others raise an error."""
+"""Check exports of attention extensions, which are folded into projections or raise an error."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import hf_attn_variants
 from examples.onnx_decoding import load_graph
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
+from hf_attn_variants.export.folding import FOLDED_FIELDS
 from hf_attn_variants.export.onnx import export_onnx
 from hf_attn_variants.export.plain import export_transformers
 
@@ -22,15 +23,21 @@ pytestmark = pytest.mark.cross_product
 BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
 PLACES = {"encoder_knocking_heads": "none", "knocking_heads": "value", "cross_knocking_heads": "all"}
+FOLDED = (
+    {"knocking_heads": "value"},
+    {"knocking_heads": "all"},
+    {"dex": True},
+    {"knocking_heads": "all", "dex": True},
+)
 
 
 @pytest.mark.parametrize("row", [BERT, T5, BART, *ENCODERS, MODERNBERT], ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["mha", "mqa", "latent"])
-@pytest.mark.parametrize("fields", [{"knocking_heads": "value"}, {"knocking_heads": "all"}, PLACES], ids=str)
+@pytest.mark.parametrize("fields", [*FOLDED, PLACES], ids=str)
 @torch.no_grad()
-def test_knocking_heads_are_folded_into_a_plain_checkpoint(row, variant, fields, tmp_path):
+def test_linear_extensions_are_folded_into_a_plain_checkpoint(row, variant, fields, tmp_path):
     head, is_pair = list(row.heads)[1], hasattr(row.config_class, "encoder_decoder_layers")
-    fields = {name: value for name, value in fields.items() if is_pair or name == "knocking_heads"}
+    fields = {name: value for name, value in fields.items() if is_pair or name in ("knocking_heads", "dex")}
     if row is MODERNBERT and variant == "latent":
         pytest.skip("latents cannot be combined with rotary positions")
     fields |= RANKS if variant == "latent" and is_pair else {}
@@ -52,11 +59,11 @@ def test_knocking_heads_are_folded_into_a_plain_checkpoint(row, variant, fields,
 
 @needs_engine
 @torch.no_grad()
-def test_knocking_heads_are_folded_for_ctranslate2(tmp_path):
-    folder = save_writer(tmp_path / "model", "t5", "gqa", knocking_heads="all")
+def test_linear_extensions_are_folded_for_ctranslate2(tmp_path):
+    folder = save_writer(tmp_path / "model", "t5", "gqa", knocking_heads="all", dex=True)
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
-        if "knocking_heads" in name:
+        if "knocking_heads" in name or ".dex." in name:
             tensors[name] += 0.3 * torch.randn_like(tensors[name])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     export_ctranslate2(folder, tmp_path / "ct2")
@@ -67,7 +74,7 @@ def test_knocking_heads_are_folded_for_ctranslate2(tmp_path):
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
 
 
-@pytest.mark.parametrize("name", [name for name in EXTENSION_ROWS if "knocking" not in name])
+@pytest.mark.parametrize("name", [name for name, row in EXTENSION_ROWS.items() if not row.keys() & FOLDED_FIELDS])
 def test_other_extensions_raise_an_error_that_names_the_field(name, tmp_path):
     [field] = EXTENSION_ROWS[name]
     T5.make_model("T5ForConditionalGeneration", **EXTENSION_ROWS[name], knocking_heads="all").save_pretrained(

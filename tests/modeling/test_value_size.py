@@ -192,7 +192,9 @@ def assert_equals_counterpart(row, fields, side):
 
 @EVERY_ROW
 # The parameters of some extensions have other shapes (see `test_attention_extensions.py`).
-@pytest.mark.parametrize("field", [name for name in FIELDS if not name.endswith(("dim", "gate", "knocking_heads"))])
+@pytest.mark.parametrize(
+    "field", [name for name in FIELDS if not name.endswith(("dim", "gate", "knocking_heads", "dex"))]
+)
 @pytest.mark.parametrize("side", SIDES)
 def test_value_size_with_another_field_equals_zero_padded_values(row, field, side):
     if field not in row.config_class.get_variant_fields():

@@ -48,6 +48,7 @@ GIVEN = {
     "attention_sink": (True, {}),
     "clipped_softmax": ([-0.1, 1.0], {}),
     "knocking_heads": ("all", {}),
+    "dex": (True, {}),
 }
 
 

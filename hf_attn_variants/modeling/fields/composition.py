@@ -12,6 +12,7 @@ from ..mechanisms.additive_score import AdditiveScore
 from ..mechanisms.attention_extension import WEIGHT_STAGE, AttentionExtension, install_extension
 from ..mechanisms.attention_sink import AttentionSink
 from ..mechanisms.clipped_softmax import ClippedSoftmax
+from ..mechanisms.dex import DifferentialExtension
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.kernels.elementwise_kernels import EluKernel, ReluKernel
 from ..mechanisms.kernels.linformer_kernel import LinformerKernel
@@ -57,8 +58,9 @@ MECHANISMS = {
 # Values that select no mechanism. "absolute" selects the default positions of the architecture.
 UNUSED_VALUES = (None, NONE, False, "absolute")
 
-# The attention extensions in the order in which they are applied.
-ATTENTION_EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate)
+# The attention extensions in the order in which they are applied. DEX is the last one because the output projection
+# expresses it.
+ATTENTION_EXTENSIONS = (KnockingHeads, AttentionSink, ClippedSoftmax, OutputGate, DifferentialExtension)
 _WEIGHT_EXTENSIONS = [extension for extension in ATTENTION_EXTENSIONS if extension.stage == WEIGHT_STAGE]
 
 

@@ -136,6 +136,7 @@ VARIANT_FIELDS = (
     VariantField("attention_sink", bool, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
     VariantField("clipped_softmax", tuple, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
     VariantField("knocking_heads", str, None, ALL_PREFIXES, ("value", "all"), tags=EXTENSION_TAGS, inherits=True),
+    VariantField("dex", bool, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
 )
 
 _FIELDS_BY_NAME = {prefix + field.name: (prefix, field) for field in VARIANT_FIELDS for prefix in field.prefixes}
@@ -329,6 +330,10 @@ FIELD_TEXTS = {
     "knocking_heads": FieldDescription(
         "knocking heads: one matrix for the values of all heads, or also for the queries and keys",
         card="knocking heads",
+    ),
+    "dex": FieldDescription(
+        "DEX: subtract a learned projection of each head's output from the output",
+        card="DEX",
     ),
 }
 
