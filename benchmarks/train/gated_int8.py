@@ -132,7 +132,7 @@ def prepare_training(
 
 
 def measure(folder: Path, data_dir: Path) -> dict[str, Any]:
-    """Return the outliers of a model, and for each engine the quality and the distance of the embeddings to float32."""
+    """Return the outliers of a model, and per engine its quality and the distance of its embeddings to float32."""
     tokenizer, pairs = AutoTokenizer.from_pretrained(folder), read_pairs(data_dir / DEV)
     model = AutoModel.from_pretrained(folder).eval()
     sentences = [pair[0] for pair in pairs]
