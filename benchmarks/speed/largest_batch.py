@@ -30,7 +30,7 @@ from hf_attn_variants.serving.engines import (
     Workload,
     build_model,
     get_ctranslate2_unsupported_reason,
-    make_random_inputs,
+    make_workload_inputs,
 )
 from hf_attn_variants.serving.peak_memory import ExportedModel, measure_peak_bytes, write_ctranslate2_folder
 
@@ -104,7 +104,7 @@ def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedM
     """Write what CTranslate2 runs into an empty folder; None for an engine of torch."""
     if not engine.ctranslate2:
         return None
-    inputs = make_random_inputs(config, Workload(1, 1, 1, 1))  # each trial brings its own
+    inputs = make_workload_inputs(config, Workload(1, 1, 1, 1))  # each trial brings its own
     return write_ctranslate2_folder(config, build_model(config, engine), inputs, folder, engine.int8)
 
 
@@ -114,7 +114,7 @@ def measure_peak(
     """Return the peak of a batch in bytes."""
     load = Workload(batch, args.source_length, args.max_new_tokens, args.num_beams)
     if exported is not None:
-        exported = replace(exported, inputs=make_random_inputs(config, load)["input_ids"].tolist())
+        exported = replace(exported, inputs=make_workload_inputs(config, load)["input_ids"].tolist())
     peak = measure_peak_bytes(config, engine, load, args.num_threads, exported)
     if peak is None:
         raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")

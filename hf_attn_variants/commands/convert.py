@@ -31,7 +31,7 @@ from ..training.engine.settings import parse_json_flag
 
 # Copies of constants in `conversion`, whose modules take several seconds to import. A test compares the copies.
 METHOD_NAMES = ("aligned", "calibrated", "first", "mean", "random")
-POSITION_EXTENSIONS = ("tiled", "interpolated")
+POSITION_EXTENSION_CHOICES = ("tiled", "interpolated")
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 
 # The fields whose flags are listed first in the help.
@@ -89,7 +89,9 @@ MATCHING_FLAG = {
 POSITION_FLAGS = {
     Flag("max_position_embeddings", int): "for BERT and similar models: number of positions in the variant, and "
     "model_max_length of its tokenizer",
-    Flag("position_extension", POSITION_EXTENSIONS): "method for adding learned positions. tiled repeats them, which "
+    Flag(
+        "position_extension", POSITION_EXTENSION_CHOICES
+    ): "method for adding learned positions. tiled repeats them, which "
     "does not change the outputs for short texts. interpolated stretches them (default: tiled)",
 }
 DTYPE_FLAG = {

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversion.calibration.batches import (
-    IGNORED_LABEL,
+    IGNORE_INDEX,
     make_next_token_labels,
     set_length_statistics,
     with_known_encoder_outputs,
@@ -246,7 +246,7 @@ def _make_batch(
     if measure == "targets":
         batch["labels"] = _get_targets(model, tokenizer, examples, indices, batch, limit)
     elif measure == "next words":
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
     elif measure == "masked words":
         ids, generator = batch["input_ids"], torch.Generator().manual_seed(indices[0])
         random_values = torch.rand(ids.shape, generator=generator).masked_fill(
@@ -254,7 +254,7 @@ def _make_batch(
         )
         # At least one word of each text is masked.
         masked = (random_values < MASKED_SHARE) | (random_values == random_values.min(1, keepdim=True).values)
-        batch["labels"] = ids.masked_fill(~masked, IGNORED_LABEL)
+        batch["labels"] = ids.masked_fill(~masked, IGNORE_INDEX)
         batch["input_ids"] = ids.masked_fill(masked, tokenizer.mask_token_id)
     return batch
 
@@ -271,12 +271,12 @@ def _get_targets(
     """Return the token ids of the targets [b, t], which are the user's targets or the model's greedy outputs."""
     if examples.target_texts is not None:
         encoded = tokenizer(text_target=[examples.target_texts[i] for i in indices], **limit)
-        return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED_LABEL)
+        return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORE_INDEX)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
         ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=examples.generated_length)[:, 1:].cpu()
-    return ids.masked_fill(ids == model.config.pad_token_id, IGNORED_LABEL)
+    return ids.masked_fill(ids == model.config.pad_token_id, IGNORE_INDEX)
 
 
 @torch.no_grad()
@@ -297,12 +297,12 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> 
 
     Args:
         logits: [b, t, vocabulary].
-        labels: [b, t], with `IGNORED_LABEL` for positions without a label.
+        labels: [b, t], with `IGNORE_INDEX` for positions without a label.
         shifts: Whether each position predicts the label of the next position.
     """
     if shifts:
         logits, labels = logits[:, :-1], labels[:, 1:]
     losses = nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
     )  # [b, t]
-    return torch.stack([losses.sum(1), (labels != IGNORED_LABEL).sum(1).to(losses)], 1)
+    return torch.stack([losses.sum(1), (labels != IGNORE_INDEX).sum(1).to(losses)], 1)

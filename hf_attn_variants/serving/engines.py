@@ -176,7 +176,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     return model
 
 
-def make_random_inputs(config: Mapping[str, Any], workload: Workload) -> dict[str, torch.Tensor]:
+def make_workload_inputs(config: Mapping[str, Any], workload: Workload) -> dict[str, torch.Tensor]:
     """Return random inputs, which are `input_ids` [b, n] and `attention_mask` or, for audio, `input_features`."""
     current: Any = make_variant_config(config)
     generator = torch.Generator().manual_seed(0)

@@ -24,8 +24,8 @@ from .engines import (
     get_served_model_class,
     is_generative,
     list_engines,
-    make_random_inputs,
     make_torch_call,
+    make_workload_inputs,
 )
 from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
 
@@ -129,7 +129,7 @@ def measure_serving(
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
     length = resolve_timed_length(length, make_variant_config(config), get_served_auto_class(config))
     workload = Workload(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
-    threads, inputs = torch.get_num_threads(), make_random_inputs(config, workload)
+    threads, inputs = torch.get_num_threads(), make_workload_inputs(config, workload)
     left_out = _explain_left_out_engines(get_ctranslate2_unsupported_reason(config), engines)
     conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(

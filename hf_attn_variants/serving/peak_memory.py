@@ -198,11 +198,11 @@ def main() -> None:
     else:
         import torch
 
-        from .engines import Engine, Workload, build_model, make_random_inputs, make_torch_call
+        from .engines import Engine, Workload, build_model, make_torch_call, make_workload_inputs
 
         torch.set_num_threads(threads)
         config, batch, engine = task["config"], Workload(**load), Engine(**task["engine"])
-        run = make_torch_call(build_model(config, engine), make_random_inputs(config, batch), batch, engine.compiled)
+        run = make_torch_call(build_model(config, engine), make_workload_inputs(config, batch), batch, engine.compiled)
     CLEAR_FILE.write_text("5")
     run(load["max_new_tokens"])
     [peak] = [line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:")]

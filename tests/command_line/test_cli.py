@@ -71,7 +71,7 @@ def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.conversion.conversions import DTYPES
 
     assert list(convert.METHOD_NAMES) == sorted(METHODS) and list(convert.DTYPE_NAMES) == sorted(DTYPES)
-    assert convert.POSITION_EXTENSIONS == POSITION_EXTENSIONS
+    assert convert.POSITION_EXTENSION_CHOICES == POSITION_EXTENSIONS
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

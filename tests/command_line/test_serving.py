@@ -21,8 +21,8 @@ from hf_attn_variants.serving.engines import (
     Workload,
     build_model,
     list_engines,
-    make_random_inputs,
     make_torch_call,
+    make_workload_inputs,
 )
 from hf_attn_variants.serving.measure import ServingRow, ServingTable, measure_serving, recommend_engine
 
@@ -83,8 +83,8 @@ def test_engines_with_equal_weights_generate_equal_tokens():
     config, load = make_config(T5), Workload(2, 8, 5, 3)
     written = {}
     for engine in list_engines(config, [], NO):
-        model, inputs = build_model(config, engine), make_random_inputs(config, load)
-        assert torch.equal(inputs["input_ids"], make_random_inputs(config, load)["input_ids"])
+        model, inputs = build_model(config, engine), make_workload_inputs(config, load)
+        assert torch.equal(inputs["input_ids"], make_workload_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
     assert all(item.shape == (2, 6) for item in written.values())  # no text ends by itself
@@ -105,7 +105,7 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
         "int8, compiled",
         "share_memory, int8, compiled",
     ]
-    inputs, graphs = make_random_inputs(config, load), 0
+    inputs, graphs = make_workload_inputs(config, load), 0
     for engine in (item for item in actual if item.compiled):
         torch._dynamo.reset()
         counters.clear()
@@ -137,7 +137,7 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
 
     config, load = make_config(T5), Workload(2, 8, 5, 1)
     [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
-    model, inputs = build_model(config, engine), make_random_inputs(config, load)
+    model, inputs = build_model(config, engine), make_workload_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
     exported = write_ctranslate2_folder(config, model, inputs, tmp_path, False)
     rows = [[f"<{number}>" for number in row] for row in exported.inputs]
@@ -400,7 +400,7 @@ def test_missing_decoder_start_token_raises_an_error(tmp_path):
     config = make_config(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))
     with pytest.raises(ValueError, match=r"config\.json must contain `decoder_start_token_id`"):
-        write_ctranslate2_folder(config, model, make_random_inputs(config, Workload(1, 8, 2, 1)), tmp_path, False)
+        write_ctranslate2_folder(config, model, make_workload_inputs(config, Workload(1, 8, 2, 1)), tmp_path, False)
 
 
 def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):

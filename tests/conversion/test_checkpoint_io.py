@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_attn_variants.conversion.checkpoint import tensor_files
 from hf_attn_variants.conversion.checkpoint.tensor_files import (
-    DTYPE_NAMES,
+    SAFETENSORS_DTYPE_NAMES,
     SafetensorsWriter,
     cast_tensor,
     get_safetensors_dtype,
@@ -24,7 +24,7 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def sample_tensors():
     torch.manual_seed(0)
-    tensors = {f"of.{name}": torch.randn(3, 5).mul(4).to(dtype) for dtype, name in DTYPE_NAMES.items()}
+    tensors = {f"of.{name}": torch.randn(3, 5).mul(4).to(dtype) for dtype, name in SAFETENSORS_DTYPE_NAMES.items()}
     return tensors | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "last": torch.arange(7)}
 
 

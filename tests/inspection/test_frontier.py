@@ -20,7 +20,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
-from hf_attn_variants.conversion.calibration.batches import IGNORED_LABEL, make_batches
+from hf_attn_variants.conversion.calibration.batches import IGNORE_INDEX, make_batches
 from hf_attn_variants.conversion.calibration.examples import generate_audio_decoder_inputs, load_audio
 from hf_attn_variants.conversion.plan import make_seeded_generator
 from hf_attn_variants.inspection.frontier import (
@@ -125,7 +125,7 @@ def test_missing_targets_are_generated_by_the_source(source):
     for batch in text.batches:
         logits = model(**batch).logits
         assert torch.equal(
-            logits.argmax(-1)[batch["labels"] != IGNORED_LABEL], batch["labels"][batch["labels"] != IGNORED_LABEL]
+            logits.argmax(-1)[batch["labels"] != IGNORE_INDEX], batch["labels"][batch["labels"] != IGNORE_INDEX]
         )
 
 
@@ -156,12 +156,12 @@ def test_each_head_has_its_own_measure(head, measure, tokenizer):
         assert losses[:, 0].abs().max() < 1e-5
         assert text.compute_losses(architecture.make_model(head, seed=1, **size))[:, 0].min() > 1e-4
     if measure == "masked words":
-        hidden = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in text.batches)
+        hidden = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in text.batches)
         shown = sum(int((batch["input_ids"] == tokenizer.mask_token_id).sum()) for batch in text.batches)
         assert losses[:, 1].sum() == hidden == shown and hidden >= 12
     if measure in ("masked words", "next words"):
         expected = sum(
-            model(**batch).loss.item() * int((batch["labels"][:, measure == "next words" :] != IGNORED_LABEL).sum())
+            model(**batch).loss.item() * int((batch["labels"][:, measure == "next words" :] != IGNORE_INDEX).sum())
             for batch in text.batches
         )
         assert float(losses[:, 0].sum()) == pytest.approx(expected, rel=1e-5)

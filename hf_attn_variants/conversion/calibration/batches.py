@@ -178,7 +178,7 @@ PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps
 # Batch key for the encoder outputs [b, m, D], if they are already known.
 ENCODER_OUTPUTS = "encoder_outputs"
 # The label of positions for which no token is predicted.
-IGNORED_LABEL = -100
+IGNORE_INDEX = -100
 # Batch key for the audio features, which are as large as the encoder outputs.
 AUDIO_FEATURES = "input_features"
 Batch = dict[str, torch.Tensor]
@@ -382,10 +382,10 @@ def make_next_token_labels(
         mask: 1 for tokens and 0 for padding, [b, t].
         generation: Generation settings whose prompt tokens get the label -100. If None, they are also predicted.
     """
-    labels = torch.full_like(ids, IGNORED_LABEL)
-    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED_LABEL)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORE_INDEX)
     prompt = torch.tensor(sorted(_get_prompt_tokens(generation)), dtype=ids.dtype, device=ids.device)
-    return labels.masked_fill(torch.isin(labels, prompt), IGNORED_LABEL)
+    return labels.masked_fill(torch.isin(labels, prompt), IGNORE_INDEX)
 
 
 def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:

@@ -28,7 +28,7 @@ from ..report import SHARE_MEASURES, TOLERANCES, Quality, compute_edit_distance,
 from ..writing import read_generation_config
 from .batches import (
     ENCODER_OUTPUTS,
-    IGNORED_LABEL,
+    IGNORE_INDEX,
     Batch,
     generate_decoder_inputs,
     get_generated_tokens,
@@ -93,7 +93,7 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     return load_checkpoint_tokenizer(folder, ". Add them, or pass `Calibration(..., tokenizer=tokenizer)`.")
 
 
-MASKED_SHARE = 0.15  # share of masked tokens, as in arXiv 1810.04805
+MASKED_FRACTION = 0.15  # share of masked tokens, as in arXiv 1810.04805
 # Minimum number of embeddings required to subtract their mean.
 MIN_CENTERED_EMBEDDINGS = 4
 # Smaller relative differences between float32 embeddings are considered rounding errors.
@@ -334,7 +334,7 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
 
 
 def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
-    """Add `labels` for masked tokens or next tokens to batches. All other tokens get the label `IGNORED_LABEL`.
+    """Add `labels` for masked tokens or next tokens to batches. All other tokens get the label `IGNORE_INDEX`.
 
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
@@ -349,8 +349,8 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
     for batch in batches:
         ids = batch["input_ids"]
         is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
-        chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED_SHARE)
-        labels = ids.masked_fill(~chosen, IGNORED_LABEL)
+        chosen = is_word & (torch.rand(ids.shape, generator=generator) < MASKED_FRACTION)
+        labels = ids.masked_fill(~chosen, IGNORE_INDEX)
         masked.append(batch | {"input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
     return masked if any((batch["labels"] >= 0).any() for batch in masked) else None
 

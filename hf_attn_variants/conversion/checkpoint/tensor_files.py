@@ -51,7 +51,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+SAFETENSORS_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CASTABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 CHUNK_BYTES = 16 * 2**20
 
@@ -62,9 +62,9 @@ def get_safetensors_dtype(dtype: torch.dtype) -> str:
     Raises:
         ValueError: if the format does not support the dtype.
     """
-    if dtype not in DTYPE_NAMES:
+    if dtype not in SAFETENSORS_DTYPE_NAMES:
         raise ValueError(f"`dtype` must be a dtype that safetensors can store, got {dtype}.")
-    return DTYPE_NAMES[dtype]
+    return SAFETENSORS_DTYPE_NAMES[dtype]
 
 
 @dataclass(frozen=True)

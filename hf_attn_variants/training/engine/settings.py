@@ -28,7 +28,7 @@ AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
 ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
 FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
-ANY_NUMBER: Range = ("a number", math.isfinite)
+FINITE_NUMBER: Range = ("a number", math.isfinite)
 
 # When a resumed run must use the same value as before: always, or only if the run keeps its best weights.
 ALWAYS_COMPARED, WITH_BEST_WEIGHTS = "always", "with best weights"

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from ..engine.settings import (
     ALWAYS_COMPARED,
-    ANY_NUMBER,
     AT_LEAST_0,
     AT_LEAST_1,
+    FINITE_NUMBER,
     WITH_BEST_WEIGHTS,
     FineTuningSettings,
     check_metric_for_best_model,
@@ -48,7 +48,7 @@ class SquadSettings(FineTuningSettings):
         "For v2.0, predict no answer if its score exceeds the best answer's score by more than this value (default: "
         "%(default)s).",
         0.0,
-        range=ANY_NUMBER,
+        range=FINITE_NUMBER,
         resume=WITH_BEST_WEIGHTS,
     )
     doc_stride: int | None = option(
