@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...inspection.costs import variant_config
+from ...inspection.costs import make_variant_config
 from ...modeling.ops.variant_attention import AttentionHeads
 from .models import iterate_attention_modules
 
@@ -73,7 +73,7 @@ def add_weighted_heads(model: PreTrainedModel, multi_head_model: PreTrainedModel
     Raises:
         ValueError: If a projection is not the mean of the heads of the other model, or no projection has fewer heads.
     """
-    config, source_config = (variant_config(part.config.to_dict()) for part in (model, multi_head_model))
+    config, source_config = (make_variant_config(part.config.to_dict()) for part in (model, multi_head_model))
     sources = {path: module for _, path, module in iterate_attention_modules(multi_head_model)}
     replaced = False
     for site, path, module in iterate_attention_modules(model):
