@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
-from benchmarks.machine import machine
+from benchmarks.machine import describe_machine
 from benchmarks.run_records import check_arguments, check_data_dir, write_rows
 from benchmarks.speed.int8_encoder import (
     CALIBRATION_SENTENCES,
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
             row |= {"steps": results["steps"], "command": format_command(command, names)}
             row |= {key: results[key] for key in ("initial_eval_embedding_cosine", "eval_embedding_cosine")}
         row |= measure(folder, args.data_dir)
-        head = {"machine": machine("cpu"), "fields": HEADS, "extensions": EXTENSIONS}
+        head = {"machine": describe_machine("cpu"), "fields": HEADS, "extensions": EXTENSIONS}
         write_rows(args.output, head, [row], ("extension", "seed"))
     rows = json.loads(args.output.read_text(encoding="utf-8"))["runs"]
     plot(rows, args.output.with_suffix(".png"))

@@ -187,9 +187,8 @@ def build_step_template_values(steps: Sequence[Step], base_model: str | None) ->
             step_values["origin"] = base_model if index == 0 and base_model else step.get("source", "a checkpoint")
             step_values["quality"] = Quality.from_dict(step.get("quality", {}))
         else:
-            initial_loss, final_loss = step.get("initial_eval_loss"), step.get("eval_loss")
-            has_losses = step.get("steps") and initial_loss is not None and final_loss is not None
-            step_values["no_gain"] = bool(has_losses and final_loss >= initial_loss)
+            losses: list[Any] = [step.get("initial_eval_loss"), step.get("eval_loss")]
+            step_values["no_gain"] = bool(step.get("steps")) and None not in losses and losses[1] >= losses[0]
             step_values["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
             step_values["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
         template_values.append(step_values)
