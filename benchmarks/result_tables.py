@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import quality_tables, speed_tables
+from benchmarks.comparison import tables as comparison_tables
 from hf_attn_variants.files import atomic_write
 
 __all__ = ["TABLES", "fill_tables", "find_table_names", "iterate_differences", "list_documents"]
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = speed_tables.TABLES | quality_tables.TABLES
+TABLES = speed_tables.TABLES | quality_tables.TABLES | comparison_tables.TABLES
 # A block holds only empty lines and lines of a table, so that a lost end marker cannot remove text.
 BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:(?:\|.*)?\n)*<!-- end -->")
 

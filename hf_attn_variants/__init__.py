@@ -17,15 +17,34 @@ from typing import TYPE_CHECKING, Any
 # runs.
 _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
-# The functions of the package and their modules, whose imports take several seconds.
-_FUNCTIONS = {"convert": ".conversion", "quantize": ".quantization.quantize", "share_memory": ".shared_memory.share"}
+# The functions of the package, the base classes of plugins, and their modules, whose imports take several seconds.
+_FUNCTIONS = {
+    "convert": ".conversion",
+    "load_plugin": ".plugins",
+    "quantize": ".quantization.quantize",
+    "share_memory": ".shared_memory.share",
+    "ScoreFunction": ".modeling.mechanisms.score_function",
+    "TokenwiseKernel": ".modeling.mechanisms.kernels.feature_kernel",
+    "register_kernel": ".modeling.mechanisms.kernels.kernel_table",
+    "register_score": ".modeling.mechanisms.score_table",
+}
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from . import public as _public
     from .public import *
 
     if not TYPE_CHECKING:  # for the reason given in `public`
-        __all__ = ["convert", "quantize", "share_memory", *_public.__all__]
+        __all__ = [
+            "ScoreFunction",
+            "TokenwiseKernel",
+            "convert",
+            "load_plugin",
+            "quantize",
+            "register_kernel",
+            "register_score",
+            "share_memory",
+            *_public.__all__,
+        ]
 
 
 def _get_attribute(name: str) -> Any:
@@ -45,6 +64,11 @@ def _get_attribute(name: str) -> Any:
 # This is hidden from type checkers, which would accept any name if they saw a module-level `__getattr__`.
 if TYPE_CHECKING:
     from .conversion import convert
+    from .modeling.mechanisms.kernels.feature_kernel import TokenwiseKernel
+    from .modeling.mechanisms.kernels.kernel_table import register_kernel
+    from .modeling.mechanisms.score_function import ScoreFunction
+    from .modeling.mechanisms.score_table import register_score
+    from .plugins import load_plugin
     from .quantization.quantize import quantize
     from .shared_memory.share import share_memory
 else:

@@ -118,6 +118,7 @@ def _build_parser() -> argparse.ArgumentParser:
         for title, group in COMMAND_GROUPS.items()
     )
     parser = CommandParser(
+        loads_plugins=False,
         prog="attn-variants",
         description="Multi-query, grouped-query, latent, linear and talking-heads attention for Transformers "
         f"checkpoints: {MODEL_NAMES}.",

@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,16 +39,59 @@ class StoreOnce(argparse._StoreAction):
         super().__call__(parser, namespace, values, flag)
 
 
+PLUGIN_FLAG = "--plugin"
+
+
+class _LoadPlugin(argparse.Action):
+    """The action of --plugin, which stores nothing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"dest": argparse.SUPPRESS})
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        parser.load_plugins([values])
+
+
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that uses `HelpFormatter` and prints errors without the usage.
 
-    Errors about an unknown flag, command or choice suggest the most similar valid one.
+    Errors about an unknown flag, command or choice suggest the most similar valid one. The parser has the flag
+    --plugin, and loads plugins before it checks the other flags.
+
+    Args:
+        loads_plugins: False for the parser that only reads the name of a command.
+        options: the arguments of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, loads_plugins: bool = True, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **options)
         for name in (None, "store"):
             self.register("action", name, StoreOnce)
+        self.loads_plugins = loads_plugins
+        if not loads_plugins:
+            return
+        help_text = "Python file that registers score functions or kernels (can be repeated)"
+        self.add_argument(PLUGIN_FLAG, action=_LoadPlugin, metavar="FILE", help=help_text)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Load the plugins before the choices of the other flags are checked, and parse the command line."""
+        words = list(sys.argv[1:] if args is None else args)
+        values = [value for flag, value in pairwise(words) if flag == PLUGIN_FLAG]
+        if values and self.loads_plugins:
+            self.load_plugins(values)
+        return super().parse_known_args(words, namespace)
+
+    def load_plugins(self, files: Sequence[str]) -> None:
+        """Load plugins and add their mechanisms to the choices of the flags."""
+        # Other commands should not wait for these imports.
+        from .modeling.fields.field_table import VARIANT_FIELDS
+        from .plugins import load_plugin
+
+        for file in files:
+            load_plugin(file)
+        choices = {prefix + row.name: row.get_choices(prefix) for row in VARIANT_FIELDS for prefix in row.prefixes}
+        for action in self._actions:
+            action.choices = choices.get(action.dest) or action.choices
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         # The shell does not expand the ~ in --flag=~/path.
@@ -76,7 +120,7 @@ def find_closest_name(name: str, names: Iterable[str]) -> str | None:
     The comparison ignores case and treats hyphens as underscores.
 
     Example:
-        >>> closest_name("--kv-head", ["--num_heads", "--kv_heads"])
+        >>> find_closest_name("--kv-head", ["--num_heads", "--kv_heads"])
         '--kv_heads'
     """
 

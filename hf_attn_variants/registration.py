@@ -60,7 +60,7 @@ def get_variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
         ValueError: if the model type is not supported.
 
     Example:
-        >>> variant_config_class("bert").model_type
+        >>> get_variant_config_class("bert").model_type
         'attn_variant_bert'
     """
     for config_class in ALL_ARCHITECTURES:
@@ -96,7 +96,7 @@ def get_variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
         ValueError: if the class is not supported.
 
     Example:
-        >>> variant_model_class("BertForMaskedLM").__name__
+        >>> get_variant_model_class("BertForMaskedLM").__name__
         'AttnVariantBertForMaskedLM'
     """
     name = architecture.removeprefix(PREFIX)

@@ -53,7 +53,7 @@ FLAGS = {
     Flag("no_talking_heads", bool): "do not time talking heads",
     Flag("no_latents", bool): "do not time latents",
     Flag("attention_window", int, (), nargs="+"): "sizes of sliding windows to time",
-    Flag("attention_kernel", KERNELS, (), nargs="+"): "kernels to time. hybrid is timed with each window",
+    Flag("attention_kernel", tuple(KERNELS), (), nargs="+"): "kernels to time. hybrid is timed with each window",
     Flag("batch_size", int, 8): "number of sequences per batch",
     Flag("length", int): "number of source tokens (default: 128; for Whisper, its window)",
     Flag("max_new_tokens", int, 32): "for encoder-decoder models: number of tokens to generate",

@@ -54,12 +54,15 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
         TerminatedError: after SIGTERM.
     """
     from ..files import check_output_dir, make_folders
+    from ..plugins import load_plugin
     from ..progress import disable_progress_bars, progress_bar
     from ..sweep.plan import plan_runs, read_sweep
     from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, format_markdown
 
     file, output_dir = Path(args.file).expanduser(), Path(args.output_dir or "OUTPUT_DIR").expanduser()
     sweep = read_sweep(file, args.set, DEFAULT_METRICS)
+    if "plugin" in sweep.base:  # the checks below build the models
+        load_plugin(sweep.base["plugin"])
     try:
         runs = plan_runs(sweep, load_command)
     except ValueError as error:

@@ -106,6 +106,8 @@ def _make_flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str,
         flag["default"] = setting.default
     else:
         flag["required"] = True
+    if callable(flag.get("choices")):
+        flag["choices"] = flag["choices"]()
     kind = get_field_types(annotation)[0]
     if kind is bool:
         return {"action": "store_true", **flag}

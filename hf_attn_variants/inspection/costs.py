@@ -30,12 +30,12 @@ from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, look_up_f
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
-from ..modeling.mechanisms.additive_score import AdditiveScore
 from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.head_sharing import GroupedQueryAttention, HeadSharing, get_head_sharing
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ..modeling.mechanisms.latents import get_projection_rank
 from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
+from ..modeling.mechanisms.score_function import ScoreFunction
 from ..modeling.mechanisms.talking_heads import (
     BOTH,
     KIND,
@@ -493,14 +493,14 @@ def _has_unconvertible_attention(config: Any) -> bool:
     values = [getattr(config, name) for name in (*config.get_kernel_fields(), *config.get_pattern_fields())]
     head_dependent_names = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     head_dependent_names += [name for name in PATTERNS if get_pattern_class(name).learned]
-    prefixes = [p for p in look_up_field(AdditiveScore.field)[1].prefixes if hasattr(config, p + AdditiveScore.field)]
+    prefixes = [p for p in look_up_field(ScoreFunction.field)[1].prefixes if hasattr(config, p + ScoreFunction.field)]
     has_scores = any(get_score_name(config, prefix) is not None for prefix in prefixes)
     return has_scores or config.value_head_dim is not None or any(name in values for name in head_dependent_names)
 
 
 def get_score_name(config: Any, prefix: str) -> str | None:
     """Return the name of the score function set by the fields with this prefix, or None for the dot product."""
-    requested = AdditiveScore.find_requesting_field(config, prefix)
+    requested = ScoreFunction.find_requesting_field(config, prefix)
     return None if requested is None else requested[1]
 
 

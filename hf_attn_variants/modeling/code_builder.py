@@ -32,12 +32,17 @@ UNJOINED_FOLDER = "architectures"
 _BASE_GROUP = "base"
 NAMES_MODULE = "variant_names"
 DIGEST_LENGTH = 12
+# The packages that a plugin may import, in addition to this package, because its file ships with saved models.
+_PLUGIN_IMPORTS = {
+    *("__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "typing"),
+    *("torch", "transformers"),
+}
 
 # The names through which other code uses mechanisms (see `fields/composition.py`): {mechanisms: names}. A repository
 # includes the definition of a name if its model uses one of the mechanisms.
 _NAMES_BY_MECHANISMS = {
     (): "build_code",
-    ("additive_score",): "AdditiveScore create_additive_score",
+    ("additive_score",): "AdditiveScore ScoreFunction create_score_function",
     ("latents",): (
         "LatentAttention add_latent_projection attend_to_latent attend_to_one_latent compute_latent_with_cache "
         "should_use_latent_kernels"
@@ -121,13 +126,19 @@ class _SourceModule(NamedTuple):
 
 
 @cache  # all checkpoints in a training run contain the same code
-def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | None) -> Mapping[str, str]:
+def build_code(
+    roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | None, plugins: tuple[tuple[Path, str], ...] = ()
+) -> Mapping[str, str]:
     """Return the code files of a repository: {file name: text}.
 
     Args:
         roots: the definitions that the repository must contain, as (module, name). The name "*" selects a whole
-            module.
+            module. The first module contains the configuration.
         mechanisms: the mechanisms that the model uses, or None for all mechanisms.
+        plugins: the classes from plugins that the model uses, as (file, name).
+
+    Raises:
+        ValueError: if a repository must not contain the code of a plugin.
 
     Example:
 
@@ -138,9 +149,9 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     True
     ```
     """
-    modules = _read_modules()
+    modules = _read_modules() | {path.stem: read_plugin(path) for path, _ in plugins}
     stubs = _list_stubs(mechanisms)
-    used_definitions = _find_used_definitions(modules, roots, stubs)
+    used_definitions = _find_used_definitions(modules, (*roots, *((path.stem, name) for path, name in plugins)), stubs)
     files: dict[str, list[_SourceModule]] = {}
     for module in _sort_modules_by_import(modules, {name for name, _ in used_definitions}):
         files.setdefault(module.file, []).append(module)
@@ -148,6 +159,9 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
         f"{file}.py": _build_file_text(parts, modules, used_definitions, stubs)
         for file, parts in sorted(files.items())
     }
+    if plugins:  # Transformers imports the configuration before the model
+        imports = [f"from .{path.stem} import {name}" for path, name in plugins]
+        texts[f"{roots[0][0]}.py"] += "\n".join(["\n# These classes from plugins register themselves.", *imports, ""])
     return _insert_constants(texts, mechanisms)
 
 
@@ -184,6 +198,47 @@ def build_single_file(module: str, name: str, paths: Iterable[Path], mechanisms:
     text = f'"""{docstring.split(chr(10))[0]}"""\n\n{text[len(parts[0].docstring) :].lstrip()}'
     digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
     return re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', text, flags=re.MULTILINE)
+
+
+def read_plugin(path: Path) -> _SourceModule:
+    """Read the file of a plugin, whose imports from this package become imports from the files of the repository.
+
+    Raises:
+        ValueError: if the name of the file is not a new module name, or if the file imports other packages, or names
+            that this package does not define, or opens files.
+    """
+    if not path.stem.isidentifier() or path.name in get_file_names():
+        raise ValueError(
+            f"The name of a plugin must be a Python identifier that no file of this package has, got {path.name!r}. "
+            "Rename the file."
+        )
+    module, package = _read_module(path, path.stem), __name__.partition(".")[0]
+    kinds = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
+    homes = {
+        name: other.name
+        for other in _read_modules().values()
+        for definition in other.body
+        if isinstance(definition.node, kinds)
+        for name in definition.names
+    }
+    imported: dict[str, tuple[str, str]] = {}
+    body = []
+    for definition in module.body:
+        node, source = definition.node, ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            source = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+        if isinstance(node, ast.ImportFrom) and source == package:
+            if missing := [alias.name for alias in node.names if alias.name not in homes]:
+                raise ValueError(f"{path} imports `{missing[0]}`, which the code of models does not define.")
+            imported |= {alias.asname or alias.name: (homes[alias.name], alias.name) for alias in node.names}
+            continue
+        if (source and source not in _PLUGIN_IMPORTS) or "open" in definition.uses:
+            raise ValueError(
+                f"{path} must not open files, and it can only import torch, transformers and this package, because "
+                f"the file ships with saved models. Change the statement in line {node.lineno}."
+            )
+        body.append(definition)
+    return module._replace(body=body, imported=imported, needed=[home for home, _ in imported.values()])
 
 
 def get_file_names() -> set[str]:

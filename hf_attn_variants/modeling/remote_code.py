@@ -5,7 +5,8 @@ repository copies the files of this repository instead. No other code in `modeli
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .code_builder import build_code
@@ -17,7 +18,9 @@ _FOLDER = Path(__file__).parent
 CONFIGURATION_MODULE = "configuration_attn_variants"
 
 
-def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
+def get_code_files(
+    config_class: type, modeling_file: str, mechanisms: Iterable[str] | None, plugins: Sequence[type] = ()
+) -> Mapping[str, str]:
     """Return the code files of a repository: {file name: text}.
 
     Args:
@@ -25,13 +28,15 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
         modeling_file: the name of the file with the models of the architecture.
         mechanisms: the mechanisms that the model uses (see `get_used_mechanisms`), or None for all mechanisms. Code in
             a repository ignores this argument, because it only contains its own mechanisms.
+        plugins: the classes from plugins that the model uses. Code in a repository ignores this argument too.
     """
     if not CODE_DIGEST:
         names = [
             base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATION_MODULE}")
         ]
         roots = ((CONFIGURATION_MODULE, names[0]), (modeling_file, "*"))
-        return build_code(roots, None if mechanisms is None else frozenset(mechanisms))
+        files_and_names = tuple((Path(str(sys.modules[cls.__module__].__file__)), cls.__name__) for cls in plugins)
+        return build_code(roots, None if mechanisms is None else frozenset(mechanisms), files_and_names)
     files: dict[str, str] = {}
     module_names = [CONFIGURATION_MODULE, modeling_file]
     while module_names:
@@ -43,9 +48,15 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
     return files
 
 
-def write_code(folder: str | Path, config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> None:
+def write_code(
+    folder: str | Path,
+    config_class: type,
+    modeling_file: str,
+    mechanisms: Iterable[str] | None,
+    plugins: Sequence[type] = (),
+) -> None:
     """Write the code files of a repository to a folder. See `get_code_files` for the other arguments."""
-    for name, text in get_code_files(config_class, modeling_file, mechanisms).items():
+    for name, text in get_code_files(config_class, modeling_file, mechanisms, plugins).items():
         (Path(folder) / name).write_bytes(text.encode())
 
 

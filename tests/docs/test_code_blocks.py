@@ -26,6 +26,7 @@ from fixtures.named_checkpoints import (
     write_hub_datasets,
     write_text,
 )
+from fixtures.plugins import restored_tables
 from fixtures.speech import write_recordings
 from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
@@ -35,6 +36,8 @@ from hf_attn_variants.commands import load_command
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.quantization import packed_linear
+
+__all__ = ["restored_tables"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
@@ -105,7 +108,7 @@ def hub_datasets(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(shelf, hub_datasets, tmp_path, monkeypatch):
+def reader(shelf, hub_datasets, tmp_path, monkeypatch, restored_tables):
     """A reader who follows a document in an empty folder; pushes go to a local Hub."""
     from huggingface_hub import constants
 
@@ -120,6 +123,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
     monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
+    shutil.copy(ROOT / "examples/my_attention.py", "my_attention.py")
     with LocalHub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)

@@ -10,11 +10,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..fields.composition import EXTENSION_FIELDS, check_implementation, get_used_mechanisms, install_extensions
+from ..fields.composition import (
+    EXTENSION_FIELDS,
+    check_implementation,
+    create_score_function,
+    get_used_mechanisms,
+    install_extensions,
+)
 from ..fields.mechanism_fields import has_kernel
 from ..fields.saving_and_loading import find_added_talking_heads, warn_about_replaced_positions
 from ..fields.variant_config import supports_decoder_cache
-from ..mechanisms.additive_score import create_additive_score
 from ..mechanisms.attention_extension import WEIGHT_STAGE
 from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from ..mechanisms.kernels.kernel_table import get_random_buffer_names
@@ -337,7 +342,7 @@ def _install_variant(
     core.score = core.compression = core.key_range = core.kernel = None
     is_causal = getattr(core, "is_causal", False)
     if "additive_score" in used_mechanisms:
-        core.score = create_additive_score(core, heads, model.config, site.field_prefix)
+        core.score = create_score_function(core, model.config, site.field_prefix)
     if "patterns" in used_mechanisms:
         core.compression = create_compression(core, heads, site, model.config)
     if "linear_attention" in used_mechanisms:

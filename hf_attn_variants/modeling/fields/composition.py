@@ -5,7 +5,7 @@ Each mechanism's `check` method contains its requirements for the architecture, 
 own fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..mechanisms.additive_score import AdditiveScore
@@ -18,11 +18,13 @@ from ..mechanisms.kernels.elementwise_kernels import EluKernel, ReluKernel
 from ..mechanisms.kernels.linformer_kernel import LinformerKernel
 from ..mechanisms.knocking_heads import KnockingHeads
 from ..mechanisms.latents import LatentAttention
-from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism
+from ..mechanisms.mechanism import NONE, PREFIXES, Mechanism, get_registered_class
 from ..mechanisms.output_gate import OutputGate
 from ..mechanisms.patterns.attention_pattern import AttentionPattern
 from ..mechanisms.patterns.compressed_pattern import MemoryCompressedPattern
 from ..mechanisms.patterns.transient_global import TransientGlobalPattern
+from ..mechanisms.score_function import ScoreFunction
+from ..mechanisms.score_table import get_score_class
 from ..mechanisms.sinusoidal_positions import RelativePositionBias
 from ..mechanisms.talking_heads import DynamicTalkingHeads, TalkingHeadsSettings
 from ..ops.variant_attention import VariantAttention
@@ -37,6 +39,8 @@ __all__ = [
     "check_combinations",
     "check_implementation",
     "check_mechanisms_included",
+    "create_score_function",
+    "get_registered_mechanisms",
     "get_requested_extensions",
     "get_used_mechanisms",
     "install_extensions",
@@ -78,15 +82,26 @@ def get_used_mechanisms(config: Any) -> frozenset[str]:
     frozenset({'patterns'})
     ```
     """
+    return frozenset(
+        mechanism
+        for field, mechanism in MECHANISMS.items()
+        if any(value not in UNUSED_VALUES for value in _iterate_values(config, field))
+    )
+
+
+def get_registered_mechanisms(config: Any) -> list[type[Mechanism]]:
+    """Return the classes from plugins that a model with this configuration uses."""
+    fields = ("attention_kernel", "score_function")
+    classes = [get_registered_class(field, value) for field in fields for value in _iterate_values(config, field)]
+    return list(dict.fromkeys(filter(None, classes)))
+
+
+def _iterate_values(config: Any, field: str) -> Iterator[Any]:
+    """Yield the values of a field in all places and layers."""
     per_layer_values = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
-    used = set()
-    for field, mechanism in MECHANISMS.items():
-        for name in (prefix + field for prefix in PREFIXES):
-            layers = per_layer_values.get(name)
-            values = [getattr(config, name, None), *(layers if isinstance(layers, list | tuple) else ())]
-            if any(value not in UNUSED_VALUES for value in values):
-                used.add(mechanism)
-    return frozenset(used)
+    for name in (prefix + field for prefix in PREFIXES):
+        layers = per_layer_values.get(name)
+        yield from (getattr(config, name, None), *(layers if isinstance(layers, list | tuple) else ()))
 
 
 def check_mechanisms_included(used_mechanisms: frozenset[str]) -> None:
@@ -139,7 +154,7 @@ UNSUPPORTED_PAIRS = (
         LatentAttention,
         "Summaries require keys and values, which latent attention does not compute.",
     ),
-    UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
+    UnsupportedPair(ScoreFunction, AttentionKernel, "A kernel does not compute scores."),
     UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads require a softmax, which kernels replace."),
     UnsupportedPair(AttentionKernel, AttentionPattern, "Patterns require a softmax, which kernels replace."),
     UnsupportedPair(AttentionKernel, LatentAttention, "The cache stores the sums of a kernel instead of latents."),
@@ -168,7 +183,7 @@ UNSUPPORTED_WITH_ROTARY: tuple[tuple[type[Mechanism], str], ...] = (
 # Mechanisms that attention functions from other packages would ignore, in the order of the checks.
 IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
     TalkingHeadsSettings,
-    AdditiveScore,
+    ScoreFunction,
     AttentionKernel,
     AttentionPattern,
     *_WEIGHT_EXTENSIONS,
@@ -203,6 +218,20 @@ def get_requested_extensions(config: Any, prefix: str) -> dict[type[AttentionExt
     """Return the extensions of the attention modules at a place, with the field and the value that request each."""
     requested = {extension: extension.find_requesting_field(config, prefix) for extension in ATTENTION_EXTENSIONS}
     return {extension: request for extension, request in requested.items() if request is not None}
+
+
+def create_score_function(module: VariantAttention, config: Any, prefix: str) -> ScoreFunction | None:
+    """Create the score function of an attention module, or return None if it uses dot products.
+
+    Args:
+        module: the attention module, whose head counts must already be set.
+        config: a variant configuration.
+        prefix: the prefix of the module's place.
+    """
+    if (requested := ScoreFunction.find_requesting_field(config, prefix)) is None:
+        return None
+    heads, score = module.heads, get_score_class(requested[1])
+    return score(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 
 
 def install_extensions(module: VariantAttention, config: Any, prefix: str, query_dim: int) -> None:

@@ -5,13 +5,14 @@ descriptions are used in help texts, model cards and messages, but are not inclu
 not import torch, because the commands create their flags from this table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field as dataclass_field
 from typing import Any, NamedTuple
 
 from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
+from ..mechanisms.score_table import SCORES
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = [
@@ -37,7 +38,7 @@ class VariantField(NamedTuple):
         kind: the type of the value (int, str, bool, list, dict, or tuple for a pair of numbers).
         default: the value of the field if it is not set.
         prefixes: the prefixes of the field and of its per-place fields.
-        choices: the allowed values.
+        choices: the allowed values. Plugins add to those that are a list.
         default_names: additional values that select the Transformers default.
         tags: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
             (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention), "extension"
@@ -53,7 +54,7 @@ class VariantField(NamedTuple):
     kind: type
     default: Any = None
     prefixes: tuple[str, ...] = ("",)
-    choices: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
     default_names: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     query_heads: str | None = None
@@ -131,7 +132,7 @@ VARIANT_FIELDS = (
     VariantField(
         "position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), tags=FROM_SCRATCH_TAGS
     ),
-    VariantField("score_function", str, None, ALL_PREFIXES, ("additive",), tags=FROM_SCRATCH_TAGS, inherits=True),
+    VariantField("score_function", str, None, ALL_PREFIXES, SCORES, tags=FROM_SCRATCH_TAGS, inherits=True),
     VariantField("output_gate", str, None, ALL_PREFIXES, ("head", "element"), tags=EXTENSION_TAGS, inherits=True),
     VariantField("attention_sink", bool, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
     VariantField("clipped_softmax", tuple, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
@@ -162,7 +163,8 @@ def check_choice(name: str, value: Any) -> None:
     known = (*field.get_choices(prefix), *field.default_names)
     for choice in value if field.kind is list and isinstance(value, list | tuple) else (value,):
         if field.choices and choice is not None and choice not in known:
-            raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {choice!r}.")
+            plugins = " If a plugin registers it, load the plugin first." if isinstance(field.choices, list) else ""
+            raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {choice!r}.{plugins}")
 
 
 def make_dataclass_field(name: str) -> Any:

@@ -27,7 +27,7 @@ from ..mechanisms.talking_heads import (
     supports_cache,
 )
 from ..remote_code import CONFIGURATION_MODULE, is_package_class, write_code
-from .composition import UNUSED_VALUES, get_used_mechanisms
+from .composition import UNUSED_VALUES, get_registered_mechanisms, get_used_mechanisms
 from .field_checks import find_closest_match, remove_field_prefix
 from .field_table import look_up_field
 from .layer_values import drop_replaced_layer_values
@@ -160,7 +160,8 @@ class CodeSavingConfigMixin(_Saved):
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
-            write_code(save_directory, type(self), self.modeling_file, get_used_mechanisms(self))
+            used, plugins = get_used_mechanisms(self), get_registered_mechanisms(self)
+            write_code(save_directory, type(self), self.modeling_file, used, plugins)
         finally:
             self.__dict__.update(attributes)
         if push_to_hub:  # the Transformers method saves again and uploads all files in the folder

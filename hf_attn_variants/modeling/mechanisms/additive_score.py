@@ -12,34 +12,25 @@ from torch.utils.checkpoint import checkpoint
 
 from ..ops.variant_attention import is_exporting
 from ..transformers_internals import guarded_imports
-from .mechanism import Mechanism
+from .score_function import ScoreFunction
 
 with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["AdditiveScore", "create_additive_score"]
+__all__ = ["AdditiveScore"]
 
 # The maximum number of elements in a block of the [n, m, d] tensor. Only one block is in memory at a time.
 _SCORE_BLOCK_ELEMENTS = 2**22
 
 
-class AdditiveScore(Mechanism, nn.Module):
-    """The additive score function of an attention module.
+class AdditiveScore(ScoreFunction):
+    """The additive score function of an attention module."""
 
-    Args:
-        heads: h_k, the number of query heads.
-        key_heads: k, the number of key heads.
-        head_dim: d, the size of a query or key head.
-        like: a tensor whose dtype and device are used for the parameters.
-    """
-
-    field = "score_function"
     name = "additive"
     paper = ("Neural machine translation by jointly learning to align and translate", "1409.0473")
-    inherits = True
 
     def __init__(self, heads: int, key_heads: int, head_dim: int, like: Tensor) -> None:
-        super().__init__()
+        super().__init__(heads, key_heads, head_dim, like)
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.query_map = nn.Parameter(torch.empty(heads, head_dim, head_dim, **options))  # W, [h_k, d, d]
         self.key_map = nn.Parameter(torch.empty(key_heads, head_dim, head_dim, **options))  # U, [k, d, d]
@@ -80,20 +71,6 @@ class AdditiveScore(Mechanism, nn.Module):
         The product with v is not included, because it is already counted as the dot product that it replaces.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
-
-
-def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
-    """Create the additive score function of an attention module, or return None if it uses dot products.
-
-    Args:
-        module: the attention module.
-        heads: its `AttentionHeads`.
-        config: a variant configuration.
-        prefix: the prefix of the module's place.
-    """
-    if AdditiveScore.find_requesting_field(config, prefix) is None:
-        return None
-    return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 
 
 def _compute_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def attention_with_weights(
         weights_proj: P_w [h, h_v], which mixes the heads after the softmax.
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5).
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v].
-        score: a function that computes the logits from queries and keys instead of the dot product (`AdditiveScore`).
+        score: a function that computes the logits from queries and keys instead of the dot product (`ScoreFunction`).
         normalize: a function that computes the weights from the logits and the mask instead of `masked_softmax`.
 
     Returns:

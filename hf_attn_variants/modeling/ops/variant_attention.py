@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         key_range: (
             Any  # a `KeyRange`, `BlockPattern` or `TransientGlobalKeyRange`, or None if queries attend to all keys
         )
-        score: Any  # an `AdditiveScore`, or None for dot products
+        score: Any  # a `ScoreFunction`, or None for dot products
         compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
         extensions: dict[str, tuple[str, ...]]  # the attributes with `AttentionExtension`s for each stage
         padding_rule: int

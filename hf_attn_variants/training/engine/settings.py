@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -46,7 +47,8 @@ def option(
         resume: `ALWAYS_COMPARED` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value, or None if it may
             differ.
         **flag: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`.
-            By default, `type`, `nargs` and `action` are inferred from the type of the field.
+            By default, `type`, `nargs` and `action` are inferred from the type of the field. `choices` can be a
+            function that returns the choices.
 
     Example:
         ```python
@@ -150,14 +152,19 @@ def get_field_types(annotation: Any) -> list[Any]:
 
 
 def _check_value(
-    name: str, value: Any, range: Range | None = None, choices: Sequence[str] | None = None, **others: Any
+    name: str,
+    value: Any,
+    range: Range | None = None,
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
+    **others: Any,
 ) -> None:
     """Check that a value is within the range and the choices of its field."""
     if range is not None and not range[1](value):
         raise ValueError(f"--{name} must be {range[0]}, got {value}.")
+    known = choices() if callable(choices) else choices
     for item in value if isinstance(value, tuple) else (value,):
-        if choices is not None and item not in choices:
-            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {item!r}.")
+        if known is not None and item not in known:
+            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {item!r}.")
 
 
 def _convert_type(value: Any, annotation: Any) -> Any:
@@ -230,7 +237,8 @@ def _make_variant_option(prefix: str, variant_field: VariantField) -> Any:
         text = f"{text[0].upper()}{text[1:]}"
     default = variant_field.get_default(prefix)
     default_text = "" if default in (None, (), False) else f" (default: {default})"
-    flag: dict[str, Any] = {"choices": variant_field.get_choices(prefix)} if variant_field.get_choices(prefix) else {}
+    # Plugins add choices after this module is imported.
+    flag: dict[str, Any] = {"choices": partial(variant_field.get_choices, prefix)} if variant_field.choices else {}
     if variant_field.kind is dict:
         flag |= {"metavar": "JSON", "type": parse_json_flag}
     if variant_field.kind is list and prefix and variant_field.inherits:
