@@ -224,21 +224,28 @@ def read_plugin(path: Path) -> _SourceModule:
     imported: dict[str, tuple[str, str]] = {}
     body = []
     for definition in module.body:
-        node, source = definition.node, ""
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            source = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
-        if isinstance(node, ast.ImportFrom) and source == package:
+        node, packages = definition.node, {*_find_imported_packages(definition.node)}
+        if isinstance(node, ast.ImportFrom) and packages == {package}:
             if missing := [alias.name for alias in node.names if alias.name not in homes]:
                 raise ValueError(f"{path} imports `{missing[0]}`, which the code of models does not define.")
             imported |= {alias.asname or alias.name: (homes[alias.name], alias.name) for alias in node.names}
             continue
-        if (source and source not in _PLUGIN_IMPORTS) or "open" in definition.uses:
+        if not packages <= _PLUGIN_IMPORTS or "open" in definition.uses:
             raise ValueError(
                 f"{path} must not open files, and it can only import torch, transformers and this package, because "
                 f"the file ships with saved models. Change the statement in line {node.lineno}."
             )
         body.append(definition)
     return module._replace(body=body, imported=imported, needed=[home for home, _ in imported.values()])
+
+
+def _find_imported_packages(node: ast.stmt) -> Iterator[str]:
+    """Yield the packages that a statement imports, also inside functions."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield (child.module or "").partition(".")[0]
 
 
 def get_file_names() -> set[str]:

@@ -102,6 +102,7 @@ def test_file_that_does_not_exist_raises(capsys):
     ("text", "message"),
     [
         (f'{NEW_CLASS}    name = "additive"\n', r"existing values of `score_function` \(additive\), got 'additive'"),
+        ("def f():\n    import math, numpy\n", "must not open files, and it can only import torch, .* in line 1"),
         ("import numpy\n", "must not open files, and it can only import torch, .* in line 1"),
         ("def f():\n    return open('x')\n", "must not open files, .* in line 1"),
         ("from hf_attn_variants import convert\n", "imports `convert`, which the code of models does not define"),
