@@ -36,5 +36,5 @@ class SquareKernel(TokenwiseKernel):
     def compute_features(self, module, states, role):
         return states.relu().square()
 
-    def num_features(self, head_dim):
+    def get_num_features(self, head_dim):
         return head_dim

@@ -199,7 +199,7 @@ def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
     assert not find_name_strings(
         names,
-        r"(additive_score|score_table|head_sharing|sinusoidal_positions|talking_heads|transformers_internals)\.py",
+        r"(additive_score|field_table|score_table|head_sharing|sinusoidal_positions|talking_heads|transformers_internals)\.py",
     )
 
 

@@ -39,7 +39,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="only rows whose names contain one of these texts")
     parser.add_argument("--output", type=Path, default=RESULTS / "timing.json")
     args = parser.parse_args()
-    report = {"machine": describe_machine("cpu"), "threads": args.threads, "batch": BATCH, "length": LENGTH, "rows": {}}
+    report = {
+        "machine": describe_machine("cpu"),
+        "threads": args.threads,
+        "batch": BATCH,
+        "length": LENGTH,
+        "rows": {},
+    }
     if args.plugin:
         from hf_attn_variants import load_plugin
 
