@@ -448,29 +448,6 @@ def squad_losses() -> Rows:
         yield [step, *(f"{losses[name][step]:.2f}" if step in losses[name] else "" for name in variants)]
 
 
-@register_table(
-    "model",
-    "kurtosis",
-    "largest value",
-    "float32",
-    "`quantize`",
-    "OpenVINO",
-    "distance, `quantize`",
-    "distance, OpenVINO",
-)
-def gated_int8() -> Rows:
-    rows = load("gated_int8")["runs"]
-    for name in dict.fromkeys(row["extension"] for row in rows):
-        chosen = [row for row in rows if row["extension"] == name]
-        engines = list(chosen[0]["spearman"])
-        yield [
-            name,
-            *(spread([row[key] for row in chosen], ".0f") for key in ("kurtosis", "infinity_norm")),
-            *(spread([row["spearman"][engine] for row in chosen], ".4f") for engine in engines),
-            *(spread([row["distance"][engine] for row in chosen], ".4f") for engine in engines[1:]),
-        ]
-
-
 # Training from scratch.
 @register_table("model", "dev loss, nats per token", "test BLEU, greedy", "test BLEU, 4 beams")
 def from_scratch() -> Rows:
