@@ -391,8 +391,8 @@ def _describe_set_fields(variant: Any, fields: Sequence[str], tag: str) -> list[
 def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     """Return the type of head sharing and the head counts that a key/value head field sets."""
     heads, counts = variant.get_query_heads(name), set(get_values_by_layer(variant, name)) or {getattr(variant, name)}
-    kind, where = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
-    return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
+    kind, stack_name = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
+    return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": stack_name}
 
 
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:

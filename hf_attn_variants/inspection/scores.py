@@ -137,16 +137,16 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
 
 def _check_compatible(runs: Sequence[GlueRun]) -> None:
     """Check that runs on a task have the same dev set, and that runs of a model on a task differ only in the seed."""
-    seen: dict[tuple[str, str, int], GlueRun] = {}
+    runs_by_key: dict[tuple[str, str, int], GlueRun] = {}
     tasks: dict[str, GlueRun] = {}
     models: dict[tuple[str, str], GlueRun] = {}
     for run in runs:
-        if earlier_run := seen.get((run.task, run.model, run.seed)):
+        if earlier_run := runs_by_key.get((run.task, run.model, run.seed)):
             raise ValueError(
                 f"{earlier_run.folder} and {run.folder} are both runs of {run.task} with the model {run.model} and "
                 f"seed {run.seed}. Pass only one of them."
             )
-        seen[run.task, run.model, run.seed] = run
+        runs_by_key[run.task, run.model, run.seed] = run
         first = tasks.setdefault(run.task, run)
         for aspect, old, new in (("rows", first.rows, run.rows), ("metrics", first.metrics, run.metrics)):
             if old != new:

@@ -65,8 +65,8 @@ def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[st
         print(COLUMN_SEPARATOR.join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
     print(COLUMN_SEPARATOR.join("-" * width for width in widths))
     for row in zip(*cells, strict=True):
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print(COLUMN_SEPARATOR.join([first.strip().ljust(widths[0]), *others]))
+        first, *other_cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print(COLUMN_SEPARATOR.join([first.strip().ljust(widths[0]), *other_cells]))
 
 
 def _split_columns(widths: Sequence[int], limit: int | None, split_before: int | None) -> Iterator[list[int]]:

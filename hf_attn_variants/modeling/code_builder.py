@@ -379,7 +379,9 @@ BASE_STUB = (NAMES_MODULE, "MissingDefinition")
 
 def _sort_modules_by_import(modules: Mapping[str, _SourceModule], names: set[str]) -> Iterator[_SourceModule]:
     """Yield each module after the modules that it imports at runtime."""
-    needed = {name: [other for other in module.needed if other in modules] for name, module in modules.items()}
+    needed = {
+        name: [required for required in module.needed if required in modules] for name, module in modules.items()
+    }
     return (modules[name] for name in TopologicalSorter(needed).static_order() if name in names)
 
 

@@ -103,9 +103,9 @@ def keys_in_random_blocks(
     are not neighbors.
     """
     i_block, blocks = i // block, -(-n // block)
-    others = [j for j in range(blocks) if (i_block - j > 1 if causal else abs(i_block - j) > 1)]
-    drawn = sorted(others, key=lambda j: (_hash_numbers(seed, layer, i_block, j), j))[:num_random]
-    key_blocks = {i_block - 1, i_block, i_block + 1, *drawn}
+    candidates = [j for j in range(blocks) if (i_block - j > 1 if causal else abs(i_block - j) > 1)]
+    random_blocks = sorted(candidates, key=lambda j: (_hash_numbers(seed, layer, i_block, j), j))[:num_random]
+    key_blocks = {i_block - 1, i_block, i_block + 1, *random_blocks}
     return _select_keys(i, {j for j in range(n) if j // block in key_blocks}, set(), None, causal)
 
 
@@ -177,9 +177,9 @@ def transient_global_attention(
         The outputs [length, h, k].
     """
     n, h, length = len(X), len(P_q), len(X) if length is None else length
-    whole, max_blocks = length // block, n // block
-    block_of = [min(i // block, whole - 1) for i in range(length)]
-    sums = [X[[i for i in range(length) if block_of[i] == b]].sum(0) for b in range(whole)]
+    num_blocks, max_blocks = length // block, n // block
+    block_of = [min(i // block, num_blocks - 1) for i in range(length)]
+    sums = [X[[i for i in range(length) if block_of[i] == b]].sum(0) for b in range(num_blocks)]
     inputs = [s * gamma / (s.square().mean() + epsilon).sqrt() for s in sums]
     outputs = X.new_zeros(length, h, P_v.shape[2])
     for head in range(h):
@@ -189,9 +189,9 @@ def transient_global_attention(
             sources = torch.stack([*inputs, *X[near]])  # [whole + near, d]
             logits = scale * (sources @ p_k) @ (X[i] @ P_q[head])
             if block_bias is not None:
-                logits[:whole] += block_bias[head, [b - block_of[i] + max_blocks - 1 for b in range(whole)]]
+                logits[:num_blocks] += block_bias[head, [b - block_of[i] + max_blocks - 1 for b in range(num_blocks)]]
             if bias is not None:
-                logits[whole:] += bias[head, [j - i + n - 1 for j in near]]
+                logits[num_blocks:] += bias[head, [j - i + n - 1 for j in near]]
             outputs[i, head] = masked_softmax(logits) @ sources @ p_v
     return outputs
 

@@ -274,8 +274,8 @@ def recommend_engine(table: ServingTable) -> str:
     unconverted = [row for row in table.rows if row.engine.fields is None]
     best = _select_fastest_with_least_memory(unconverted)
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
-    if others := [row for row in _select_fastest(unconverted) if row is not best]:
-        names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_format_memory(row)})" for row in others)
+    if other_rows := [row for row in _select_fastest(unconverted) if row is not best]:
+        names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_format_memory(row)})" for row in other_rows)
         parts[0] += f", which is as fast as {names} within the variation between rounds"
     float32 = _select_fastest_with_least_memory([row for row in unconverted if not row.engine.int8])
     if best.engine.int8 and float32.engine != unconverted[0].engine:

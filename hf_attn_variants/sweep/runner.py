@@ -212,9 +212,9 @@ def plot_sweep(results: dict[str, Any]) -> Any:
                 axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
                 axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
             elif spread:
-                others = [f"{get_axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
+                other_values = [f"{get_axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
                 variant = contestant["variant"]
-                name = ", ".join([variant] * bool(variant) + others).replace("$", r"\$") if curve else ""
+                name = ", ".join([variant] * bool(variant) + other_values).replace("$", r"\$") if curve else ""
                 ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
                 lines.setdefault(name, []).append((point[curve] if curve else row, spread["mean"], *ends))
         for i, (name, points) in enumerate(lines.items()):

@@ -267,11 +267,11 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
     rotations = torch.eye(head_dim, dtype=moment.dtype, device=moment.device).repeat(size, 1, 1)
     for _ in range(NUM_ROUNDS):
         for head in range(size):
-            others = sum(
+            weighted_sum = sum(
                 rotations[other_head] @ cross[other_head, head] for other_head in range(size) if other_head != head
             )
             if size > 1:
-                left, _, right = torch.linalg.svd(others)
+                left, _, right = torch.linalg.svd(weighted_sum)
                 rotations[head] = left @ right
     return rotations
 

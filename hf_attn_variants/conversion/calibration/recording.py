@@ -208,8 +208,8 @@ class _Recorder:
             rotary = None
             if site.rotary is not None:
                 rotary = RotaryPositions.from_embeddings(*self._positions[module], site.rotary)
-            others = (mask, bias, valid, factor, causal, rotary, kwargs.get("softcap"))
-            self.calls[path].append(AttentionInputs(states, key_value_states, *others))
+            other_inputs = (mask, bias, valid, factor, causal, rotary, kwargs.get("softcap"))
+            self.calls[path].append(AttentionInputs(states, key_value_states, *other_inputs))
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
@@ -281,11 +281,11 @@ def group_modules(
     """
     encoder_positions, decoder_positions = map(sum, zip(*map(_count_positions, batches), strict=True))
 
-    def compute_size(module: AttentionModule, others: list[AttentionModule]) -> int:
+    def compute_size(module: AttentionModule, other_modules: list[AttentionModule]) -> int:
         positions = decoder_positions if module.site.stack == "decoder" else encoder_positions
         positions *= model_class.count_module_runs(config, module.name)
         is_first = module.site.is_cross_attention and not any(
-            other_module.site.is_cross_attention for other_module in others
+            other_module.site.is_cross_attention for other_module in other_modules
         )
         return (positions + (encoder_positions if is_first else 0)) * config.hidden_size * 4
 

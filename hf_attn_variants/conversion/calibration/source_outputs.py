@@ -177,10 +177,10 @@ class SourceOutputs:
         model.train(training)
         amounts, counts = self._compare(outputs)
         examples, total = len(amounts), float(counts.sum())
-        alike = not total or (self._measure == "scores" and examples == 1)  # a single score has no variance
+        are_all_equal = not total or (self._measure == "scores" and examples == 1)  # a single score has no variance
         if self._measure in ("embeddings", "scores"):
-            alike = alike or _are_all_equal(torch.stack(self._source_outputs[self._measure]))
-        value = math.nan if alike else float(amounts.sum()) / total
+            are_all_equal = are_all_equal or _are_all_equal(torch.stack(self._source_outputs[self._measure]))
+        value = math.nan if are_all_equal else float(amounts.sum()) / total
         is_finite = math.isfinite(value)
         source_loss, converted_loss = self.loss, _compute_loss(outputs)
         losses = None if source_loss is None or converted_loss is None else (source_loss, converted_loss)
@@ -195,7 +195,7 @@ class SourceOutputs:
             examples,
             losses=losses if losses is None or all(map(math.isfinite, losses)) else None,
             runaway=_count_runaway_generations(*generated),
-            alike=alike,
+            alike=are_all_equal,
             # A model that was not trained on this type of text cannot lose quality on it.
             unknown=source_loss is not None and source_loss > MAX_RANDOM_LOSS_RATIO * math.log(self._vocabulary),
             interval=interval,
@@ -204,17 +204,19 @@ class SourceOutputs:
 
     def _compare(self, outputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each example's numerator and denominator. `Quality.value` is the ratio of their sums."""
-        source, others = self._source_outputs[self._measure], outputs[self._measure]
+        source, converted = self._source_outputs[self._measure], outputs[self._measure]
         if self._measure == "tokens":
-            pairs = [(compute_edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
+            pairs = [(compute_edit_distance(a, b), len(a)) for a, b in zip(source, converted, strict=True)]
         elif self._measure == "predictions":
             rows = [
                 (a, b, self._make_counted_mask(a) | self._make_counted_mask(b))
-                for a, b in zip(source, others, strict=True)
+                for a, b in zip(source, converted, strict=True)
             ]
             pairs = [(int((a != b).sum()), int(counted.sum())) for a, b, counted in rows]
         else:
-            return _compute_difference_terms(self._measure, torch.stack(source).double(), torch.stack(others).double())
+            return _compute_difference_terms(
+                self._measure, torch.stack(source).double(), torch.stack(converted).double()
+            )
         amounts, counts = torch.tensor(pairs, dtype=torch.float64).T
         return amounts, counts
 

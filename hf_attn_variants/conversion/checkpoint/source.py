@@ -300,9 +300,9 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
     """
     auto_map = config.get("auto_map") or {}
     classes = [str(auto_map[auto]) for auto in auto_map if auto.startswith(MODEL_AUTO_CLASSES)]
-    if others := [name for name in classes if CLASS_PREFIX not in name]:
+    if other_classes := [name for name in classes if CLASS_PREFIX not in name]:
         logger.warning(
-            f"The checkpoint's remote code ({', '.join(others)}) is not run. The checkpoint is converted as a "
+            f"The checkpoint's remote code ({', '.join(other_classes)}) is not run. The checkpoint is converted as a "
             f"{config.get('model_type')} model of Transformers."
         )
 

@@ -50,8 +50,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
         """
-        (states, encoder_outputs, mask, cache, bias), others = self.arguments.split(args, kwargs)
-        return self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, bias, others)
+        (states, encoder_outputs, mask, cache, bias), other_arguments = self.arguments.split(args, kwargs)
+        return self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, bias, other_arguments)
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):

@@ -51,8 +51,8 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `encoder_hidden_states`."""
-        (states, encoder_outputs, mask, cache), others = self.arguments.split(args, kwargs)
-        output, _, weights = self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, None, others)
+        (states, encoder_outputs, mask, cache), other_arguments = self.arguments.split(args, kwargs)
+        output, _, weights = self.compute_outputs_and_bias(states, encoder_outputs, mask, cache, None, other_arguments)
         return output, weights
 
 

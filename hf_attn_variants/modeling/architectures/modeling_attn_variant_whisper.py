@@ -51,8 +51,8 @@ class WhisperGroupedHeadsMixin:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute attention as `BartAttention` does. See `WhisperAttention.forward` for the arguments."""
-        values, others = self.arguments.split(args, kwargs)
-        return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
+        values, other_arguments = self.arguments.split(args, kwargs)
+        return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **other_arguments)
 
 
 class AttnVariantWhisperAttention(BartFamilyAttentionMixin, WhisperGroupedHeadsMixin, WhisperAttention):

@@ -70,8 +70,10 @@ class AttentionVariantMixin(_Attention):
         dynamic = self.prepare_attention_kwargs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
-        _, others = self.arguments.split(args, kwargs)
-        output, weights = attend_with_projections(self, states, mask, cache, encoder_outputs, others | dynamic)
+        _, other_arguments = self.arguments.split(args, kwargs)
+        output, weights = attend_with_projections(
+            self, states, mask, cache, encoder_outputs, other_arguments | dynamic
+        )
         return self.compute_output(output, states), weights
 
     def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:

@@ -179,18 +179,18 @@ def compute_keys_and_values_with_cache(
     """
     is_cross_attention = encoder_outputs is not None
     index: Any = None if cache is None else module.layer_idx  # encoders have no layer index
-    seen: dict[int, bool] = {}
+    updated_layers: dict[int, bool] = {}
     if isinstance(cache, EncoderDecoderCache):
-        seen = cache.is_updated if is_cross_attention else seen
+        updated_layers = cache.is_updated if is_cross_attention else updated_layers
         cache = cache.cross_attention_cache if is_cross_attention else cache.self_attention_cache
-    if seen and seen.get(index):
+    if updated_layers and updated_layers.get(index):
         # The encoder outputs do not change between decoding steps.
         return cache.layers[index].keys, cache.layers[index].values
     inputs = states if encoder_outputs is None else encoder_outputs
     key, value = compute_keys_and_values(inputs, linears, module.heads.head_dim, module.heads.value_dim, module)
     if cache is not None:
         key, value = cache.update(key, value, index)
-        seen[index] = True
+        updated_layers[index] = True
     return key, value
 
 

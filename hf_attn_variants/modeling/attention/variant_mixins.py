@@ -351,8 +351,8 @@ def _install_variant(
         core.key_range = get_key_range(site, model.config, path, is_causal)
     if not used_mechanisms.isdisjoint(EXTENSION_FIELDS):
         install_extensions(core, model.config, site.field_prefix, query_linear.in_features)
-    others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
-    core.is_plain = all(mechanism is None for mechanism in others) and WEIGHT_STAGE not in core.extensions
+    mechanisms = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
+    core.is_plain = all(mechanism is None for mechanism in mechanisms) and WEIGHT_STAGE not in core.extensions
     if not core.is_plain:
         set_padding_rule(core)
 

@@ -96,8 +96,8 @@ def drop_replaced_layer_values(values: Mapping[str, Any], new_fields: Mapping[st
     }
     new = new_fields.get("per_layer_values")
     new = [name for name in new if name.endswith(PER_LAYER_FIELDS)] if isinstance(new, Mapping) else []
-    others = {name: value for name, value in values.items() if name not in new}
-    return {**others, "per_layer_values": values_by_field or None}
+    other_values = {name: value for name, value in values.items() if name not in new}
+    return {**other_values, "per_layer_values": values_by_field or None}
 
 
 def _check_is_per_layer_field(config: Any, name: str) -> None:

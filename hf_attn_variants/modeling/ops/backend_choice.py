@@ -128,9 +128,9 @@ def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
     if axis is None:  # parameter gradients are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
-    others = [i for i in range(expected.dim()) if i != axis]
-    mean_square = expected.square().sum(others).mean().clamp_min(1e-30)
-    return float((difference.sum(others).max() / mean_square).sqrt())
+    other_axes = [i for i in range(expected.dim()) if i != axis]
+    mean_square = expected.square().sum(other_axes).mean().clamp_min(1e-30)
+    return float((difference.sum(other_axes).max() / mean_square).sqrt())
 
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}

@@ -267,9 +267,9 @@ if triton is not None:
             proj_out = _load_heads(weights_proj_ptr, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD).to(dtype)
         if DROPOUT:
             seed = tl.load(seed_ptr)
-        at = (batch * HEADS + offs_h) * length + row
-        max_logit = tl.load(max_logit_ptr + at, mask=offs_h < HEADS, other=0.0)
-        inverse = tl.load(inverse_ptr + at, mask=offs_h < HEADS, other=0.0)
+        offsets = (batch * HEADS + offs_h) * length + row
+        max_logit = tl.load(max_logit_ptr + offsets, mask=offs_h < HEADS, other=0.0)
+        inverse = tl.load(inverse_ptr + offsets, mask=offs_h < HEADS, other=0.0)
         end = key_length
         if CAUSAL:
             end = tl.minimum(key_length, row + 1).to(tl.int32)
@@ -328,11 +328,11 @@ if triton is not None:
                     _store_heads(d_bias_ptrs, none_bias, head_stride, offs_c, buffer_length, HEADS, PAD)
         program = local_batch * rows + local_row
         if MIX_LOGITS:
-            at = d_logits_proj_ptr + program * HEADS_IN * HEADS
-            _store_heads(at, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
+            proj_ptr = d_logits_proj_ptr + program * HEADS_IN * HEADS
+            _store_heads(proj_ptr, d_proj, HEADS, offs_h, HEADS, HEADS_IN, PAD_IN)
         if MIX_WEIGHTS:
-            at = d_weights_proj_ptr + program * HEADS * HEADS_OUT
-            _store_heads(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
+            proj_ptr = d_weights_proj_ptr + program * HEADS * HEADS_OUT
+            _store_heads(proj_ptr, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
 
 
 # The size of each workspace. There is one workspace for the scores, one for the weights and, if the bias needs a

@@ -251,8 +251,8 @@ def _make_confusion_matrix_figure(matrix: np.ndarray, names: Sequence[str], titl
     axes = figure.subplots()
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
-    small = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
-    ticks: Any = {"fontsize": small, "parse_math": False}  # a "$" in a name must not start a formula
+    font_size = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
+    ticks: Any = {"fontsize": font_size, "parse_math": False}  # a "$" in a name must not start a formula
     axes.set_xticks(range(count), tick_labels, rotation=90, **ticks)
     axes.set_yticks(range(count), tick_labels, **ticks)
     axes.set(xlabel="predicted", ylabel="true")
@@ -585,8 +585,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self, eval_set: EvalSet, predictions: ClassificationOutput, file_name: str, split: str
     ) -> None:
         """Plot the confusion matrix of a split if there is one label per row and not too many classes."""
-        drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
-        if not drawn or not self.accelerator.is_main_process:
+        is_plotted = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
+        if not is_plotted or not self.accelerator.is_main_process:
             return
         matrix = compute_metric_details(self.scheme, predictions, np.asarray(eval_set.labels))["confusion_matrix"]
         title = f"{models.get_model_name(self.settings)}, {split}: {len(eval_set.split):,} rows"

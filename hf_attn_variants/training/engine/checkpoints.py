@@ -273,9 +273,11 @@ def save_checkpoint(
         if accelerator.is_main_process:
             _finish_checkpoint(state, output_dir, temporary, target)
     if accelerator.is_main_process and save_total_limit is not None:
-        others = [path for path in list_checkpoints(output_dir) if path != target]
-        others.sort(key=lambda path: get_checkpoint_step(path) <= state.step)  # later steps first, then oldest first
-        for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
+        other_checkpoints = [path for path in list_checkpoints(output_dir) if path != target]
+        other_checkpoints.sort(
+            key=lambda path: get_checkpoint_step(path) <= state.step
+        )  # later steps first, then oldest first
+        for old in other_checkpoints[: max(len(other_checkpoints) + 1 - save_total_limit, 0)]:
             _remove_checkpoint(old)
     accelerator.wait_for_everyone()
     return target

@@ -127,8 +127,8 @@ def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrained
     has_types, names = getattr(config, "type_vocab_size", 0) > 1, tokenizer.model_input_names
     if ("token_type_ids" in names) == has_types or (has_types and not pairs):
         return False
-    others = [name for name in names if name != "token_type_ids"]
-    tokenizer.model_input_names = [*others, "token_type_ids"] if has_types else others
+    other_names = [name for name in names if name != "token_type_ids"]
+    tokenizer.model_input_names = [*other_names, "token_type_ids"] if has_types else other_names
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this attribute is saved
     return True
 

@@ -156,7 +156,7 @@ def _check_value(
     value: Any,
     range: Range | None = None,
     choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
-    **others: Any,
+    **metadata: Any,
 ) -> None:
     """Check that a value is within the range and the choices of its field."""
     if range is not None and not range[1](value):

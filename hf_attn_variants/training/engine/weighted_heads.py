@@ -107,7 +107,7 @@ def _combine_heads(
 ) -> WeightedHeadsLinear | None:
     """Return the weighted projection, or None if the heads of the source do not form equal groups."""
     counts = {role: (getattr(source, role), getattr(target, role)) for role in roles}
-    if any(many % few for many, few in counts.values()):
+    if any(source_heads % target_heads for source_heads, target_heads in counts.values()):
         return None
     rows = dict(zip(("query", "key", "value"), source.fused_rows, strict=True))
     return WeightedHeadsLinear(linear, counts, [rows[role] for role in roles])

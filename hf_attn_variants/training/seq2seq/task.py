@@ -294,10 +294,10 @@ def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     """
     files: dict[str, str | None] = {}
     for name in SPLITS:
-        file, *others = getattr(settings, f"{name}_file") or [None]
+        file, *other_files = getattr(settings, f"{name}_file") or [None]
         files[f"{name}_file"] = file
-        if others:
-            raise ValueError(f"--{name}_file must be a single file with --task_name, got {1 + len(others)}.")
+        if other_files:
+            raise ValueError(f"--{name}_file must be a single file with --task_name, got {1 + len(other_files)}.")
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
     if settings.source_prefix:
         data.results["source_prefix"] = settings.source_prefix
