@@ -184,11 +184,11 @@ def _describe_memory(report: dict[str, Any]) -> dict[str, Any]:
     """Return how a report's process held memory, with how many figures had many faults."""
     ((setting, description),) = report["memory"].items()
     all_usages = [usage for _, usage in iterate_usages(report)]
-    many = sum(not usage["few_faults"] for usage in all_usages)
+    num_many = sum(not usage["few_faults"] for usage in all_usages)
     return {
         setting: description
-        | {"figures": len(all_usages), "with_many_faults": many}
-        | ({"is_kept": not many} if setting == "kept" else {})
+        | {"figures": len(all_usages), "with_many_faults": num_many}
+        | ({"is_kept": not num_many} if setting == "kept" else {})
     }
 
 

@@ -268,8 +268,8 @@ def format_claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
         old = {ratio.label: f"{ratio.value:.2f}×" for ratio in iterate_ratios(name, before)} if before else {}
         for line in iterate_claims(name, report):
             fixed_text = "no claim" if line.fixed is None else f"{line.fixed:.2f}×"
-            said = "none" if line.claim.ratio is None else line.claim.text
-            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", fixed_text, said]
+            claim_text = "none" if line.claim.ratio is None else line.claim.text
+            cells = [name, line.label, old.get(line.label, ""), f"{line.glibc:.2f}×", fixed_text, claim_text]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -287,17 +287,22 @@ def main(args: argparse.Namespace) -> str:
     """Measure what is not done, or list it; print and write the tables; returns that of the claims."""
     every = list_jobs(args)
     done = {job.name for job in every if is_recorded(read(args.results_dir, job.name) or {})}
-    left = [job for job in every if args.again or job.name not in done]
-    minutes = sum(job.seconds for job in left) / 60
-    print(f"{len(left)} of {len(every)} reports are to be measured, some {minutes:.0f} minutes on an idle machine")
-    for job in left if args.dry_run else ():
+    remaining = [job for job in every if args.again or job.name not in done]
+    minutes = sum(job.seconds for job in remaining) / 60
+    print(
+        f"{len(remaining)} of {len(every)} reports are to be measured, some {minutes:.0f} minutes on an idle machine"
+    )
+    for job in remaining if args.dry_run else ():
         print(f"{job.seconds / 60:5.1f} min  {job.name}: {job.script} {' '.join(job.flags)}")
-    if not args.dry_run and left and os.getloadavg()[0] > 0.5:
+    if not args.dry_run and remaining and os.getloadavg()[0] > 0.5:
         print(f"WARNING: the load is {os.getloadavg()[0]:.1f}: what else runs here is in the figures")
     failed: list[str] = []
-    for number, job in enumerate([] if args.dry_run else left):
-        rest = sum(other.seconds for other in left[number:]) / 60
-        print(f"\n=== {job.name} ({number + 1} of {len(left)}; some {rest:.0f} minutes left)", flush=True)
+    for number, job in enumerate([] if args.dry_run else remaining):
+        remaining_minutes = sum(job.seconds for job in remaining[number:]) / 60
+        print(
+            f"\n=== {job.name} ({number + 1} of {len(remaining)}; some {remaining_minutes:.0f} minutes left)",
+            flush=True,
+        )
         start = time.perf_counter()
         try:
             measure(job, args)

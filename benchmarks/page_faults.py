@@ -110,12 +110,12 @@ def get_fault_limits() -> dict[str, int]:
     return {"faults_a_second": FEW_A_SECOND // HUGE_FAULT if always else FEW_A_SECOND, "or_in_all": FEW}
 
 
-def has_few_faults(minor_faults: float | None, seconds: float, few: Mapping[str, int] | None = None) -> bool | None:
+def has_few_faults(minor_faults: float | None, seconds: float, limits: Mapping[str, int] | None = None) -> bool | None:
     """Return whether so many faults (of `get_fault_limits`) say nothing in so many seconds; None if not counted."""
     if minor_faults is None:
         return None
-    few = few or get_fault_limits()
-    return minor_faults <= max(few["or_in_all"], few["faults_a_second"] * seconds)
+    limits = limits or get_fault_limits()
+    return minor_faults <= max(limits["or_in_all"], limits["faults_a_second"] * seconds)
 
 
 def get_allocator_setting() -> str:

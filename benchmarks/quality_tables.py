@@ -107,8 +107,8 @@ def minilm_on_sentences() -> Rows:
     names = {row["model"] for row in load("conversion_quality")["rows"]} - {MINILM, T5}
     (name,) = names
     both = [
-        list(_iterate_converted_rows("conversion_quality", name, *of, (1,)))
-        for of in (("spearman", ".4f"), ("cosine", ".3f"))
+        list(_iterate_converted_rows("conversion_quality", name, *metric, (1,)))
+        for metric in (("spearman", ".4f"), ("cosine", ".3f"))
     ]
     for (label, spearman, time), (_, cosine, _) in zip(*both, strict=True):
         yield [label, spearman, cosine, time]
@@ -261,8 +261,8 @@ def retention() -> Rows:
     anything = dict.fromkeys(("keep_matching_layers", "calibration_size", "kv_lora_rank", "fit_steps"))
     cases = [("4", {"heads": 4}, settings), ("1", {"heads": 1}, settings[1:])]
     cases += [("latents of 64", {"heads": 12, "kv_lora_rank": 64}, settings[2:])]
-    for label, of, of_columns in cases:
-        columns = [find_row(rows, **anything | of | fields)["kinds"] for fields in of_columns]
+    for label, options, column_fields in cases:
+        columns = [find_row(rows, **anything | options | fields)["kinds"] for fields in column_fields]
         for kind in columns[0]:
             rows_of_kind = [column[kind] for column in columns]
             cells = [f"{fields['error']:.2f}" + _format_embedding_scores(fields) for fields in rows_of_kind]
@@ -309,9 +309,9 @@ def quickstart() -> Rows:
 def uptraining() -> Rows:
     rows = load("conversion_quality")["rows"]
     for share, steps in (("0", 0), ("5 % (377 steps)", 377), ("10 % (754 steps)", 754)):
-        of = {"model": T5, "steps": steps, "seed": 0}
+        key = {"model": T5, "steps": steps, "seed": 0}
         groups = [(m, k) for k in (2, 1) for m in ("mean", "calibrated+fit")]
-        cells = [find_row(rows, method=method, num_key_value_heads=k, **of) for method, k in groups]
+        cells = [find_row(rows, method=method, num_key_value_heads=k, **key) for method, k in groups]
         yield [share, *(f"{row['bleu']:.1f} ({row['loss']:.3f})" for row in cells)]
 
 
@@ -370,8 +370,10 @@ def matching_layers() -> Rows:
     for label, variant in (variants | {on_task: on_task}).items():
         cells = []
         for task, (metric, form) in metrics.items():
-            of = {row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (variant, task)}
-            cells.append(", ".join(f"{of[seed]:{form}}" for seed in (42, 43) if seed in of))
+            scores_by_seed = {
+                row["seed"]: row[metric] for row in rows if (row["variant"], row["task"]) == (variant, task)
+            }
+            cells.append(", ".join(f"{scores_by_seed[seed]:{form}}" for seed in (42, 43) if seed in scores_by_seed))
         yield [_format_variant_name(label), *cells]
 
 
@@ -380,8 +382,10 @@ def five_seeds() -> Rows:
     rows = load("finetuned_matching_layers")["runs"]
     for variant in ("MHA", "GQA-4", "GQA-4 but in matching layers"):
         full = variant if variant == "MHA" else f"{variant} {DEFAULTS}"
-        of = {row["seed"]: row["spearmanr"] for row in rows if (row["variant"], row["task"]) == (full, "stsb")}
-        yield [_format_variant_name(variant), *(f"{of[seed]:.3f}" for seed in range(42, 47))]
+        scores_by_seed = {
+            row["seed"]: row["spearmanr"] for row in rows if (row["variant"], row["task"]) == (full, "stsb")
+        }
+        yield [_format_variant_name(variant), *(f"{scores_by_seed[seed]:.3f}" for seed in range(42, 47))]
 
 
 @register_table("model", "STS-B Spearman", "QNLI accuracy", "SST-2 accuracy", "MNLI accuracy")
@@ -401,8 +405,10 @@ def then_kernel() -> Rows:
     for variant, label in labels.items():
         cells = []
         for task in ("stsb", "qnli", "sst2", "mnli"):
-            of = {run["seed"]: run[METRICS[task]] for run in runs if (run["variant"], run["task"]) == (variant, task)}
-            cells.append(", ".join(f"{of[seed]:.3f}" for seed in (42, 43) if seed in of))
+            scores_by_seed = {
+                run["seed"]: run[METRICS[task]] for run in runs if (run["variant"], run["task"]) == (variant, task)
+            }
+            cells.append(", ".join(f"{scores_by_seed[seed]:.3f}" for seed in (42, 43) if seed in scores_by_seed))
         yield [label, *cells]
 
 
@@ -504,8 +510,11 @@ def talking_heads_finetuned() -> Rows:
 def talking_heads_places() -> Rows:
     rows = load("talking_heads_places")["rows"]
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        of = {row["seed"]: row["eval_loss"] for row in rows if row["variant"] == variant}
-        yield [variant, *(f"{value:.3f}" for value in (mean(of.values()), of[0], of[1]))]
+        scores_by_seed = {row["seed"]: row["eval_loss"] for row in rows if row["variant"] == variant}
+        yield [
+            variant,
+            *(f"{value:.3f}" for value in (mean(scores_by_seed.values()), scores_by_seed[0], scores_by_seed[1])),
+        ]
 
 
 HEAD_COUNTS = (2, 4, 8, 16)

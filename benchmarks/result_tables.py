@@ -58,13 +58,13 @@ def fill_tables(text: str) -> str:
 
 def iterate_differences() -> Iterator[str]:
     """Yield a line for each file whose tables differ from the reports, and for each table that is in no file."""
-    shown: set[str] = set()
+    found_names: set[str] = set()
     for path in list_documents():
         text = path.read_text(encoding="utf-8")
-        shown |= {*find_table_names(text)}
+        found_names |= {*find_table_names(text)}
         if fill_tables(text) != text:
             yield f"{path.relative_to(ROOT)} differs from the reports; run `python -m benchmarks.result_tables`"
-    yield from (f"No file has the table {name!r}." for name in TABLES if name not in shown)
+    yield from (f"No file has the table {name!r}." for name in TABLES if name not in found_names)
 
 
 def main(arguments: list[str] | None = None) -> int:

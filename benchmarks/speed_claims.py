@@ -46,8 +46,8 @@ class Line(NamedTuple):
     def text(self) -> str:
         """Return the line to print."""
         fixed_text = "fixed: many page faults" if self.fixed is None else f"fixed {self.fixed:.2f}×"
-        said = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
-        return f"{self.label}: default {self.glibc:.2f}×, {fixed_text}; {said}"
+        claim_text = "no claim" if self.claim.ratio is None else f"claimed: {self.claim.text}"
+        return f"{self.label}: default {self.glibc:.2f}×, {fixed_text}; {claim_text}"
 
 
 def iterate_claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
@@ -58,10 +58,10 @@ def iterate_claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
         report: as `kept_memory.run` writes it.
     """
     glibc, fixed_report = split_by_setting(report)
-    others = {ratio.label: ratio for ratio in iterate_ratios(name, fixed_report)} if fixed_report else {}
+    fixed_ratios = {ratio.label: ratio for ratio in iterate_ratios(name, fixed_report)} if fixed_report else {}
     for ratio in iterate_ratios(name, glibc):
-        other = others.get(ratio.label)
-        fixed_ratio = other.value if other is not None and other.few_faults else None
+        fixed = fixed_ratios.get(ratio.label)
+        fixed_ratio = fixed.value if fixed is not None and fixed.few_faults else None
         yield Line(ratio.label, ratio.value, fixed_ratio, make_claim(ratio.value, fixed_ratio, ratio.is_cost))
 
 
@@ -99,18 +99,20 @@ def _iterate_decoding_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
         if row is first:
             continue
         usage = {"base": first.get("usage", {}), "ours": row.get("usage", {})}
-        few = _has_few_faults(usage, "base", "ours")
+        has_few = _has_few_faults(usage, "base", "ours")
         label = f"{row['model']}, batch {row['batch_size']}, source {row['source_length']}"
-        yield Ratio(f"{label}: tokens/s", row["speedup"], few_faults=few)
-        yield Ratio(f"{label}: a later token", row["step_speedup"], few_faults=few)
-        yield Ratio(f"{label}: first token", first["first_token_seconds"] / row["first_token_seconds"], few_faults=few)
+        yield Ratio(f"{label}: tokens/s", row["speedup"], few_faults=has_few)
+        yield Ratio(f"{label}: a later token", row["step_speedup"], few_faults=has_few)
+        yield Ratio(
+            f"{label}: first token", first["first_token_seconds"] / row["first_token_seconds"], few_faults=has_few
+        )
 
 
 def _iterate_encoding_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     first, *others = report["rows"]
     for row in others:
-        few = _has_few_faults({"base": first.get("usage") or {}, "ours": row.get("usage") or {}}, "base", "ours")
-        yield Ratio(f"{row['name']}: a pass", row["speedup"], few_faults=few)
+        has_few = _has_few_faults({"base": first.get("usage") or {}, "ours": row.get("usage") or {}}, "base", "ours")
+        yield Ratio(f"{row['name']}: a pass", row["speedup"], few_faults=has_few)
 
 
 def _iterate_window_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
@@ -203,26 +205,28 @@ def _iterate_onnx_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
         base = first.setdefault(key, row)
         if row is not base:
             label = f"{row['part']} of {row['num_key_value_heads']} heads / {base['num_key_value_heads']}"
-            few = _has_few_faults({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
+            has_few = _has_few_faults({"base": base.get("usage", {}), "ours": row.get("usage", {})}, "base", "ours")
             prefix = f"{', '.join(map(str, row['size']))}, opset {row['opset']}"
-            yield Ratio(f"{label}, {prefix}", base["milliseconds"] / row["milliseconds"], few_faults=few)
+            yield Ratio(f"{label}, {prefix}", base["milliseconds"] / row["milliseconds"], few_faults=has_few)
 
 
 def _iterate_loop_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["rows"]:
         value = row["loop_cpu_seconds_per_step"] / row["bare_cpu_seconds_per_step"]
-        few = _has_few_faults(row.get("usage", {}), "bare", "loop")
-        yield Ratio(f"loop in times a bare loop's CPU time, {row['task']}", value, True, few)
+        has_few = _has_few_faults(row.get("usage", {}), "bare", "loop")
+        yield Ratio(f"loop in times a bare loop's CPU time, {row['task']}", value, True, has_few)
 
 
 # How a report's name begins -> its ratios.
 def _iterate_engine_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["sizes"]:
         # Other engines have their own allocators, so that only the faults of the baseline matter.
-        few = row["usage"]["milliseconds"]["float32"]["few_faults"]
+        has_few = row["usage"]["milliseconds"]["float32"]["few_faults"]
         for engine, milliseconds in row["milliseconds"].items():
             if engine != "float32":
-                yield Ratio(f"{row['size']}: {engine}", row["milliseconds"]["float32"] / milliseconds, few_faults=few)
+                yield Ratio(
+                    f"{row['size']}: {engine}", row["milliseconds"]["float32"] / milliseconds, few_faults=has_few
+                )
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {

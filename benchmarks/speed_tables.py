@@ -101,8 +101,8 @@ def format_ratio(
     value = compute_ratio(row)[0]
     if fixed_row is None:
         return f"{value:.2f}×"
-    other, few = compute_ratio(fixed_row) if fixed_row else (None, None)
-    return make_claim(value, other if few else None, is_cost).text
+    other, has_few = compute_ratio(fixed_row) if fixed_row else (None, None)
+    return make_claim(value, other if has_few else None, is_cost).text
 
 
 def make_time_ratio(
@@ -112,8 +112,8 @@ def make_time_ratio(
 
     def compute_ratio(row: dict) -> tuple[float, bool | None]:
         times, usage = row[part], row.get("usage", {}).get(part, {})
-        few = all(usage.get(name, {}).get("few_faults") for name in (base, compared))
-        return times[compared] / times[base] if is_cost else times[base] / times[compared], few
+        has_few = all(usage.get(name, {}).get("few_faults") for name in (base, compared))
+        return times[compared] / times[base] if is_cost else times[base] / times[compared], has_few
 
     return compute_ratio
 
@@ -195,8 +195,13 @@ HEADS = (UPSTREAM, "MHA", "GQA-4", "GQA-2", "MQA")
 @register_table(*DECODED, columns=["setting", *make_model_columns(HEADS), "step: GQA-2", "step: MQA"])
 def decoding(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(DECODED.values(), reports, strict=True):
-        of = Decoded(report)
-        yield [label, *map(of.speed, HEADS), of.times("GQA-2", "step_speedup"), of.times("MQA", "step_speedup")]
+        decoded = Decoded(report)
+        yield [
+            label,
+            *map(decoded.speed, HEADS),
+            decoded.times("GQA-2", "step_speedup"),
+            decoded.times("MQA", "step_speedup"),
+        ]
 
 
 WITH_LATENTS = (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
@@ -205,9 +210,9 @@ WITH_LATENTS = (UPSTREAM, "MHA", "MQA", "exact", "cross r=128")
 @register_table(*LATENTS, columns=["setting", *make_model_columns(WITH_LATENTS)])
 def decoding_from_latents(*reports: dict[str, Any]) -> Rows:
     for label, report in zip(LATENTS.values(), reports, strict=True):
-        of = Decoded(report)
+        decoded = Decoded(report)
         repeats = int(report["arguments"]["repeats"])
-        yield [label + " (1 repeat)" * (repeats == 1), *(of.speed(model, digits=3) for model in WITH_LATENTS)]
+        yield [label + " (1 repeat)" * (repeats == 1), *(decoded.speed(model, digits=3) for model in WITH_LATENTS)]
 
 
 @register_table(*LATENTS, columns=["setting", *make_model_columns(WITH_LATENTS)])
@@ -236,11 +241,11 @@ SMALL = (UPSTREAM, "MHA", "GQA-2", "MQA")
 
 @register_table("decode_t5-multi30k_cpu", columns=["setting", *make_model_columns(SMALL)])
 def decoding_at_equal_parameters(report: dict[str, Any]) -> Rows:
-    of = Decoded(report)
-    by_model = {model: fixed_row or row for model, (row, fixed_row) in of.by_model.items()}
+    decoded = Decoded(report)
+    by_model = {model: fixed_row or row for model, (row, fixed_row) in decoded.by_model.items()}
     speeds = [f"{by_model[model]['tokens_per_second']:,.0f}" for model in SMALL]
     yield ["tokens/s", *speeds]
-    yield ["speed", "1", *(of.times(model, "speedup") for model in SMALL[1:])]
+    yield ["speed", "1", *(decoded.times(model, "speedup") for model in SMALL[1:])]
     yield ["cache, MiB", *(f"{by_model[model]['cache_bytes'] / 2**20:.2f}" for model in SMALL)]
 
 
@@ -259,8 +264,8 @@ def encoding(*reports: dict[str, Any]) -> Rows:
                 variant_row: dict, row: dict = row, bases: tuple = (upstream, fixed_upstream)
             ) -> tuple[float, bool | None]:
                 base = bases[0] if variant_row is row else bases[1]
-                few = all((first_row.get("usage") or {}).get("few_faults") for first_row in (base, variant_row))
-                return base["milliseconds"] / variant_row["milliseconds"], few
+                has_few = all((first_row.get("usage") or {}).get("few_faults") for first_row in (base, variant_row))
+                return base["milliseconds"] / variant_row["milliseconds"], has_few
 
             cells.append(f"{(fixed_row or row)['milliseconds']:.0f} ({format_ratio(row, fixed_row, compute_ratio)})")
         yield [label, *cells]
@@ -297,15 +302,15 @@ PASSED = {"everything": "T5", "windows": "LongT5, local", "transient global": "L
 def encoder_passes(report: dict[str, Any]) -> Rows:
     labels = {"everything": "full attention", "windows": "windows of 254", "transient global": "transient-global"}
     for row, fixed_row in pair_rows(report, "runs"):
-        by = (fixed_row or row)["milliseconds"]
+        row_times = (fixed_row or row)["milliseconds"]
         for encoder, upstream_encoder in PASSED.items():
-            if encoder in by:
+            if encoder in row_times:
                 times = format_ratio(row, fixed_row, make_time_ratio("milliseconds", upstream_encoder, encoder))
                 yield [
                     f"{row['tokens']:,}",
                     labels[encoder],
-                    f"{by[encoder]:,.0f}",
-                    f"{by[upstream_encoder]:,.0f}",
+                    f"{row_times[encoder]:,.0f}",
+                    f"{row_times[upstream_encoder]:,.0f}",
                     times,
                 ]
 
@@ -370,8 +375,8 @@ def hybrids(report: dict[str, Any]) -> Rows:
 
 
 def _find_onnx_rows(report: dict[str, Any], part: str, size: list[int], opset: int, counts: Sequence[int]) -> list:
-    of = {"part": part, "size": size, "opset": opset}
-    every = [pair for pair in pair_rows(report, "rows") if all(pair[0][name] == value for name, value in of.items())]
+    key = {"part": part, "size": size, "opset": opset}
+    every = [pair for pair in pair_rows(report, "rows") if all(pair[0][name] == value for name, value in key.items())]
     return [next(pair for pair in every if pair[0]["num_key_value_heads"] == count) for count in counts]
 
 
@@ -380,8 +385,8 @@ def _format_onnx_cells(rows: list, form: Callable[[float], str]) -> list[str]:
 
     def compute_ratio(row: dict) -> tuple[float, bool | None]:
         first = base if row is last_row else fixed_base
-        few = all(compared_row.get("usage", {}).get("few_faults") for compared_row in (first, row))
-        return first["milliseconds"] / row["milliseconds"], few
+        has_few = all(compared_row.get("usage", {}).get("few_faults") for compared_row in (first, row))
+        return first["milliseconds"] / row["milliseconds"], has_few
 
     times = [form((other or row)["milliseconds"]) for row, other in rows]
     return [*times, format_ratio(last_row, fixed_row, compute_ratio)]
@@ -653,7 +658,7 @@ def serving_four_recordings(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
 
 
 RECORDINGS = ("batch8_greedy", "batch8", "batch16_greedy", "batch16")
-BATCHES = [f"batch {size}, {how}" for size in (8, 16) for how in ("greedy", "5 beams")]
+BATCHES = [f"batch {size}, {search}" for size in (8, 16) for search in ("greedy", "5 beams")]
 
 
 @register_table(
@@ -669,7 +674,7 @@ def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]
 
 
 HEARD = ("greedy", "5beams", "5beams_batch16")
-OF_SPEECH = [f"batch {size}, {how}" for size in (1, 8, 16) for how in ("greedy", "5 beams")]
+OF_SPEECH = [f"batch {size}, {search}" for size in (1, 8, 16) for search in ("greedy", "5 beams")]
 
 
 @register_table(

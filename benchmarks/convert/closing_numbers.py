@@ -87,14 +87,14 @@ def compare_outputs(kind: str, source: list[Any], converted: list[Any], labels: 
         loss = sum(b[0] - a[0] for a, b in zip(source, converted, strict=True)) / len(source)
         before, after = (sum(row[1] for row in rows) / len(source) for rows in (source, converted))
         return {"true": loss, "before": before, "after": after}
-    same = sum(a == b for a, b in zip(source, converted, strict=True)) / len(source)
+    share_equal = sum(a == b for a, b in zip(source, converted, strict=True)) / len(source)
     if kind == "labels":
         before, after = (
             sum(a == b for a, b in zip(rows, labels, strict=True)) / len(source) for rows in (source, converted)
         )
-        return {"true": 1 - same, "before": before, "after": after}
+        return {"true": 1 - share_equal, "before": before, "after": after}
     edits = sum(compute_edit_distance(a, b) for a, b in zip(source, converted, strict=True))
-    return {"true": edits / max(1, sum(map(len, source))), "before": 1.0, "after": same}
+    return {"true": edits / max(1, sum(map(len, source))), "before": 1.0, "after": share_equal}
 
 
 @torch.inference_mode()

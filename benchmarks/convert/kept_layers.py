@@ -133,8 +133,8 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
             subject, args, "keep_matching_layers", {subject.field: subject.new, "keep_matching_layers": 2}
         )
         rows.append(chosen)
-    least = sorted(range(subject.layers), key=lambda layer: chosen["shares"][layer])[:2]
-    unconverted_layers: dict[str, list[int]] = {"none": [], "the two of the least shares": least}
+    least_matching = sorted(range(subject.layers), key=lambda layer: chosen["shares"][layer])[:2]
+    unconverted_layers: dict[str, list[int]] = {"none": [], "the two of the least shares": least_matching}
     unconverted_layers |= {f"layer {layer + 1}": [layer] for layer in range(subject.layers)}
     for name, layers in unconverted_layers.items():
         if any(row["kept"] == name for row in rows):

@@ -105,8 +105,8 @@ def compare(model: Any, source: Any, tokenizer: Any, texts: Texts, length: int) 
         return error
     pair = [sentence_embeddings(each_model, tokenizer, texts, max_length=length) for each_model in (model, source)]
     cosine = torch.nn.functional.cosine_similarity(*pair).mean().item()
-    same = (_find_nearest(pair[0]) == _find_nearest(pair[1])).float().mean().item()
-    return error | {"cosine": round(cosine, 4), "neighbours": round(same, 4)}
+    accuracy = (_find_nearest(pair[0]) == _find_nearest(pair[1])).float().mean().item()
+    return error | {"cosine": round(cosine, 4), "neighbours": round(accuracy, 4)}
 
 
 def _find_nearest(embeddings: torch.Tensor) -> torch.Tensor:

@@ -63,11 +63,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Convert, score, print a row each, and return the report."""
     subject = SentenceEncoder(args.data_dir)
     cases: dict[str, list[str] | None] = {"none: averaged heads": None, **make_calibrations(subject, args.data_dir)}
-    heard = WarningRecorder()
-    logging.getLogger("hf_attn_variants").addHandler(heard)
+    recorder = WarningRecorder()
+    logging.getLogger("hf_attn_variants").addHandler(recorder)
     rows = []
     for name, texts in cases.items():
-        heard.messages.clear()
+        recorder.messages.clear()
         options: dict[str, Any] = {"method": "mean"}
         if texts is not None:
             settings = {"max_length": subject.calibration_length, "passages": False, "fit_steps": args.fit_steps}
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             report = convert(subject.source, HEADS, output_dir=f"{folder}/converted", **options)
             scores = subject.evaluate(Path(folder) / "converted")
         quality = None if report.quality is None else report.quality.value
-        rows.append({"calibration": name, **scores, "own_quality": quality, "warnings": list(heard.messages)})
+        rows.append({"calibration": name, **scores, "own_quality": quality, "warnings": list(recorder.messages)})
         print(json.dumps(rows[-1]), flush=True)
     return {
         "machine": describe_machine("cpu"),
@@ -89,6 +89,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = parse_args()
-    found = main(arguments)
+    report = main(arguments)
     if arguments.output:
-        atomic_write(arguments.output, json.dumps(found, indent=1) + "\n")
+        atomic_write(arguments.output, json.dumps(report, indent=1) + "\n")

@@ -80,11 +80,11 @@ def measure_with_static_cache(shape: str, batch: int, args: argparse.Namespace) 
     rows = []
     for served, names in ((latent_decoding.MAX_LATENT_ROWS, list(chosen)), (0, ["exact"])):
         torch._dynamo.reset()  # other batches' graphs would make it compile for any batch
-        latent_decoding.MAX_LATENT_ROWS, most = served, latent_decoding.MAX_LATENT_ROWS
+        latent_decoding.MAX_LATENT_ROWS, saved_limit = served, latent_decoding.MAX_LATENT_ROWS
         try:
             rows += decode.measure({name: chosen[name] for name in names}, settings, batch, SOURCE)
         finally:
-            latent_decoding.MAX_LATENT_ROWS = most
+            latent_decoding.MAX_LATENT_ROWS = saved_limit
     rows[-1]["model"] += ", torch's kernels"
     return {"rows": rows}
 
@@ -95,15 +95,15 @@ def measure_peak_bytes(model: Any, settings: argparse.Namespace, batch: int, sou
 
     A CPU's are not known: 0.
     """
-    few = argparse.Namespace(**vars(settings) | {"max_new_tokens": NUM_TRIES})
+    short_settings = argparse.Namespace(**vars(settings) | {"max_new_tokens": NUM_TRIES})
     on_cuda = settings.device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
     try:
-        decoder_inputs = decode.make_source(model, few, batch, source)
+        decoder_inputs = decode.make_source(model, short_settings, batch, source)
         if on_cuda:  # what making them took is not decoding's
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        decode.decode(model, *decoder_inputs, few)
+        decode.decode(model, *decoder_inputs, short_settings)
         synchronize(settings.device)
     except torch.OutOfMemoryError:
         return None
@@ -113,14 +113,14 @@ def measure_peak_bytes(model: Any, settings: argparse.Namespace, batch: int, sou
 def find_largest_batches(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the largest power of two that fits with the weights of all models, and its bytes, for each model."""
     settings, models = make_contestants(shape, args.device)
-    source, most = (8, 4) if args.tiny else (SOURCE, MAX_BATCH)
+    source, max_batch_size = (8, 4) if args.tiny else (SOURCE, MAX_BATCH)
     results: dict[str, Any] = {}
     for name, model in models.items():
         batch, taken = 64 if not args.tiny else 1, None
-        while batch <= most and (peak := measure_peak_bytes(model, settings, batch, source)) is not None:
+        while batch <= max_batch_size and (peak := measure_peak_bytes(model, settings, batch, source)) is not None:
             taken = {"batch": batch, "peak_bytes": peak}
             batch *= 2
-        results[name] = (taken or {"batch": None}) | {"next_one_fits": None if batch > most else False}
+        results[name] = (taken or {"batch": None}) | {"next_one_fits": None if batch > max_batch_size else False}
     weights = sum(p.numel() * p.element_size() for model in models.values() for p in model.parameters())
     return {"source": source, "models": results, "weights_of_all_bytes": weights}
 

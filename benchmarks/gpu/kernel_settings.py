@@ -39,15 +39,15 @@ def make_cells(args: argparse.Namespace) -> Cells:
             cells[f"{n}, workspace {size >> 20} MiB"] = lambda n=n, size=size: compare_settings(
                 n, args, WORKSPACE_BYTES=size
             )
-        few = None if n == LENGTHS[0] else FEW_ROUNDS
-        for choice in FORWARD[:few]:
+        few_rounds = None if n == LENGTHS[0] else FEW_ROUNDS
+        for choice in FORWARD[:few_rounds]:
             for zeroed in (False, True):
                 settings = make_launch_settings(choice) | {"ONE_BLOCK": False, "ZEROED": zeroed}
                 name = f"{n}, forward {choice}{', zeroed' * zeroed}"
                 cells[name] = lambda n=n, settings=settings: compare_settings(
                     n, args, _choose_forward_settings=lambda _: settings
                 )
-        for choice in BACKWARD[:few]:
+        for choice in BACKWARD[:few_rounds]:
             settings = make_launch_settings(choice)
             cells[f"{n}, backward {choice}"] = lambda n=n, settings=settings: compare_settings(
                 n, args, _choose_backward_settings=lambda _: settings

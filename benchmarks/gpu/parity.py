@@ -142,9 +142,12 @@ def compare(
             name: tensors.grad for name, tensors in variant_model.named_parameters() if name in upstream_outputs
         }
         # A shared head has the gradient of all its copies: it is compared in no other shape.
-        alike = [name for name in variant_outputs if variant_outputs[name].shape == upstream_outputs[name].shape]
+        common_names = [
+            name for name in variant_outputs if variant_outputs[name].shape == upstream_outputs[name].shape
+        ]
         actual, expected = (
-            torch.cat([tensors[name].flatten() for name in alike]) for tensors in (variant_outputs, upstream_outputs)
+            torch.cat([tensors[name].flatten() for name in common_names])
+            for tensors in (variant_outputs, upstream_outputs)
         )
         errors["gradients"] = (compute_relative_error(actual, expected), 0.0)
     return errors

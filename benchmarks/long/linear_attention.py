@@ -120,10 +120,10 @@ def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     models = {"upstream": BertModel(BertConfig(**shape))}
     for name in (peer for peer in args.peers if peer in KERNELS and peer not in OTHERS):
         layers = [None if layer in args.kept else name for layer in range(args.num_layers)]
-        some = {"per_layer_values": {"attention_kernel": layers}}
+        layer_fields = {"per_layer_values": {"attention_kernel": layers}}
         fields_by_name = {
             name: {"attention_kernel": name},
-            f"{name} in {args.num_layers - len(args.kept)} layers": some,
+            f"{name} in {args.num_layers - len(args.kept)} layers": layer_fields,
         }
         for title, fields in fields_by_name.items():
             models[title] = AttnVariantBertModel(AttnVariantBertConfig(**shape, **fields))
@@ -170,11 +170,11 @@ def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what was to be reached, with what was measured, for the lengths that were."""
     target_rows = []
     for row in report["attention"]:
-        least = GOALS.get(row["length"])
-        if least is not None and {"sdpa", "hedgehog"} <= row["forward"].keys():
+        goal = GOALS.get(row["length"])
+        if goal is not None and {"sdpa", "hedgehog"} <= row["forward"].keys():
             ratio = row["forward"]["sdpa"] / row["forward"]["hedgehog"]
-            target_rows.append({"what": f"times softmax's speed, hedgehog, {row['length']} tokens", "least": least})
-            target_rows[-1] |= {"measured": ratio, "met": ratio >= least}
+            target_rows.append({"what": f"times softmax's speed, hedgehog, {row['length']} tokens", "least": goal})
+            target_rows[-1] |= {"measured": ratio, "met": ratio >= goal}
     return target_rows
 
 
@@ -195,9 +195,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
         on_cpu = args.device == "cpu"
         peers = args.peers if on_cpu else make_peers(args.device, args.peers)
-        others = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)
+        other_settings = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)
         report["peak_memory"] = (measure_cpu_memory if on_cpu else measure_cuda_memory)(
-            peers, args.heads, HEAD_DIM, args.lengths, *others
+            peers, args.heads, HEAD_DIM, args.lengths, *other_settings
         )
     if "estimates" in args.parts:
         report["estimates"] = measure_estimates()

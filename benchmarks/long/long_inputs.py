@@ -132,15 +132,15 @@ def split_into_passages(ids: Ids) -> list[Ids]:
     return [ids[round(i * step) : round(i * step) + PASSAGE] for i in range(PASSAGES)]
 
 
-def compute_retrieval_scores(queries: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+def compute_retrieval_scores(queries: torch.Tensor, documents: torch.Tensor) -> dict[str, float]:
     """Return how often a query finds its own one of `others` first, and the mean of 1 / its rank.
 
     Args:
         queries: [q * n, D], q of each in turn.
-        others: [n, D].
+        documents: [n, D].
     """
-    own_indices = torch.arange(len(queries)) // (len(queries) // len(others))
-    cosines = queries @ others.T
+    own_indices = torch.arange(len(queries)) // (len(queries) // len(documents))
+    cosines = queries @ documents.T
     ranks = (cosines > cosines.gather(1, own_indices[:, None])).sum(1) + 1
     return {
         "accuracy": round((ranks == 1).float().mean().item(), 4),

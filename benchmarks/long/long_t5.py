@@ -169,8 +169,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    given = parse_args()
-    if "quality" in given.parts:
-        main(argparse.Namespace(**vars(given) | {"parts": ["quality"]}))
-    if "passes" in given.parts:
+    args = parse_args()
+    if "quality" in args.parts:
+        main(argparse.Namespace(**vars(args) | {"parts": ["quality"]}))
+    if "passes" in args.parts:
         run(main, parse_args, output="--output", more=["--parts", "passes"])

@@ -174,13 +174,13 @@ def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     target_rows = []
     for row in report["attention"]:
         for mode in MODES:
-            least = {GOAL_LENGTH: GOALS[mode], SHORT_LENGTH: 1.0}.get(row["length"])
-            if least is not None:
+            goal = {GOAL_LENGTH: GOALS[mode], SHORT_LENGTH: 1.0}.get(row["length"])
+            if goal is not None:
                 ratio = row[mode]["sdpa"] / row[mode]["window"]
                 target_rows.append(
-                    {"what": f"times full attention's speed, {mode}, {row['length']} tokens", "least": least}
+                    {"what": f"times full attention's speed, {mode}, {row['length']} tokens", "least": goal}
                 )
-                target_rows[-1] |= {"measured": ratio, "met": ratio >= least}
+                target_rows[-1] |= {"measured": ratio, "met": ratio >= goal}
     for row in report["layers"]:
         for mode in MODES if row["length"] == GOAL_LENGTH else ():
             ratio = row[mode][LONGFORMER] / row[mode][OURS]
@@ -212,8 +212,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if "memory" in args.parts and not args.rows and args.memory != "kept":  # of peaks, which kept memory hides
         measured = measure_cpu_memory if args.device == "cpu" else measure_cuda_memory
         peers = PEERS if args.device == "cpu" else make_peers(args.device, PEERS)
-        others = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)
-        report["peak_memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *others)
+        other_settings = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)
+        report["peak_memory"] = measured(peers, heads, HEAD_DIM, args.lengths, *other_settings)
     report["rows"] = measure_rows(args, heads)
     for length in tqdm([] if args.rows else args.lengths, desc="lengths"):
         if "attention" in args.parts:

@@ -135,8 +135,8 @@ def measure_transcriptions(source: Path, args: argparse.Namespace) -> Iterator[d
             target = Path(scratch) / quantization
             written = export_ctranslate2(source, target, quantization=quantization)
             whisper = ctranslate2.models.Whisper(str(target), intra_threads=torch.get_num_threads())
-            heard = ctranslate2.StorageView.from_array(batch.numpy())
-            outputs = whisper.generate(heard, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
+            storage = ctranslate2.StorageView.from_array(batch.numpy())
+            outputs = whisper.generate(storage, [prompt] * len(files), beam_size=1, max_length=2 * HEARD_TOKENS)
             yield make_result_row(source, written, "greedy", expected, [f.sequences_ids[0] for f in outputs], target)
 
 

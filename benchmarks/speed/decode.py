@@ -142,9 +142,9 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
     heads, kind = get_decoder_heads(fields), "marian" if args.shape in MARIANS else "t5"
 
-    def made(model_type: str, **others: Any) -> Any:
+    def made(model_type: str, **overrides: Any) -> Any:
         with torch.device(args.device):  # a GPU draws a large model's weights in no time
-            return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | others))
+            return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | overrides))
 
     models = {UPSTREAM: made(kind)}
     for k in args.num_key_value_heads:
@@ -278,16 +278,16 @@ def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[
     """
     layers = caches.cross_attention_cache.layers
     (memories, _, length, width), config = layers[0].keys.shape, model.config
-    like = {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
+    tensor_options = {"dtype": layers[0].keys.dtype, "device": layers[0].keys.device}
     modules = [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTION_NAMES)]
     heads = config.num_attention_heads
     head_dim = getattr(config, "d_kv", config.d_model // heads)
-    query = torch.randn(memories * args.num_beams, heads, 1, head_dim, **like)
+    query = torch.randn(memories * args.num_beams, heads, 1, head_dim, **tensor_options)
     # Upstream repeats the source's keys and values for each beam, and its T5 adds a position bias of zeros.
     is_upstream = not hasattr(config, "talking_heads")
     query = query[:memories] if is_upstream else query
     bias = (
-        {"position_bias": torch.zeros(1, heads, 1, length, **like)}
+        {"position_bias": torch.zeros(1, heads, 1, length, **tensor_options)}
         if is_upstream and args.shape not in MARIANS
         else {}
     )
@@ -341,8 +341,8 @@ def measure_encoder_seconds(model: Any, batch_size: int, source_length: int, arg
     return measure_seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
 
 
-def rotate_names(names: list[str], by: int) -> list[str]:
-    return names[by % len(names) :] + names[: by % len(names)]
+def rotate_names(names: list[str], count: int) -> list[str]:
+    return names[count % len(names) :] + names[: count % len(names)]
 
 
 def format_row(row: dict[str, Any]) -> str:

@@ -76,9 +76,9 @@ def make_step_after(model: PreTrainedModel, length: int, batch_size: int) -> tup
     tokens = torch.randint(2, model.config.vocab_size, (batch_size, length))
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
     cache = None
-    for some in tokens.split(CHUNK_LENGTH, dim=1):
+    for chunk in tokens.split(CHUNK_LENGTH, dim=1):
         cache = get_cache(
-            model(encoder_outputs=source, decoder_input_ids=some, **{get_cache_name(): cache}, use_cache=True)
+            model(encoder_outputs=source, decoder_input_ids=chunk, **{get_cache_name(): cache}, use_cache=True)
         )
 
     def step() -> None:

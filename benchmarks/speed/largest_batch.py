@@ -77,14 +77,14 @@ def choose_next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_m
 
     A peak grows with the batch nearly as a line does, so that a few trials find the end of the interval.
     """
-    most = max(1, 4 * fitting) if too_many is None else too_many - 1
+    max_batch_size = max(1, 4 * fitting) if too_many is None else too_many - 1
     nearest = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))[:2]
     if len(nearest) < 2 or peaks[nearest[0]] == peaks[nearest[1]]:
-        return most
+        return max_batch_size
     slope = (peaks[nearest[1]] - peaks[nearest[0]]) / (nearest[1] - nearest[0])
     met = int(nearest[0] + (memory - peaks[nearest[0]]) / slope)
     # A batch that is known to fit is followed by the one that shows whether it is the end.
-    return min(most, max(fitting + max(1, fitting // CLOSE), met))
+    return min(max_batch_size, max(fitting + max(1, fitting // CLOSE), met))
 
 
 def list_contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
@@ -132,12 +132,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for engine_config, engine in list_contestants(config, args.latents):
         with tempfile.TemporaryDirectory() as folder:
             exported = export(engine_config, engine, Path(folder))
-            most, peaks = find_largest_batch(
+            max_batch_size, peaks = find_largest_batch(
                 partial(measure_peak, args, engine_config, engine, exported), int(args.memory_gib * 2**30)
             )
-        report["rows"][engine.name] = {"largest_batch": most, "peak_bytes": dict(sorted(peaks.items()))}
+        report["rows"][engine.name] = {"largest_batch": max_batch_size, "peak_bytes": dict(sorted(peaks.items()))}
         atomic_write(args.output_dir / f"largest_batch_{args.shape}.json", json.dumps(report, indent=1) + "\n")
-        print(f"{engine.name}: {most} texts in {args.memory_gib:g} GiB", flush=True)
+        print(f"{engine.name}: {max_batch_size} texts in {args.memory_gib:g} GiB", flush=True)
     return report
 
 

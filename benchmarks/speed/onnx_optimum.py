@@ -76,10 +76,12 @@ def main(args: argparse.Namespace) -> None:
     rows = []
     for name, outs in expected.items():
         for kind, value in outs.items():
-            other = response["outputs"][name][kind]
-            same = value == other if kind != "states" else None
-            off = float((torch.tensor(value) - torch.tensor(other)).abs().max()) if kind == "states" else None
-            rows.append({"model": name, "compared": kind, "same": same, "largest_difference": off})
+            optimum_value = response["outputs"][name][kind]
+            is_same = value == optimum_value if kind != "states" else None
+            max_difference = (
+                float((torch.tensor(value) - torch.tensor(optimum_value)).abs().max()) if kind == "states" else None
+            )
+            rows.append({"model": name, "compared": kind, "same": is_same, "largest_difference": max_difference})
             print(json.dumps(rows[-1]), flush=True)
     result = {key: response[key] for key in ("optimum_onnx", "transformers")} | {
         "saved_with": transformers.__version__,

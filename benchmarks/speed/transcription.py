@@ -114,8 +114,8 @@ class Engines:
 
         @torch.no_grad()
         def transcribe(features: torch.Tensor, beams: int) -> list[list[int]]:
-            heard = torch.ones_like(features[:, 0], dtype=torch.long)
-            rows = model.generate(features, attention_mask=heard, num_beams=beams, **self.options)
+            frame_mask = torch.ones_like(features[:, 0], dtype=torch.long)
+            rows = model.generate(features, attention_mask=frame_mask, num_beams=beams, **self.options)
             return [self.text_of(row) for row in rows.tolist()]
 
         return transcribe
@@ -130,9 +130,9 @@ class Engines:
         whisper = ctranslate2.models.Whisper(str(exported), **options)
 
         def transcribe(features: torch.Tensor, beams: int) -> list[list[int]]:
-            heard, prompts = ctranslate2.StorageView.from_array(features.numpy()), [self.prompt] * len(features)
+            storage, prompts = ctranslate2.StorageView.from_array(features.numpy()), [self.prompt] * len(features)
             # It writes half as many tokens as `max_length`.
-            outputs = whisper.generate(heard, prompts, beam_size=beams, max_length=2 * args.max_new_tokens)
+            outputs = whisper.generate(storage, prompts, beam_size=beams, max_length=2 * args.max_new_tokens)
             return [self.text_of(output.sequences_ids[0]) for output in outputs]
 
         return transcribe

@@ -93,9 +93,10 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     keys = dict.fromkeys((row["kernel"], row["dtype"], row["capability"]) for row in rows)
     for key in sorted(keys):
         selected_rows = [row for row in rows if (row["kernel"], row["dtype"], row["capability"]) == key]
-        most = [max(row[name] for row in selected_rows) for name in ("registers", "stack_bytes", "shared_bytes")]
+        maxima = [max(row[name] for row in selected_rows) for name in ("registers", "stack_bytes", "shared_bytes")]
         lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]} | {len(selected_rows)} | {most[0]} | {most[1]} | {most[2] / 1024:.0f} |"
+            f"| {key[0]} | {key[1]} | {key[2]} | {len(selected_rows)} | "
+            f"{maxima[0]} | {maxima[1]} | {maxima[2] / 1024:.0f} |"
         )
     return "\n".join(lines)
 
@@ -212,10 +213,10 @@ def _read_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True)
-    if said.returncode:
-        raise OSError(f"{tool} cannot read the kernel: {said.stderr or said.stdout}")
-    return {name: int(re.search(rf"{field}:(\d+)", said.stdout)[1]) for name, field in USAGE.items()}
+        report = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True)
+    if report.returncode:
+        raise OSError(f"{tool} cannot read the kernel: {report.stderr or report.stdout}")
+    return {name: int(re.search(rf"{field}:(\d+)", report.stdout)[1]) for name, field in USAGE.items()}
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def measure_outliers(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[s
         model(**tokenizer(text, truncation=True, max_length=128, return_tensors="pt"))
     for handle in hooks:
         handle.remove()
-    means = {name: np.mean(each, axis=0) for name, each in values.items()}
+    means = {name: np.mean(records, axis=0) for name, records in values.items()}
     return {
         "kurtosis": float(np.mean([kurtosis for kurtosis, _ in means.values()])),
         "infinity_norm": float(max(norm for _, norm in means.values())),

@@ -90,6 +90,6 @@ def prepare_process() -> None:
 
 
 if __name__ == "__main__":
-    asked = parse_args()
+    args = parse_args()
     prepare_process()
-    main(asked)
+    main(args)

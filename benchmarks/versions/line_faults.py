@@ -218,9 +218,9 @@ def list_losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Return the faults that only the earlier tests caught, and the folders that lost over a point of coverage."""
     messages = [describe(row) for row in record["faults"] if row.get("earlier") and row["caught"] is False]
     for folder, row in earlier["branch_coverage"].items():
-        now = record["branch_coverage"].get(folder)
-        if now and now["branch_percent"] < row["branch_percent"] - 1:
-            messages.append(f"  {folder}: branch coverage {row['branch_percent']} % → {now['branch_percent']} %")
+        row_now = record["branch_coverage"].get(folder)
+        if row_now and row_now["branch_percent"] < row["branch_percent"] - 1:
+            messages.append(f"  {folder}: branch coverage {row['branch_percent']} % → {row_now['branch_percent']} %")
     return messages
 
 

@@ -86,11 +86,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     for part, records in after.items():
         old = before.get(part, {})
         for name in sorted({*old, *records}):
-            if (was := old.get(name, "missing")) != (now := records.get(name, "missing")):
-                print(f"{part}: {name}: {was} -> {now}")
+            if (old_value := old.get(name, "missing")) != (new_value := records.get(name, "missing")):
+                print(f"{part}: {name}: {old_value} -> {new_value}")
                 number += 1
-        same = sum(records.get(name) == value for name, value in old.items())
-        print(f"{part}: {same} of {len(old)} items are equal, {len(old.keys() - records)} are missing", flush=True)
+        num_equal = sum(records.get(name) == value for name, value in old.items())
+        print(
+            f"{part}: {num_equal} of {len(old)} items are equal, {len(old.keys() - records)} are missing", flush=True
+        )
     return number
 
 
@@ -112,13 +114,13 @@ def main(args: argparse.Namespace) -> None:
         args.output.write_text(json.dumps({"made by": made_by, **records}, indent=0) + "\n", encoding="utf-8")
     if args.compare is not None:
         before = json.loads(args.compare.read_text(encoding="utf-8"))
-        others = {
+        other_trees = {
             name: value
             for name, value in before["made by"].items()
             if name in made_by and name != "code" and made_by[name] != value
         }
-        if others:
-            print(f"The earlier record was made with {others}, so that digests may differ for this reason.")
+        if other_trees:
+            print(f"The earlier record was made with {other_trees}, so that digests may differ for this reason.")
         sys.exit(bool(compare(before, records)))
 
 

@@ -47,7 +47,7 @@ def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    less = SIZES[size]
+    sizes = SIZES[size]
 
     def bert(**fields: Any) -> Any:
         torch.manual_seed(0)
@@ -63,25 +63,25 @@ def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
         config = package.AttnVariantT5Config(**T5, decoder_start_token_id=0, **fields)
         model = package.AttnVariantT5ForConditionalGeneration(config).eval()
         model.generation_config.eos_token_id = None
-        ids = torch.arange(2, 2 + 4 * 128 // less).view(4, -1) % 1000
-        return lambda: model.generate(input_ids=ids, num_beams=beams, max_new_tokens=24 // less, do_sample=False)
+        ids = torch.arange(2, 2 + 4 * 128 // sizes).view(4, -1) % 1000
+        return lambda: model.generate(input_ids=ids, num_beams=beams, max_new_tokens=24 // sizes, do_sample=False)
 
     def training() -> Any:
         model.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         return model.bert.encoder.layer[0].attention.self.key.weight.grad
 
-    model, ids = bert(num_key_value_heads=2, talking_heads="both").train(), torch.arange(512 // less).view(4, -1)
+    model, ids = bert(num_key_value_heads=2, talking_heads="both").train(), torch.arange(512 // sizes).view(4, -1)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     functions = {
         "decoding, 2 of 8 heads": decoding(1, num_key_value_heads=2),
         "decoding, latents, 4 beams": decoding(4, kv_lora_rank=64, cross_kv_lora_rank=128),
-        "pass, 2 of 8 heads": passes(256 // less, num_key_value_heads=2),
-        "pass, window": passes(1024 // less, attention_pattern="sliding_window", attention_window=128 // less),
-        "pass, talking heads": passes(256 // less, talking_heads="both"),
-        "pass, elu kernel": passes(1024 // less, attention_kernel="elu"),
+        "pass, 2 of 8 heads": passes(256 // sizes, num_key_value_heads=2),
+        "pass, window": passes(1024 // sizes, attention_pattern="sliding_window", attention_window=128 // sizes),
+        "pass, talking heads": passes(256 // sizes, talking_heads="both"),
+        "pass, elu kernel": passes(1024 // sizes, attention_kernel="elu"),
     }
     no_grad = {name: torch.no_grad()(call) for name, call in functions.items()}
     return no_grad | {"training, talking heads": training}
@@ -117,15 +117,15 @@ def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]
     process = subprocess.Popen(
         command, cwd=code.parent, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    sent, said = process.stdin, process.stdout
-    if sent is None or said is None:
+    input_pipe, output_pipe = process.stdin, process.stdout
+    if input_pipe is None or output_pipe is None:
         raise RuntimeError("a process without pipes")
 
     def ask(task: str | None) -> Any:
         if task is not None:
-            sent.write(f"{task}\n")
-            sent.flush()
-        line = said.readline()
+            input_pipe.write(f"{task}\n")
+            input_pipe.flush()
+        line = output_pipe.readline()
         if not line:
             raise SystemExit(f"the process of {code} ended; its error is above")
         said_now = json.loads(line)
@@ -153,8 +153,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         old = Path(stage) / "before"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(old), args.before], check=True)
         try:
-            with start_worker(old, args.size) as before, start_worker(ROOT, args.size) as now:
-                report = compare(before, now, args.rounds)
+            with start_worker(old, args.size) as before, start_worker(ROOT, args.size) as after:
+                report = compare(before, after, args.rounds)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(old)], check=True)
     report |= {"before": args.before, "machine": describe_machine("cpu"), "memory": describe_memory()}
@@ -163,20 +163,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def compare(before: Callable[[str | None], Any], now: Callable[[str | None], Any], rounds: int) -> dict[str, Any]:
+def compare(before: Callable[[str | None], Any], after: Callable[[str | None], Any], rounds: int) -> dict[str, Any]:
     """Return the seconds of each task in both, and whether outputs are equal."""
     names = before(None)
-    if now(None) != names:
+    if after(None) != names:
         raise SystemExit("the two processes have other tasks")
     rows: dict[str, Any] = {}
     for name in names:
         pairs, equal = [], True
         for number in range(rounds + 1):
-            order = (before, now) if number % 2 else (now, before)
-            said = {ask: ask(name) for ask in order}
-            equal &= said[before]["digest"] == said[now]["digest"]
+            order = (before, after) if number % 2 else (after, before)
+            answers = {ask: ask(name) for ask in order}
+            equal &= answers[before]["digest"] == answers[after]["digest"]
             if number:  # the first warms up
-                pairs.append((said[before]["seconds"], said[now]["seconds"]))
+                pairs.append((answers[before]["seconds"], answers[after]["seconds"]))
         ratios = sorted(new / old for old, new in pairs)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         rows[name] = {"ratio": statistics.median(ratios), "middle_half": [low, high], "equal": equal, "seconds": pairs}

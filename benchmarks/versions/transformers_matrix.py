@@ -204,7 +204,7 @@ def unpack_kept_repositories(work_dir: Path) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    asked = parse_args()
-    matrix = main(asked)
+    args = parse_args()
+    matrix = main(args)
     print(format_table(matrix))
-    sys.exit(int(asked.check and not all(map(is_same, matrix["rows"]))))
+    sys.exit(int(args.check and not all(map(is_same, matrix["rows"]))))

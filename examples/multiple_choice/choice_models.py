@@ -201,8 +201,8 @@ class LikelihoodCollator:
         sources = [{k: v for k, v in row.items() if k not in ("choices", "label", "length")} for row in rows]
         has_label = "label" in rows[0]
         choices = [[row["choices"][row["label"]]] if has_label else row["choices"] for row in rows]
-        most, longest = max(map(len, choices)), max(len(ids) for row_choices in choices for ids in row_choices)
-        labels = torch.full((len(rows), most, longest), IGNORED_LABEL)
+        num_choices, longest = max(map(len, choices)), max(len(ids) for row_choices in choices for ids in row_choices)
+        labels = torch.full((len(rows), num_choices, longest), IGNORED_LABEL)
         for i, row_choices in enumerate(choices):
             for j, ids in enumerate(row_choices):
                 labels[i, j, : len(ids)] = torch.tensor(ids)

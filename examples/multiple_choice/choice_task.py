@@ -87,11 +87,11 @@ class ChoiceTask(FineTuningTask[Any]):
 
     def compute_log_probabilities(self, questions: EvalSet) -> np.ndarray:
         """Return the log-probabilities of the choices, with minus infinity for missing choices."""
-        most = max(map(len, questions.split.data["text2"]))
+        num_choices = max(map(len, questions.split.data["text2"]))
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
             logits = self.choice_model.scores(self.model, batch)
-            return (nn.functional.pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
+            return (nn.functional.pad(logits, (0, num_choices - logits.shape[1]), value=-torch.inf),)
 
         [logits] = self.run_model_on_rows(questions.batches, outputs, questions.split.name)
         return log_softmax(logits.astype(np.float64), axis=-1)
