@@ -32,8 +32,8 @@ def load_plugin(path: str | Path) -> Any:
     read_plugin(file)
     name = file.stem
     loaded = sys.modules.get(name)
-    found = importlib.util.find_spec(name) if loaded is None else loaded.__spec__
-    if found is not None and Path(found.origin or "").resolve() != file:
+    installed = importlib.util.find_spec(name) if loaded is None else loaded.__spec__
+    if installed is not None and Path(installed.origin or "").resolve() != file:
         raise ValueError(f"The name of the plugin {str(path)!r} must differ from installed modules. Rename the file.")
     if loaded is not None:
         return loaded

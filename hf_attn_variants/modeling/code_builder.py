@@ -227,7 +227,10 @@ def read_plugin(path: Path) -> _SourceModule:
         node, packages = definition.node, {*_find_imported_packages(definition.node)}
         if isinstance(node, ast.ImportFrom) and packages == {package}:
             if missing := [alias.name for alias in node.names if alias.name not in homes]:
-                raise ValueError(f"{path} imports `{missing[0]}`, which the code of models does not define.")
+                raise ValueError(
+                    f"{path} must only import names that the code of models defines, got `{missing[0]}`. Define it in "
+                    "the plugin."
+                )
             imported |= {alias.asname or alias.name: (homes[alias.name], alias.name) for alias in node.names}
             continue
         if not packages <= _PLUGIN_IMPORTS or "open" in definition.uses:
