@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, T5
+from fixtures.elsewhere import WITHOUT_PACKAGE
 from fixtures.golden_sources import make_tokenizer
+from fixtures.native_models import make_eurobert
+from hub.test_loading_elsewhere import run_elsewhere
 from relatives import ENCODER_DECODERS, RELATIVES, ROTARY, WHISPER
 
 import hf_attn_variants
@@ -326,6 +330,47 @@ def test_classifiers_are_quantized(head, tmp_path):
         "random inputs",
     )
     assert int8.agreement >= 0.9
+
+
+# This code cannot import the package. It compares the int8 graph with the float32 graph.
+GRAPHS_ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
+    """
+    import json, sys
+    import numpy, onnxruntime, transformers
+
+    folder, given = sys.argv[1], dict(numpy.load(sys.argv[2]))
+    graphs = (onnxruntime.InferenceSession(f"{folder}/onnx/{name}.onnx") for name in ("model", "model_quantized"))
+    float32, int8 = (graph.run(["logits"], given)[0][given["attention_mask"] == 1] for graph in graphs)
+    cosine = (int8 * float32).sum() / numpy.linalg.norm(int8) / numpy.linalg.norm(float32)
+    print(json.dumps([type(transformers.AutoConfig.from_pretrained(folder)).__name__, float(cosine)]))
+    """
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["eurobert", "modernbert"])
+@torch.no_grad()
+def test_converted_encoder_with_rotary_positions_is_quantized(name, tmp_path):
+    head = next((head for head in ROWS[name].heads if head.endswith("MaskedLM")), "") if name in ROWS else ""
+    plain = ROWS[name].make_upstream_model(head, initializer_range=0.2) if head else make_eurobert(60)
+    model = hf_attn_variants.convert(plain, 2, method="mean").eval()
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["export", tmp_path / "model", "--to", "onnx", "--quantization", "int8"]
+    assert cli.main([*map(str, arguments), "--output_dir", str(tmp_path / "out")]) == 0
+    graph = load_graph(tmp_path / "out/onnx/model.onnx")
+    batch, names = BERT.batch("BertModel"), [item.name for item in graph.get_inputs()]
+    given = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
+    real = batch["attention_mask"].bool()
+    expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[real]
+    result = torch.from_numpy(graph.run(["logits"], given)[0])[real]
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=0)
+    np.savez(tmp_path / "inputs.npz", **given)
+    ran = run_elsewhere(
+        GRAPHS_ELSEWHERE, tmp_path / "out", tmp_path / "inputs.npz", home=tmp_path / "home", cwd=tmp_path
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    config, cosine = json.loads(ran.stdout.splitlines()[-1])
+    assert config == type(plain.config).__name__ and 0.98 < cosine < 0.999999
 
 
 @pytest.mark.thorough
