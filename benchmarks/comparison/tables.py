@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent / "results"
 SCRATCH = ("heads", "head-counts", "mechanisms")
 BASELINE = "MHA, 8 heads"
 SEEDS = ("0", "1")
-MISSING, SAME = "missing", "not distinguishable"
+MISSING, SAME, UNSUPPORTED = "missing", "not distinguishable", "not supported"
 KIB, MIB = 2**10, 2**20
 # The curve of the checkpoint that the earlier sweep `sweeps/alpha.yaml` measured, by method.
 EARLIER_CURVE = {"mean pooling": "1 head, averaged", "calibrated": "1 head, calibrated"}
@@ -26,11 +26,17 @@ TABLES: dict[str, Table] = {}
 
 
 def table(*columns: str) -> Any:
-    """Register a function that yields the rows of a table with these columns."""
+    """Register a function that yields the rows of a table with these columns. Rows are only shown if one has run."""
 
     def register(rows: Any) -> Any:
-        TABLES[rows.__name__] = Table((), columns, rows)
-        return rows
+        def iterate_rows() -> Rows:
+            cells = [list(row) for row in rows()]
+            if any(set(row[1:]) - {"", MISSING, UNSUPPORTED} for row in cells):
+                return cells
+            return [[f"{len(cells)} rows", *[MISSING] * (len(columns) - 1)]]
+
+        TABLES[rows.__name__] = Table((), columns, iterate_rows)
+        return iterate_rows
 
     return register
 
@@ -112,7 +118,7 @@ def _scratch(model: str, decodes: bool) -> Rows:
         yield [name, *quality, step, *cells, parameters, _cell(idle, "training_mib", ".1f")]
     for kind in SCRATCH:
         for name in report["stages"][f"{model}-{kind}"]["unsupported"]:
-            yield [name, "not supported", *[""] * (6 + 2 * decodes)]
+            yield [name, UNSUPPORTED, *[""] * (6 + 2 * decodes)]
 
 
 QUALITY = (
@@ -160,7 +166,7 @@ def comparison_converted() -> Rows:
             if name in stage["rows"]:
                 cells += [_values(stage["rows"][name], "eval_loss", ".3f"), compared.compare(name)]
             else:
-                cells += ["not convertible", ""]
+                cells += [UNSUPPORTED, ""]
         yield [name, *cells]
 
 
