@@ -13,7 +13,7 @@ from fixtures.plugins import restored_tables
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM, cli, load_plugin
-from hf_attn_variants.modeling.mechanisms.score_table import SCORES
+from hf_attn_variants.modeling.mechanisms.score_table import SCORE_FUNCTIONS
 from tests.security.test_remote_code import find_violations
 
 __all__ = ["restored_tables"]
@@ -88,7 +88,7 @@ def test_new_user_trains_the_example_from_an_empty_folder(tiny_bert, tmp_path):
 def test_model_of_a_plugin_that_is_not_loaded_raises(tmp_path):
     load_plugin(EXAMPLE)
     AttnVariantBertConfig(**TINY, score_function="cosine").save_pretrained(tmp_path)
-    SCORES.remove("cosine")
+    SCORE_FUNCTIONS.remove("cosine")
     with pytest.raises(ValueError, match=r"must be one of additive, got 'cosine'.* load the plugin first"):
         AutoConfig.from_pretrained(tmp_path)
 
@@ -133,4 +133,4 @@ def test_class_in_the_program_raises(monkeypatch):
 
 def test_plugin_is_loaded_only_once(tmp_path):
     path = write_plugin(tmp_path, f'{NEW_CLASS}    name = "new"\n')
-    assert load_plugin(path) is load_plugin(str(path)) and SCORES.count("new") == 1
+    assert load_plugin(path) is load_plugin(str(path)) and SCORE_FUNCTIONS.count("new") == 1

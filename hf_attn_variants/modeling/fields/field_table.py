@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..mechanisms.kernels.kernel_table import KERNELS
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.patterns.pattern_table import PATTERNS
-from ..mechanisms.score_table import SCORES
+from ..mechanisms.score_table import SCORE_FUNCTIONS
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, IDENTITY, TALKING_HEADS, TALKING_HEADS_INITS
 
 __all__ = [
@@ -132,7 +132,7 @@ VARIANT_FIELDS = (
     VariantField(
         "position_embedding_type", str, choices=("sinusoidal",), default_names=("absolute",), tags=FROM_SCRATCH_TAGS
     ),
-    VariantField("score_function", str, None, ALL_PREFIXES, SCORES, tags=FROM_SCRATCH_TAGS, inherits=True),
+    VariantField("score_function", str, None, ALL_PREFIXES, SCORE_FUNCTIONS, tags=FROM_SCRATCH_TAGS, inherits=True),
     VariantField("output_gate", str, None, ALL_PREFIXES, ("head", "element"), tags=EXTENSION_TAGS, inherits=True),
     VariantField("attention_sink", bool, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),
     VariantField("clipped_softmax", tuple, None, ALL_PREFIXES, tags=EXTENSION_TAGS, inherits=True),

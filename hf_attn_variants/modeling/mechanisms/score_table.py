@@ -10,9 +10,9 @@ from .mechanism import get_registered_class, register_mechanism
 if TYPE_CHECKING:
     from .score_function import ScoreFunction
 
-__all__ = ["SCORES", "get_score_class", "register_score"]
+__all__ = ["SCORE_FUNCTIONS", "get_score_class", "register_score"]
 
-SCORES = ["additive"]
+SCORE_FUNCTIONS = ["additive"]
 
 
 def register_score(score: Any) -> Any:
@@ -21,7 +21,7 @@ def register_score(score: Any) -> Any:
     Raises:
         ValueError: if another score function has the same name, or if the class is not in a file of its own.
     """
-    return register_mechanism(score, SCORES)
+    return register_mechanism(score, SCORE_FUNCTIONS)
 
 
 def get_score_class(name: str) -> "type[ScoreFunction]":
