@@ -50,14 +50,14 @@ def test_tables_are_read_with_every_line_end(tmp_path, end):
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("most", [2**18, 16])
-def test_article_offsets_are_right_with_every_line_end(tmp_path, monkeypatch, end, most):
-    monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", most)
+@pytest.mark.parametrize("max_article_bytes", [2**18, 16])
+def test_article_offsets_are_right_with_every_line_end(tmp_path, monkeypatch, end, max_article_bytes):
+    monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", max_article_bytes)
     file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
     result = list(file.read_articles())
     words = [text.split() for _, text in result]
     assert [word for text in words for word in text] == "one two three four five six seven é".split()
-    if most > 16:
+    if max_article_bytes > 16:
         assert words == [["one", "two", "three"], ["four", "five", "six", "seven"], ["é"]]
     for i, (begin, _) in enumerate(result):
         assert list(file.read_articles(begin)) == result[i:]

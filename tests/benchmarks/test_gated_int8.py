@@ -38,7 +38,7 @@ def test_training_texts_are_the_different_sentences_in_a_fixed_order(data_dir):
 def test_outliers_are_those_of_the_feed_forward_modules_and_layers(tiny_bert):
     model, tokenizer = AutoModel.from_pretrained(tiny_bert).eval(), AutoTokenizer.from_pretrained(tiny_bert)
     texts = ["the cat", "a big dog sees the small house"]
-    found = gated_int8.measure_outliers(model, tokenizer, texts)
+    measured = gated_int8.measure_outliers(model, tokenizer, texts)
     layers, kurtoses, norms = [], [], []
     for module in [part for layer in model.encoder.layer for part in (layer.output.dense, layer)]:
         layers.append(module.register_forward_hook(lambda _, inputs, output: outputs.append(output)))
@@ -49,8 +49,8 @@ def test_outliers_are_those_of_the_feed_forward_modules_and_layers(tiny_bert):
         kurtoses.append([((x - x.mean()) ** 4).mean() / x.var(correction=0) ** 2 for x in values])
         norms.append([x.abs().max() for x in values])
     assert len(layers) == 2 * model.config.num_hidden_layers
-    assert found["kurtosis"] == pytest.approx(torch.tensor(kurtoses).mean().item(), rel=1e-4)
-    assert found["infinity_norm"] == pytest.approx(torch.tensor(norms).mean(0).max().item(), rel=1e-5)
+    assert measured["kurtosis"] == pytest.approx(torch.tensor(kurtoses).mean().item(), rel=1e-4)
+    assert measured["infinity_norm"] == pytest.approx(torch.tensor(norms).mean(0).max().item(), rel=1e-5)
 
 
 def test_measured_models_are_not_measured_again(tiny_bert, data_dir, tmp_path, monkeypatch):

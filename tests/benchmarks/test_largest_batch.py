@@ -14,12 +14,12 @@ def benchmark(monkeypatch):
     return importlib.import_module("benchmarks.speed.largest_batch")
 
 
-@pytest.mark.parametrize(("memory", "most"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
-def test_search_finds_the_largest_batch_that_fits(benchmark, memory, most):
+@pytest.mark.parametrize(("memory", "expected"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
+def test_search_finds_the_largest_batch_that_fits(benchmark, memory, expected):
     result, peaks = benchmark.find_largest_batch(lambda batch: 100 + 100 * batch, memory)
-    assert most - max(0, most // 30) <= result <= most
+    assert expected - max(0, expected // 30) <= result <= expected
     assert all((peak <= memory) == (batch <= result) for batch, peak in peaks.items())
-    assert len(peaks) <= 2 * (most + 1).bit_length() + 1
+    assert len(peaks) <= 2 * (expected + 1).bit_length() + 1
 
 
 def test_largest_batch_has_a_row_per_engine(benchmark):

@@ -251,13 +251,13 @@ def test_requested_conversions_are_timed(tmp_path, capsys):
     latents = {"cross_kv_lora_rank": 8, "kv_lora_rank": 4}
     assert cli.main([*flags, json.dumps(latents), '{"cross_kv_lora_rank": 4}']) == 0
     rows = {row["engine"]["name"]: row["engine"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    of = {name: engine["fields"] for name, engine in rows.items() if "latent" in name}
+    fields_by_name = {name: engine["fields"] for name, engine in rows.items() if "latent" in name}
     both = "MHA + cross latent 8 + latent 4"
     one = "MHA + cross latent 4"
     assert {name.split(",")[0] for name, engine in rows.items() if engine["fields"]} == {both, one}  # no quarter
     expected = {both: latents, f"{both}, int8": latents}
     expected |= {one: {"cross_kv_lora_rank": 4}, f"{one}, int8": {"cross_kv_lora_rank": 4}}
-    assert of == expected  # CTranslate2 has no row: a latent is multiplied in
+    assert fields_by_name == expected  # CTranslate2 has no row: a latent is multiplied in
     for wrong, message in (
         (['{"kv_lora": 3}'], "kv_lora"),
         (['{"num_key_value_heads": 5}'], "must divide"),

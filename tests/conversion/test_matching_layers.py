@@ -45,12 +45,12 @@ class MarkedTokenizer(WordTokenizer):
     def __call__(self, *columns, truncation=True, max_length=64, return_token_type_ids=None, **options):
         rows, types = [], []
         for texts in zip(*columns, strict=True):
-            row, of = [1], [0]
+            row, text_numbers = [1], [0]
             for number, text in enumerate(texts):
                 ids = [*super().__call__([text], max_length=max_length)["input_ids"][0], 1]
-                row, of = row + ids, of + [number] * len(ids)
+                row, text_numbers = row + ids, text_numbers + [number] * len(ids)
             rows.append(row[:max_length])
-            types.append(of[:max_length])
+            types.append(text_numbers[:max_length])
         return {"input_ids": rows, "token_type_ids": types}
 
 

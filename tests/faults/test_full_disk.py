@@ -83,7 +83,7 @@ def call_command(argv):
     return status, [line for line in shown.getvalue().splitlines() if line.startswith(("error", "Traceback"))]
 
 
-def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
+def fill_at_each_write(command, source, flags, whole_or_nothing, folder, max_tries):
     """Run all tries of a command in this process, or `most` of them; print how many failed."""
     logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room, failed = DiskFullAtOpen(folder), []
@@ -94,7 +94,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
     sizes = sorted({len(content) for content in complete_contents.values()})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes if size]
-    tries = tries[:: max(1, len(tries) // most)] if most else tries
+    tries = tries[:: max(1, len(tries) // max_tries)] if max_tries else tries
     for name, fault in tries:
         before = sorted(folder.iterdir())
         out = folder / f"out {name}"
@@ -116,10 +116,10 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "most"),
+    ("command", "max_tries"),
     [*((item, 8) for item in QUICK), *(pytest.param(item, None, marks=pytest.mark.slow) for item in COMMANDS)],
 )
-def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_path):
+def test_full_disk_at_any_write_leaves_no_partial_results(command, max_tries, tmp_path):
     kind, flags, whole_or_nothing = COMMANDS[command]
     sources = tmp_path / "sources"
     (sources / "text").mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_pat
         source = sources / "gqa"
     flags = [sources / "text/lines.txt" if item == "TEXT" else item for item in flags]
     (tmp_path / "runs").mkdir()
-    call = (command, source, flags, whole_or_nothing, tmp_path / "runs", most)
+    call = (command, source, flags, whole_or_nothing, tmp_path / "runs", max_tries)
     statuses, output = run_processes(1, fill_at_each_write, *call)
     assert statuses == [0], output
     done = json.loads([line for line in output.splitlines() if line.startswith('{"tries"')][-1])

@@ -64,23 +64,23 @@ def log_of(out):
 @pytest.mark.slow
 def test_killed_training_resumes(bert, tmp_path):
     uninterrupted = tmp_path / "whole"
-    things, seconds = run_watched(train, bert, uninterrupted)
+    num_operations, seconds = run_watched(train, bert, uninterrupted)
     expected = read_contents(uninterrupted)
-    for number, at in enumerate(draw_points(things, seconds, 20, "training")):
+    for number, point in enumerate(draw_points(num_operations, seconds, 20, "training")):
         out = tmp_path / f"out-{number}"
-        run_killed(at, train, bert, out)
+        run_killed(point, train, bert, out)
         if out.exists():
             assert_readable(out)
             if (out / "config.json").exists() and not describe_unfinished_model(out):
-                assert (out / "model.safetensors").read_bytes() == expected["model.safetensors"], at
+                assert (out / "model.safetensors").read_bytes() == expected["model.safetensors"], point
         if list_checkpoints(out):
             train(bert, out, "--resume_from_checkpoint", "latest")
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
-        assert log_of(out) == log_of(uninterrupted), at
+        assert log_of(out) == log_of(uninterrupted), point
         result = read_contents(out)
-        assert result["model.safetensors"] == expected["model.safetensors"], at
-        assert result.keys() == expected.keys(), at
+        assert result["model.safetensors"] == expected["model.safetensors"], point
+        assert result.keys() == expected.keys(), point
         shutil.rmtree(out)
 
 
@@ -95,15 +95,15 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
     uninterrupted = tmp_path / "whole"
     if exists:
         uninterrupted.mkdir()
-    things, seconds = run_watched(convert_to, bert, uninterrupted)
+    num_operations, seconds = run_watched(convert_to, bert, uninterrupted)
     expected = read_contents(uninterrupted)
-    for number, at in enumerate(draw_points(things, seconds, count, f"conversion {exists}")):
+    for number, point in enumerate(draw_points(num_operations, seconds, count, f"conversion {exists}")):
         out = tmp_path / f"out-{number}"
         if exists:
             out.mkdir()
-        run_killed(at, convert_to, bert, out)
+        run_killed(point, convert_to, bert, out)
         if (out / "config.json").exists() and not describe_unfinished_model(out):
-            assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), at
+            assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), point
         elif exists:
             # The next run raises an error that names the leftovers, and no leftover is a checkpoint.
             if any(out.iterdir()):
@@ -115,7 +115,7 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
         else:
             assert not out.exists()
             convert_to(bert, out)
-        assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), at
+        assert remove_names(read_contents(out), out) == remove_names(expected, uninterrupted), point
 
 
 def assert_refused(folder):
@@ -133,14 +133,14 @@ def fill(weights, out):
 def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
     (tmp_path / "whole").mkdir()
     convert_to(bert, tmp_path / "model")
-    things, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
+    num_operations, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
     assert read_contents(tmp_path / "whole") == read_contents(tmp_path / "model")
     moves = len(read_contents(tmp_path / "model")) + 3  # a notice is opened and renamed, and the stage is removed
-    for at in range(things - moves, things + 1):
-        out = tmp_path / f"out-{at}"
+    for point in range(num_operations - moves, num_operations + 1):
+        out = tmp_path / f"out-{point}"
         out.mkdir()
-        assert run_killed(at, fill, tmp_path / "model", out)
-        if at < things:
+        assert run_killed(point, fill, tmp_path / "model", out)
+        if point < num_operations:
             assert_refused(out)
         else:
             AttnVariantBertModel.from_pretrained(out)
@@ -170,16 +170,16 @@ def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
     convert_to(bert, tmp_path / "bert-gqa2")
     before = read_contents(tmp_path / "bert-gqa2")
     with LocalHub() as hub:
-        things, seconds = run_watched(push, tmp_path / "bert-gqa2", hub.url)
+        num_operations, seconds = run_watched(push, tmp_path / "bert-gqa2", hub.url)
         expected = hub.files(REPO)
-    assert things >= 10 and "model.safetensors" in expected
-    for at in draw_points(things, seconds, count, "push"):
+    assert num_operations >= 10 and "model.safetensors" in expected
+    for point in draw_points(num_operations, seconds, count, "push"):
         with LocalHub() as hub:
-            run_killed(at, push, tmp_path / "bert-gqa2", hub.url)
+            run_killed(point, push, tmp_path / "bert-gqa2", hub.url)
             if REPO in hub.repositories:
-                assert hub.files(REPO) in (expected, {".gitattributes": b""}), at
+                assert hub.files(REPO) in (expected, {".gitattributes": b""}), point
             run_watched(push, tmp_path / "bert-gqa2", hub.url)
-            assert hub.files(REPO) == expected, at
+            assert hub.files(REPO) == expected, point
             # Once more changes nothing, so there is one commit of ours, however often it was tried.
-            assert len(hub.repositories[REPO].log) == 2, at
+            assert len(hub.repositories[REPO].log) == 2, point
     assert read_contents(tmp_path / "bert-gqa2") == before

@@ -213,18 +213,18 @@ def run_here(command, sources, out):
 def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
     uninterrupted = shutil.copytree(before, tmp_path / "whole")
-    things, seconds = run_watched(run_here, "glue", sources, uninterrupted)
+    num_operations, seconds = run_watched(run_here, "glue", sources, uninterrupted)
     old, new = read_model_files(before), read_model_files(uninterrupted)
-    for number, at in enumerate(draw_points(things, seconds, count, "overwrite")):
+    for number, point in enumerate(draw_points(num_operations, seconds, count, "overwrite")):
         out = shutil.copytree(before, tmp_path / f"out-{number}")
-        run_killed(at, run_here, "glue", sources, out)
+        run_killed(point, run_here, "glue", sources, out)
         identify_model(out, old, new)
         run_watched(run_here, "glue", sources, out)  # the next run goes its way
         assert identify_model(out, old, new) == "new"
-        assert not any(name.startswith(".") for name in os.listdir(out)), at
+        assert not any(name.startswith(".") for name in os.listdir(out)), point
 
 
-def fill_at_each_write(command, sources, folder, most):
+def fill_at_each_write(command, sources, folder, max_tries):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
     no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
@@ -236,7 +236,7 @@ def fill_at_each_write(command, sources, folder, most):
     tries = [(f"open {number}", lambda number=number: no_room.at(number)) for number in range(1, opened + 1)]
     sizes = sorted({len(content) for content in read_contents(complete_folder).values()} - {0})
     tries += [(f"size {size - 1}", lambda size=size: full_disk(size - 1)) for size in sizes]
-    tries = tries[:: max(1, len(tries) // most)] if most else tries
+    tries = tries[:: max(1, len(tries) // max_tries)] if max_tries else tries
     seen = []
     for name, fault in tries:
         out = shutil.copytree(before, folder / f"out {name}")
@@ -251,10 +251,10 @@ def fill_at_each_write(command, sources, folder, most):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "most"), [("glue", 6), *(pytest.param(item, None, marks=pytest.mark.slow) for item in TRAININGS)]
+    ("command", "max_tries"), [("glue", 6), *(pytest.param(item, None, marks=pytest.mark.slow) for item in TRAININGS)]
 )
-def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_path):
-    statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, most)
+def test_full_disk_at_each_write_leaves_one_model(command, max_tries, sources, tmp_path):
+    statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, max_tries)
     assert statuses == [0], output[-3000:]
     assert "old" in json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
 

@@ -162,9 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"name": USER, "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
 
     def validate_yaml(self):
-        good = "\nlicense: not-a-licence\n" not in json.loads(self.body)["content"]
-        errors = [] if good else [{"message": '"license" must be one of [...]'}]
-        self._json({"errors": errors, "warnings": []}, 200 if good else 400)
+        is_valid = "\nlicense: not-a-licence\n" not in json.loads(self.body)["content"]
+        errors = [] if is_valid else [{"message": '"license" must be one of [...]'}]
+        self._json({"errors": errors, "warnings": []}, 200 if is_valid else 400)
 
     def create_repo(self):
         if not self._allowed():

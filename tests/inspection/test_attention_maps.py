@@ -94,7 +94,7 @@ def test_patterns_kernels_and_scores_are_shown(tokenizer, fields, variant):
 def test_block_summaries_are_shown_before_the_tokens(tokenizer):
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 3}
     model = T5.make_model(
-        "T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": of for name, of in fields.items()}
+        "T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": field_value for name, field_value in fields.items()}
     )
     maps = attention_maps(model, tokenizer, TEXT, TARGET).attentions[0]
     assert maps.key_tokens == ("block 1", "block 2", *TEXT.split(), "</s>") and len(maps.query_tokens) == 7

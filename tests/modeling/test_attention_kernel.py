@@ -240,10 +240,10 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     if kernel in ("favor", "rfa"):
         vectors = [module.kernel_vectors for module in list_attentions(begun)]
         assert not vectors[0].equal(vectors[1])
-        another = hf_attn_variants.AttnVariantBertModel.from_pretrained(
+        other_model = hf_attn_variants.AttnVariantBertModel.from_pretrained(
             tmp_path / "plain", attention_kernel=kernel, attention_kernel_seed=1
         )
-        assert not list_attentions(another)[0].kernel_vectors.equal(vectors[0])
+        assert not list_attentions(other_model)[0].kernel_vectors.equal(vectors[0])
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])

@@ -61,6 +61,10 @@ def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind)
             cache = get_cache(output)
             getattr(cache, method)(rows)
             nothing = BaseModelOutput(last_hidden_state=torch.full_like(every[rows], torch.nan))
-            then = {"encoder_outputs": nothing, "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, 3:]}
-            logits.append(model(**then, **with_cache(cache)).logits)
+            continuation = {
+                "encoder_outputs": nothing,
+                "attention_mask": mask[rows],
+                "decoder_input_ids": ids[rows][:, 3:],
+            }
+            logits.append(model(**continuation, **with_cache(cache)).logits)
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)

@@ -124,10 +124,10 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
     if masked:
         assert actual[1, 2].abs().max() == 0
     leaves = [query, latent, position_bias, maps[0].weight, *maps[1].parameters()]
-    up = torch.randn_like(actual)
-    expected_gradients = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
+    output_gradient = torch.randn_like(actual)
+    expected_gradients = torch.autograd.grad((expected.transpose(1, 2) * output_gradient).sum(), leaves)
     for gradient, expected_gradient in zip(
-        torch.autograd.grad((actual * up).sum(), leaves), expected_gradients, strict=True
+        torch.autograd.grad((actual * output_gradient).sum(), leaves), expected_gradients, strict=True
     ):
         assert expected_gradient.abs().max() > 1e-3
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-10, rtol=0)

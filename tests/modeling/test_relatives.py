@@ -34,8 +34,8 @@ def get_rows(site, module, heads, role):
     parameters = module.get_submodule(getattr(site, role)).parameters()
     if not site.is_fused:
         return list(parameters)
-    at = ("query", "key", "value").index(role)
-    return [parameter.split(heads.fused_rows)[at] for parameter in parameters]
+    index = ("query", "key", "value").index(role)
+    return [parameter.split(heads.fused_rows)[index] for parameter in parameters]
 
 
 def load_variant(architecture, head, folder, **fields):

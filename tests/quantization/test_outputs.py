@@ -174,8 +174,8 @@ def test_int8_backends_are_bitwise_equal(bits):
     states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.MAX_MAGNITUDES[bits]
     backends = int8_weight._find_correct_backends(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
-        made = [backend(weight.unpack(), weight._scales)(states[:rows], bias, bits) for backend in backends]
-        assert all(torch.equal(item, made[0]) for item in made)
+        outputs = [backend(weight.unpack(), weight._scales)(states[:rows], bias, bits) for backend in backends]
+        assert all(torch.equal(item, outputs[0]) for item in outputs)
 
 
 def test_int8_plan_selects_a_fast_backend():

@@ -60,8 +60,8 @@ EDITS = st.lists(
 
 def edit_content(content, edits):
     for kind, share, length, payload in edits:
-        at = int(share * len(content))
-        before, span, after = content[:at], content[at : at + length], content[at + length :]
+        position = int(share * len(content))
+        before, span, after = content[:position], content[position : position + length], content[position + length :]
         content = {
             "insert": before + payload + span + after,
             "replace": before + payload + after,

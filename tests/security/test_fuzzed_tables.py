@@ -70,8 +70,10 @@ def draw_rows(draw, pieces):
 def damage_content(draw, content):
     """Return bytes with up to three insertions or deletions."""
     for _ in range(draw.randint(0, 3)):
-        at, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
-        content = content[:at] + (harm + content[at:] if harm is not None else content[at + draw.randint(1, 9) :])
+        position, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
+        content = content[:position] + (
+            harm + content[position:] if harm is not None else content[position + draw.randint(1, 9) :]
+        )
     return content.encode(errors="surrogatepass")
 
 

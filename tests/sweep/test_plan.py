@@ -39,12 +39,12 @@ def dry_run(tmp_path, capsys):
             assert status == 2 and printed.err.count("\n") == 1, printed.err
             return printed.err
         call.last = printed.out.splitlines()[-1]
-        result, of = [], None
+        result, variant_name = [], None
         for line in printed.out.splitlines()[:-1]:
             if line.startswith("# "):
-                of = line[2:]
+                variant_name = line[2:]
             else:
-                result.append((of, shlex.split(line)))
+                result.append((variant_name, shlex.split(line)))
         return result
 
     return call
@@ -109,8 +109,8 @@ def test_flag_kinds_become_arguments_and_launchers(dry_run, tmp_path):
     content = BASE | {"flags": flags, "variants": variants, "launch": ["torchrun", "--nproc_per_node", 2]}
     words = dry_run(content)[0][1]
     assert words[:7] == ["torchrun", "--nproc_per_node", "2", "-m", "attn_variants", "pretrain", "--model_type"]
-    at = words.index("--train_file")
-    assert words[at + 1 : at + 4] == ["a.txt", f"{tmp_path}/b-1.txt", f"{tmp_path}/b-2.txt"]
+    index = words.index("--train_file")
+    assert words[index + 1 : index + 4] == ["a.txt", f"{tmp_path}/b-1.txt", f"{tmp_path}/b-2.txt"]
     assert "--cpu" in words and "--whole_word_mask" not in words
     assert "--cpu" not in dry_run(content)[1][1]
 
@@ -122,8 +122,8 @@ def test_patterns_are_replaced_only_in_file_names(dry_run, tmp_path, monkeypatch
     flags = {"labels": ["C#", "C*", "?"], "text_columns": ["question?"], "train_file": ["C?"], "validation_file": "C#"}
     flags = {"model_name_or_path": "m", **flags, "label_column": "score [0-5]"}
     words = dry_run({"command": "classify", "flags": flags, "variants": {"a": {}}})[0][1]
-    at, files = words.index("--labels"), words.index("--train_file")
-    assert words[at + 1 : at + 4] == ["C#", "C*", "?"] and words[files + 1 : files + 3] == ["C#", "C1"]
+    index, files = words.index("--labels"), words.index("--train_file")
+    assert words[index + 1 : index + 4] == ["C#", "C*", "?"] and words[files + 1 : files + 3] == ["C#", "C1"]
     assert value_of(words, "text_columns") == "question?" and value_of(words, "label_column") == "score [0-5]"
 
 

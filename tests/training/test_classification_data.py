@@ -191,13 +191,13 @@ def test_class_weights_equal_scikit_learn_or_are_given():
     assert compute_class_weights(None, scheme, values) is None
     several = LabelScheme(MULTI_LABEL, ("a", "b"))
     assert compute_class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
-    for value, of, rows, message in (
+    for value, label_scheme, rows, message in (
         ({"d": 1}, scheme, values, "unknown label 'd'. Use only 'a', 'b', 'c'"),
         ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
         ("balanced", several, [[1, 0], [1, 1]], "every training row has the label 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
-            compute_class_weights(value, of, rows)
+            compute_class_weights(value, label_scheme, rows)
 
 
 # Which columns

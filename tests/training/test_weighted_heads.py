@@ -75,7 +75,7 @@ def shapes(tensors):
 def test_weighted_heads_start_as_the_mean_of_their_group(bert, grouped_bert):
     model, grouped = (AutoModel.from_pretrained(grouped_bert).eval() for _ in range(2))
     add_weighted_heads(model, AutoModel.from_pretrained(bert))
-    outputs, expected = (each(IDS).last_hidden_state for each in (model, grouped))
+    outputs, expected = (item(IDS).last_hidden_state for item in (model, grouped))
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=0)
     layers = [module for module in model.modules() if isinstance(module, WeightedHeadsLinear)]
     assert [layer.weight.shape for layer in layers] == 2 * model.config.num_hidden_layers * [(32, 32)]
@@ -84,7 +84,7 @@ def test_weighted_heads_start_as_the_mean_of_their_group(bert, grouped_bert):
     # The gradient of a weight is the product of its head and the gradient of the grouped head.
     outputs.square().sum().backward()
     expected.square().sum().backward()
-    layer, linear = (each.encoder.layer[0].attention.self.value for each in (model, grouped))
+    layer, linear = (item.encoder.layer[0].attention.self.value for item in (model, grouped))
     gradients = [
         (heads.detach().view(4, -1) * grouped_heads.grad.view(2, -1).repeat_interleave(2, 0)).sum(1)
         for heads, grouped_heads in ((layer.weight, linear.weight), (layer.bias, linear.bias))
@@ -99,7 +99,7 @@ def test_fused_projections_are_weighted_and_merged():
     original = ModernBertModel(ModernBertConfig(**sizes, vocab_size=50, attention_bias=True, pad_token_id=0)).eval()
     model, grouped = (convert(original, num_key_value_heads=2, method="mean").eval() for _ in range(2))
     add_weighted_heads(model, original)
-    outputs, expected = (each(IDS).last_hidden_state for each in (model, grouped))
+    outputs, expected = (item(IDS).last_hidden_state for item in (model, grouped))
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
