@@ -21,7 +21,7 @@ class LogitsKind(Enum):
     CLASSES = "one distribution over classes"
     LABELS = "a probability for each label"
     TOKENS = "a probability for each token"
-    SCORE_FUNCTIONS = "scores"
+    SCORES = "scores"
 
 
 def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
@@ -38,7 +38,7 @@ def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
     if problem == "multi_label_classification":
         return LogitsKind.LABELS
     is_regression = config.num_labels == 1 if problem is None else problem == "regression"
-    return LogitsKind.SCORE_FUNCTIONS if is_regression else LogitsKind.CLASSES
+    return LogitsKind.SCORES if is_regression else LogitsKind.CLASSES
 
 
 class DecoderInput(Enum):

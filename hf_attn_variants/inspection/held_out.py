@@ -224,7 +224,7 @@ def _select_measure(model: PreTrainedModel) -> str:
         return "masked words"
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "next words"
-    if get_logits_kind(model) is LogitsKind.SCORE_FUNCTIONS:
+    if get_logits_kind(model) is LogitsKind.SCORES:
         return "scores"
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 

@@ -129,9 +129,9 @@ def test_score_error_is_a_share_of_the_variance():
 @pytest.mark.parametrize(
     ("head", "fields", "answer"),
     [
-        ("SequenceClassification", {"num_labels": 1}, LogitsKind.SCORE_FUNCTIONS),
+        ("SequenceClassification", {"num_labels": 1}, LogitsKind.SCORES),
         ("SequenceClassification", {"num_labels": 3}, LogitsKind.CLASSES),
-        ("SequenceClassification", {"num_labels": 3, "problem_type": "regression"}, LogitsKind.SCORE_FUNCTIONS),
+        ("SequenceClassification", {"num_labels": 3, "problem_type": "regression"}, LogitsKind.SCORES),
         ("SequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}, LogitsKind.LABELS),
         ("SequenceClassification", {"num_labels": 1, "problem_type": "multi_label_classification"}, LogitsKind.LABELS),
         (

@@ -327,7 +327,7 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
     if model.get_output_embeddings() is not None:
         return "loss"
     name = type(model).__name__
-    if kind is LogitsKind.SCORE_FUNCTIONS or name.endswith("ForMultipleChoice"):
+    if kind is LogitsKind.SCORES or name.endswith("ForMultipleChoice"):
         return "scores"
     if kind is LogitsKind.LABELS:
         return "predictions"

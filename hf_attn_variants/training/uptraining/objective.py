@@ -211,7 +211,7 @@ class Teacher:
                     layer_moments = moments.setdefault((kind, side), [_Moments() for _ in layers])
                     for moment, states in zip(layer_moments, layers, strict=True):
                         moment.add(states[masks[side].bool()])
-            if self.recorder.answer is LogitsKind.SCORE_FUNCTIONS and activations.logits is not None:
+            if self.recorder.answer is LogitsKind.SCORES and activations.logits is not None:
                 moments.setdefault(SCORE_STATISTICS, [_Moments()])[0].add(activations.logits)
         self.variances = {key: [moment.variance() for moment in entries] for key, entries in moments.items()}
 
@@ -526,7 +526,7 @@ class UptrainingObjective:
                 f"{teacher_answer.value} from the teacher. Check num_labels and problem_type in config.json."
             )
         logits = _check_comparable_logits(student_activations.logits, teacher_activations.logits, answer)
-        if answer is LogitsKind.SCORE_FUNCTIONS:
+        if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORE_STATISTICS][0])}
         label_mask = None  # None includes all labels
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:

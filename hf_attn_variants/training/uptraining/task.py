@@ -529,7 +529,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def _measure_variances(self) -> None:
         """Measure the teacher's variances if a term requires them."""
         objective, weights = self.uptraining_objective, self.weights
-        compares_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORE_FUNCTIONS
+        compares_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or compares_scores):
             return
         teacher: Any = objective.teacher  # not None, because these terms require a teacher
