@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 # The supported architectures, as listed by `--help`.
 MODEL_NAMES = (
-    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, ModernBERT, EuroBERT, T5 and mT5, UMT5, T5Gemma, BART, mBART, "
-    "Marian, M2M100 and NLLB, PEGASUS, Whisper"
+    "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, ModernBERT, NomicBERT, EuroBERT, T5 and mT5, UMT5, T5Gemma, "
+    "BART, mBART, Marian, M2M100 and NLLB, PEGASUS, Whisper"
 )
 # The minimum similarity (0 to 1) between a misspelled name and a suggestion. "convrt" and "convert" have 0.92.
 MIN_SIMILARITY = 0.7

@@ -12,6 +12,7 @@ from .modeling.architectures.modeling_attn_variant_m2m_100 import *
 from .modeling.architectures.modeling_attn_variant_marian import *
 from .modeling.architectures.modeling_attn_variant_mbart import *
 from .modeling.architectures.modeling_attn_variant_modernbert import *
+from .modeling.architectures.modeling_attn_variant_nomic_bert import *
 from .modeling.architectures.modeling_attn_variant_pegasus import *
 from .modeling.architectures.modeling_attn_variant_roberta import *
 from .modeling.architectures.modeling_attn_variant_t5 import *

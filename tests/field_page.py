@@ -54,7 +54,8 @@ def format_pair_table() -> str:
     """Return the table of the mechanisms that cannot be combined."""
     pairs = [(_format_setting(row.first), _format_setting(row.second)) for row in UNSUPPORTED_PAIRS]
     pairs += [
-        (_format_setting(mechanism), "the rotary positions of ModernBERT") for mechanism, _ in UNSUPPORTED_WITH_ROTARY
+        (_format_setting(mechanism), "the rotary positions of ModernBERT and NomicBERT")
+        for mechanism, _ in UNSUPPORTED_WITH_ROTARY
     ]
     return PAIRS + "".join(f"| {first} | {second} |\n" for first, second in pairs)
 

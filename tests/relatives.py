@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, including ModernBERT and Whisper, as rows of the table in architectures.py."""
+"""The relatives of BERT and BART, and Whisper, as rows of the table in architectures.py."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from architectures import (
 
 import hf_attn_variants
 
-__all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "RELATIVES", "ROTARY", "WHISPER"]
+__all__ = ["ENCODERS", "ENCODER_DECODERS", "MODERNBERT", "NOMIC_BERT", "RELATIVES", "ROTARY", "WHISPER"]
 
 
 def _make_architecture(
@@ -95,6 +95,14 @@ MODERNBERT = _make_architecture(
     _make_encoder_heads("ModernBert", {}),
     make_text_inputs,
     _BERT | {"local_attention": 4, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
+)
+_NOMIC_BERT_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+NOMIC_BERT = _make_architecture(
+    "nomic_bert",
+    "NomicBertConfig",
+    {name: head for name, head in _make_encoder_heads("NomicBert", {}).items() if name.endswith(_NOMIC_BERT_HEADS)},
+    make_text_inputs,
+    _BERT,
 )
 
 # Stacks of unequal heads, of which talking heads know nothing.
@@ -194,5 +202,5 @@ WHISPER = _make_architecture(
     },
 )
 # Rotary positions do not support latents, additive scores and some kernels.
-ROTARY = (MODERNBERT,)
+ROTARY = (MODERNBERT, NOMIC_BERT)
 RELATIVES = (*ENCODERS, *ROTARY, *ENCODER_DECODERS, WHISPER)

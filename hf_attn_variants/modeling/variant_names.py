@@ -24,8 +24,8 @@ ATTN_VARIANTS_VERSION = "0.2.0"
 OLDEST_TESTED, NEWEST_TESTED = "5.15", "5.24"
 # The folders in transformers.models with the attention classes that this code supports.
 MODEL_FOLDERS = (
-    *("albert", "bart", "bert", "distilbert", "electra", "m2m_100", "marian", "mbart", "modernbert", "pegasus"),
-    *("roberta", "t5", "umt5", "whisper"),
+    *("albert", "bart", "bert", "distilbert", "electra", "m2m_100", "marian", "mbart", "modernbert"),
+    *("nomic_bert", "pegasus", "roberta", "t5", "umt5", "whisper"),
 )
 
 # The format of the configuration fields. Configurations from before the first release have another number or none, and

@@ -164,6 +164,7 @@ ENCODER_CASES = [
     ("ElectraForSequenceClassification", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
     ("ModernBertForMaskedLM", "gqa", 18, ["input_ids", "attention_mask"]),
     ("ModernBertModel", "talking", 18, ["input_ids", "attention_mask"]),
+    ("NomicBertForMaskedLM", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
     ("AlbertModel", "gqa", 18, ["input_ids", "attention_mask", "token_type_ids"]),
     ("T5ForTokenClassification", "gqa", 18, ["input_ids", "attention_mask"]),
     ("WhisperForAudioClassification", "gqa", 18, ["input_features"]),
@@ -348,7 +349,7 @@ GRAPHS_ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["eurobert", "modernbert"])
+@pytest.mark.parametrize("name", ["eurobert", "modernbert", "nomic_bert"])
 @torch.no_grad()
 def test_converted_encoder_with_rotary_positions_is_quantized(name, tmp_path):
     head = next((head for head in ROWS[name].heads if head.endswith("MaskedLM")), "") if name in ROWS else ""

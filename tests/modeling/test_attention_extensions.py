@@ -14,7 +14,7 @@ from fixtures.extensions import (
     make_random_model,
 )
 from modeling.test_composition import ALONE, SAMPLES, list_conflicts
-from relatives import ENCODER_DECODERS, MODERNBERT, RELATIVES
+from relatives import ENCODER_DECODERS, MODERNBERT, NOMIC_BERT, RELATIVES
 from transformers import StaticCache
 
 import hf_attn_variants
@@ -78,7 +78,7 @@ def test_model_starts_with_the_outputs_of_transformers(row, name):
         torch.testing.assert_close(actual[real], expected[real], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("row", [BERT, MODERNBERT, T5, BART], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [BERT, MODERNBERT, NOMIC_BERT, T5, BART], ids=lambda row: row.name)
 @EACH_EXTENSION
 def test_new_parameters_have_gradients_and_change_the_logits(row, name):
     head = list(row.heads)[1]

@@ -1,4 +1,4 @@
-"""Check RoBERTa, ELECTRA, DistilBERT and ModernBERT in the training commands, plain and converted to fewer heads."""
+"""Check the relatives of BERT, including NomicBERT, in the training commands, plain and converted to fewer heads."""
 
 import json
 
@@ -16,6 +16,8 @@ from transformers import (
     ElectraForMaskedLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    NomicBertConfig,
+    NomicBertForMaskedLM,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaTokenizerFast,
@@ -49,6 +51,7 @@ MODELS = {
             local_attention=16,
         )
     ),
+    "nomic_bert": lambda size: NomicBertForMaskedLM(NomicBertConfig(**SIZES, vocab_size=size)),
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 QUICK = ["--max_train_steps", 2, "--per_device_train_batch_size", 4, "--cpu", "--disable_tqdm"]
@@ -78,7 +81,7 @@ def test_encoder_relatives_classify_pairs(call, folders, glue, name):
         # Whoever reads the result with its tokenizer hands it what the model knows.
         tokenizer, model = AutoTokenizer.from_pretrained(out), AutoModel.from_pretrained(out)
         inputs = tokenizer("A dog.", "A cat.", return_tensors="pt")
-        assert ("token_type_ids" in inputs) is (name == "electra")
+        assert ("token_type_ids" in inputs) is (name in ("electra", "nomic_bert"))
         assert model(**inputs).last_hidden_state.shape[-1] == 32
 
 
@@ -93,7 +96,7 @@ def test_converted_encoder_relatives_are_uptrained(call, folders, tmp_path, name
     assert results["steps"] == 12 and results["eval_loss"] < results["initial_eval_loss"]
     tokenizer = json.loads((out / "tokenizer_config.json").read_text())
     known = tokenizer.get("model_input_names", ["token_type_ids"])
-    assert ("token_type_ids" in known) is (name == "electra")
+    assert ("token_type_ids" in known) is (name in ("electra", "nomic_bert"))
 
 
 def test_encoder_relatives_answer_questions(call, folders, tmp_path):

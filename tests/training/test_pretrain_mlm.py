@@ -582,6 +582,7 @@ def test_invalid_mlm_arguments_raise_before_writing(run, tmp_path, more, message
         ("electra", TINY),
         ("distilbert", "dim=16,n_layers=2,n_heads=4,hidden_dim=32,max_position_embeddings=64"),
         ("modernbert", f"{TINY},local_attention=8"),
+        ("nomic_bert", TINY),
     ],
 )
 def test_new_relative_of_bert_trains_and_loads(run, model_type, sizes):

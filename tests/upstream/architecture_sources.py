@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ARCHITECTURES = (
-    "bert albert t5 umt5 bart mbart marian m2m_100 pegasus whisper roberta distilbert electra modernbert".split()
+    *("bert", "albert", "t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper"),
+    *("roberta", "distilbert", "electra", "modernbert", "nomic_bert"),
 )
 
 

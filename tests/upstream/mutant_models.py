@@ -118,6 +118,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
     "electra": (_make_encoder("ElectraForMaskedLM", _BERT), _make_decoder("ElectraForCausalLM")),
     # Rotary positions do not support latents.
     "modernbert": (Model("ModernBertForMaskedLM", _MODERNBERT, "encoder", own={"windows": _WINDOW}),),
+    "nomic_bert": (Model("NomicBertForMaskedLM", _BERT, "encoder", own={"windows": _WINDOW}),),
 }
 
 

@@ -154,7 +154,7 @@ def _iterate_method_mutations(
 # Whose encoder generation calls by itself.
 HEADS = {
     architecture: "encoder"
-    if architecture in ("bert", "albert", "roberta", "distilbert", "electra", "modernbert")
+    if architecture in ("bert", "albert", "roberta", "distilbert", "electra", "modernbert", "nomic_bert")
     else "encoder-decoder"
     for architecture in ARCHITECTURES
 }

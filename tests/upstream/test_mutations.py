@@ -77,7 +77,7 @@ def test_every_architecture_has_enough_mutations(architecture):
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
-BERTS = ("bert", "albert", "roberta", "distilbert", "electra", "modernbert")
+BERTS = ("bert", "albert", "roberta", "distilbert", "electra", "modernbert", "nomic_bert")
 
 SMALL = """
 class Attention(nn.Module):

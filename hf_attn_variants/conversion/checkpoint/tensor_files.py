@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from ...files import CONFIG_NAME, INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 from ...model_folder import read_json
 from ...modeling.fields.field_checks import check_integer_range
 from ...modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
@@ -262,6 +263,13 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
             default.
     """
     folder = Path(folder)
+    model_type = (read_json(folder / CONFIG_NAME) or {}).get("model_type")
+    reader = _open_weight_files(folder, allow_pickle)
+    return SplitTensorsReader(reader, model_type) if model_type in TYPES_WITH_SPLIT_TENSORS else reader
+
+
+def _open_weight_files(folder: Path, allow_pickle: bool) -> CheckpointReader:
+    """Open the weights in a folder, with their names in the files. See `open_checkpoint`."""
     if (folder / WEIGHTS_NAME).is_file():
         return SafetensorsReader(folder, [WEIGHTS_NAME])
     if (folder / INDEX_NAME).is_file():
@@ -454,6 +462,48 @@ def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str])
     raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw
+
+
+# Model types whose tensors Transformers renames and splits while it loads a checkpoint.
+TYPES_WITH_SPLIT_TENSORS = ("nomic_bert",)
+
+
+class SplitTensorsReader(CheckpointReader):
+    """Reads a checkpoint with the tensors that the model class has after loading. Closing it closes the stored reader.
+
+    Args:
+        stored: The reader for the tensors in the files.
+        model_type: The model type, whose conversions Transformers lists.
+    """
+
+    def __init__(self, stored: CheckpointReader, model_type: str) -> None:
+        super().__init__(stored.folder, stored.files, stored.index_metadata)
+        self.stored = stored
+        self._parts: dict[str, tuple[str, int]] = {}  # the stored name and the index of the part
+        conversions = get_checkpoint_conversion_mapping(model_type)
+        for stored_name, entry in stored.entries.items():
+            names = [stored_name]
+            for conversion in conversions:
+                # A renaming has one target. A conversion with several targets splits the rows into equal parts.
+                if (match := conversion.compiled_sources.search(names[0])) is not None:
+                    names = [names[0].replace(match[0], target, 1) for target in conversion.target_patterns]
+            shape = (*(rows // len(names) for rows in entry.shape[:1]), *entry.shape[1:])
+            self._add_entries(dict.fromkeys(names, replace(entry, shape=shape)))
+            self._parts |= {name: (stored_name, index) for index, name in enumerate(names)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor into newly allocated memory."""
+        stored_name, index = self._parts[name]
+        tensor, shape = self.stored.read(stored_name), self.entries[name].shape
+        return tensor if tensor.shape == shape else tensor.split(shape[0])[index].clone()
+
+    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of one tensor as one flat tensor."""
+        return iter([self.read(name).flatten()])
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the files."""
+        self.stored.__exit__(*exception)
 
 
 POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"

@@ -20,6 +20,7 @@ with guarded_imports():
         MarianConfig,
         MBartConfig,
         ModernBertConfig,
+        NomicBertConfig,
         PegasusConfig,
         RobertaConfig,
         T5Config,
@@ -38,6 +39,7 @@ __all__ = [
     "AttnVariantMBartConfig",
     "AttnVariantMarianConfig",
     "AttnVariantModernBertConfig",
+    "AttnVariantNomicBertConfig",
     "AttnVariantPegasusConfig",
     "AttnVariantRobertaConfig",
     "AttnVariantT5Config",
@@ -221,6 +223,33 @@ class AttnVariantModernBertConfig(AttnVariantConfigMixin, ModernBertConfig):
     transformers_model_types = ("modernbert",)
     modeling_file = "modeling_attn_variant_modernbert"
     auto_classes = _get_variant_auto_classes("modernbert", "ModernBert", ENCODER_HEADS)
+
+    @classmethod
+    def get_rank_fields(cls) -> tuple[str, ...]:
+        """Return no fields, because latents do not support rotary positions (see `check_combinations`)."""
+        return ()
+
+
+class AttnVariantNomicBertConfig(AttnVariantConfigMixin, NomicBertConfig):
+    """Configuration for NomicBERT with the fields of `AttnVariantConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantNomicBertConfig
+    >>> config = AttnVariantNomicBertConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
+
+    model_type = "attn_variant_nomic_bert"
+    transformers_model_types = ("nomic_bert",)
+    modeling_file = "modeling_attn_variant_nomic_bert"
+    head_dim_field = "head_dim"
+    auto_classes = _get_variant_auto_classes(
+        "nomic_bert", "NomicBert", ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    )
 
     @classmethod
     def get_rank_fields(cls) -> tuple[str, ...]:
@@ -516,4 +545,5 @@ CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantDistilBertConfig,
     AttnVariantElectraConfig,
     AttnVariantModernBertConfig,
+    AttnVariantNomicBertConfig,
 )

@@ -8,18 +8,17 @@ One fused linear layer (`Wqkv`) computes the queries, keys and values. With fewe
 Transformers splits `Wqkv` into three equal parts, so only the classes in this file can load such a layer.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..attention.attention_interface import get_attention_function
-from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, apply_extensions
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantModernBertConfig
+from .rotary_family import RotaryAttentionMixin
 
 with guarded_imports():
     from transformers import (
@@ -44,33 +43,27 @@ __all__ = [
 ]
 
 
-class AttnVariantModernBertAttention(AttentionVariantMixin, ModernBertAttention):
+class AttnVariantModernBertAttention(RotaryAttentionMixin, ModernBertAttention):
     """`ModernBertAttention` with grouped key/value heads and, if configured, talking heads or a kernel."""
 
-    roles = ("states", "mask", "rotary")
     transformers_attributes = ("Wo", "Wqkv", "attention_dropout", "is_causal", "out_drop")
+    rotate = staticmethod(apply_rotary_pos_emb)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention over hidden states [b, n, D]. The arguments are the same as in Transformers."""
-        (states, mask, rotary), options = self.arguments.split(args, kwargs)
-        options |= self.prepare_attention_kwargs(states, None, None, options)
-        heads = self.heads
-        sizes = (heads.head_dim, heads.head_dim, heads.value_dim)
-        rows = self.Wqkv(states).split(heads.fused_rows, dim=-1)
-        query, key, value = (
-            apply_extensions(self, HEAD_STAGE, part.unflatten(-1, (-1, size)).transpose(1, 2), role)  # [b, h, n, d]
-            for part, size, role in zip(rows, sizes, ("query", "key", "value"), strict=True)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
-        options |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": heads.head_dim**-0.5}
-        attend = get_attention_function(self.implementation)
-        if "flash" in self.implementation:
-            # Other functions read the window from the mask, but flash attention has no such mask.
-            options |= {"deterministic": self.deterministic_flash_attn}
-            attend = partial(attend, sliding_window=self.sliding_window)
-        output, weights = attend(self, query, key, value, mask, **options)
-        output = apply_extensions(self, OUTPUT_STAGE, output, states).flatten(2)
-        return self.out_drop(self.Wo(output)), weights
+    def project_states(self, states: Tensor) -> Sequence[Tensor]:
+        """Compute the queries, keys and values with the fused layer."""
+        return self.Wqkv(states).split(self.heads.fused_rows, dim=-1)
+
+    def get_attention_function(self) -> Any:
+        """Return the attention function of the selected implementation, with the window for flash attention."""
+        attend = super().get_attention_function()
+        if "flash" not in self.implementation:
+            return attend
+        # Other functions read the window from the mask, but flash attention has no such mask.
+        return partial(attend, sliding_window=self.sliding_window, deterministic=self.deterministic_flash_attn)
+
+    def compute_output(self, head_outputs: Tensor, states: Tensor) -> Tensor:
+        """Apply the output projection to the head outputs [b, n, h_v d_v]."""
+        return self.out_drop(self.Wo(head_outputs))
 
 
 class AttnVariantModernBertPreTrainedModel(AttnVariantModelMixin, ModernBertPreTrainedModel):

@@ -22,7 +22,7 @@ PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
 # Next sentence prediction is used in BERT (arXiv 1810.04805), and sentence order prediction in ALBERT (arXiv
 # 1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
-MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "eurobert", "modernbert", "roberta")
+MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert", "roberta")
 # The objectives predict masked tokens or the next token. The causal objective requires a causal class in Transformers.
 MASKED, CAUSAL = "mlm", "clm"
 CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
