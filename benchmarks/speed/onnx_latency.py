@@ -182,7 +182,7 @@ def step_inputs(step: DecodingStep, size: tuple[int, int, int]) -> dict[str, Any
     ]
     token = torch.randint(2, config.vocab_size, (batch, 1))
     mask = torch.ones(batch, source, dtype=torch.long)
-    return {"token": token, "source_mask": mask, "own": caches[0], "source": caches[1]}
+    return {"token": token, "source_mask": mask, "self_cache": caches[0], "source": caches[1]}
 
 
 def step_shapes(step: DecodingStep) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def step_shapes(step: DecodingStep) -> dict[str, Any]:
     return {
         "token": {0: batch},
         "source_mask": {0: batch, 1: source},
-        "own": [({0: batch, 2: past},) * 2 for _ in layers],
+        "self_cache": [({0: batch, 2: past},) * 2 for _ in layers],
         "source": [({0: batch, 2: source},) * 2 for _ in layers],
     }
 

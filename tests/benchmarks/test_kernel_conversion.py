@@ -32,7 +32,7 @@ def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path,
         def sample_calibration_lines(self, seed):
             return make_texts(256)
 
-        def scores_of(self, converted):
+        def compute_scores(self, converted):
             return {"error": compute_error(converted, model)}
 
     monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
@@ -68,7 +68,7 @@ def test_token_matching_layers_and_distillation_have_separate_rows(benchmark, tm
             (folder / "lines.txt").write_text("\n".join(lines))
             return ["--train_file", str(folder / "lines.txt")]
 
-        def scores_of(self, converted):
+        def compute_scores(self, converted):
             return {"heads": str(converted.config.per_layer_values)}
 
     monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)

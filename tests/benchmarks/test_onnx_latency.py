@@ -41,7 +41,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     assert source[0][0].shape == (3, kv_heads, 9, 8)
     tokens = start.logits[:, -1:].argmax(-1)
     for _ in range(new_tokens - 2):
-        inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": self_states, "source": source}
+        inputs = {"token": tokens[:, -1:], "source_mask": mask, "self_cache": self_states, "source": source}
         logits, *flat = (
             torch.from_numpy(item) for item in session.run(None, benchmark.to_named_arrays(session, inputs))
         )

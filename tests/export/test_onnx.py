@@ -359,7 +359,7 @@ def test_converted_encoder_with_rotary_positions_is_quantized(name, tmp_path):
     arguments = ["export", tmp_path / "model", "--to", "onnx", "--quantization", "int8"]
     assert cli.main([*map(str, arguments), "--output_dir", str(tmp_path / "out")]) == 0
     graph = load_graph(tmp_path / "out/onnx/model.onnx")
-    batch, names = BERT.batch("BertModel"), [item.name for item in graph.get_inputs()]
+    batch, names = BERT.make_batch("BertModel"), [item.name for item in graph.get_inputs()]
     given = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
     real = batch["attention_mask"].bool()
     expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[real]

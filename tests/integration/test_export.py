@@ -146,7 +146,12 @@ def make_decoding_step(model, batch, source, past):
     cache = get_cache(model(**inputs, decoder_input_ids=tokens[:, :-1]))
     self_attention_keys = [layer.keys for layer in cache.self_attention_cache.layers]
     memory = cache.cross_attention_cache.layers[0].keys
-    return {"token": tokens[:, -1:], "source_mask": mask, "own": self_attention_keys, "source": memory}, expected
+    return {
+        "token": tokens[:, -1:],
+        "source_mask": mask,
+        "self_attention_keys": self_attention_keys,
+        "source": memory,
+    }, expected
 
 
 def step_sizes():
@@ -155,7 +160,7 @@ def step_sizes():
     return {
         "token": {0: batch},
         "source_mask": {0: batch, 1: source},
-        "own": dynamic_sizes,
+        "self_attention_keys": dynamic_sizes,
         "source": {0: batch, 2: source},
     }
 
@@ -187,6 +192,6 @@ def test_decoding_step_with_a_latent_cache_runs_in_onnx(opset):
     session = make_onnx_session(program)
     for size in ((1, 4, 2), (10, 30, 7)):
         inputs, expected = make_decoding_step(model, *size)
-        model_inputs = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
+        model_inputs = [inputs["token"], inputs["source_mask"], *inputs["self_attention_keys"], inputs["source"]]
         actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, model_inputs, strict=True)})
         torch.testing.assert_close(torch.from_numpy(actual[0]), expected, atol=1e-4, rtol=0)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fixtures.elsewhere import WITHOUT_PACKAGE
 from fixtures.plugins import restored_tables
+from security.test_remote_code import find_violations
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM, cli, load_plugin
 from hf_attn_variants.modeling.mechanisms.score_table import SCORE_FUNCTIONS
-from tests.security.test_remote_code import find_violations
 
 __all__ = ["restored_tables"]
 
