@@ -255,7 +255,7 @@ def test_extensions_combine_with_summaries_and_latents_of_t5(name):
 
 
 @torch.no_grad()
-def test_gates_use_the_absorbed_form_of_latents(monkeypatch):
+def test_extensions_of_outputs_use_the_absorbed_form_of_latents(monkeypatch):
     from hf_attn_variants.modeling.attention import latent_attention
 
     calls = []
@@ -273,7 +273,7 @@ def test_gates_use_the_absorbed_form_of_latents(monkeypatch):
         step = model(
             ids[:, 23:], past_key_values=cached.past_key_values if "past_key_values" in cached else cached.cache
         )
-        assert bool(calls) == ("gate" in name)
+        assert bool(calls) == ("gate" in name or name == "dex")
         torch.testing.assert_close(step.logits[:, 0], model(ids).logits[:, -1], atol=1e-9, rtol=0)
 
 
@@ -407,7 +407,7 @@ def test_cards_and_names_describe_extensions(tmp_path):
     assert get_variant_name(config).endswith(" + ".join(expected))
     config.save_pretrained(tmp_path)
     card = str(generate_model_card(tmp_path, "me/x"))
-    assert "a clipped softmax and output gates" in card and "2306.12929" in card
+    assert "output gates and DEX" in card and "2306.12929" in card
     cross = T5.make_config(cross_output_gate="head")
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
     assert describe_extensions(cross, both) == ["output gates in cross-attention"]

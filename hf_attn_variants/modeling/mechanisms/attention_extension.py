@@ -29,6 +29,7 @@ __all__ = [
     "STAGES",
     "WEIGHT_STAGE",
     "AttentionExtension",
+    "SwitchedExtension",
     "apply_extensions",
     "get_extensions",
     "get_normalization",
@@ -85,6 +86,21 @@ class AttentionExtension(Mechanism, nn.Module):
     def count_flops(self) -> tuple[int, int]:
         """Return the number of floating-point operations per key token and per query token."""
         return 0, 0
+
+
+class SwitchedExtension(AttentionExtension):
+    """An extension whose field is True or False."""
+
+    @classmethod
+    def validate(cls, field: str, value: Any) -> bool:
+        """Check that the value of a field is a boolean.
+
+        Raises:
+            ValueError: if it is not.
+        """
+        if value is not True:
+            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
+        return value
 
 
 def install_extension(module: VariantAttention, extension: AttentionExtension) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.variant_attention import AttentionHeads
 from ..transformers_internals import guarded_imports
-from .attention_extension import OUTPUT_STAGE, AttentionExtension
+from .attention_extension import OUTPUT_STAGE, SwitchedExtension
 
 with guarded_imports():
     from transformers import initialization as init
@@ -21,7 +21,7 @@ with guarded_imports():
 __all__ = ["DifferentialExtension"]
 
 
-class DifferentialExtension(AttentionExtension):
+class DifferentialExtension(SwitchedExtension):
     """The matrix and the factors of an attention module."""
 
     field = "dex"
