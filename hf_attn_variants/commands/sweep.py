@@ -132,7 +132,7 @@ def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict
 
     with lock_folder(str(output_dir)):  # otherwise, another process could overwrite newer results
         for folder in folders:
-            folder.read()
+            folder.load_record()
         results = collect_results(sweep, folders)
         atomic_write(output_dir / JSON_FILE, json.dumps(results, indent=2) + "\n")
         atomic_write(output_dir / MARKDOWN_FILE, format_markdown(results))

@@ -241,7 +241,7 @@ def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
 def test_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
     """Check a finished run whose tokenizer was removed: only the table is written again."""
     (tmp_path / "b.json").write_text(json.dumps(BASE))
-    monkeypatch.setattr(runner.RunFolder, "read", lambda self: setattr(self, "results", {"eval_loss": 1.0}))
+    monkeypatch.setattr(runner.RunFolder, "load_record", lambda self: setattr(self, "results", {"eval_loss": 1.0}))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]) == 0
     assert "a/tokenizer" not in capsys.readouterr().err
 

@@ -29,8 +29,8 @@ __all__ = [
     "STAGES",
     "WEIGHT_STAGE",
     "AttentionExtension",
-    "SwitchedExtension",
     "apply_extensions",
+    "check_switch",
     "get_extensions",
     "get_normalization",
     "install_extension",
@@ -88,19 +88,15 @@ class AttentionExtension(Mechanism, nn.Module):
         return 0, 0
 
 
-class SwitchedExtension(AttentionExtension):
-    """An extension whose field is True or False."""
+def check_switch(field: str, value: Any) -> bool:
+    """Return the value of a field that switches an extension on.
 
-    @classmethod
-    def validate(cls, field: str, value: Any) -> bool:
-        """Check that the value of a field is a boolean.
-
-        Raises:
-            ValueError: if it is not.
-        """
-        if value is not True:
-            raise ValueError(f"`{field}` must be True or False, got {value!r}.")
-        return value
+    Raises:
+        ValueError: if it is not True.
+    """
+    if value is not True:
+        raise ValueError(f"`{field}` must be True or False, got {value!r}.")
+    return value
 
 
 def install_extension(module: VariantAttention, extension: AttentionExtension) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ops.variant_attention import AttentionHeads
 from ..transformers_internals import guarded_imports
-from .attention_extension import WEIGHT_STAGE, SwitchedExtension
+from .attention_extension import WEIGHT_STAGE, AttentionExtension, check_switch
 
 with guarded_imports():
     from transformers import initialization as init
@@ -23,7 +23,7 @@ __all__ = ["AttentionSink"]
 _MIN_LOG_SUM = -80.0
 
 
-class AttentionSink(SwitchedExtension):
+class AttentionSink(AttentionExtension):
     """The sinks of an attention module."""
 
     field = "attention_sink"
@@ -33,6 +33,11 @@ class AttentionSink(SwitchedExtension):
     def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
         super().__init__(value, heads, query_dim, like)
         self.sink = nn.Parameter(torch.empty(heads.softmax, dtype=like.dtype, device=like.device))  # a, [h]
+
+    @classmethod
+    def validate(cls, field: str, value: Any) -> bool:
+        """Check that the value of a field is a boolean. See `check_switch`."""
+        return check_switch(field, value)
 
     def init_variant_parameters(self) -> None:
         """Initialize a with zeros."""

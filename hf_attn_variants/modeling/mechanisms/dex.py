@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.variant_attention import AttentionHeads
 from ..transformers_internals import guarded_imports
-from .attention_extension import OUTPUT_STAGE, SwitchedExtension
+from .attention_extension import OUTPUT_STAGE, AttentionExtension, check_switch
 
 with guarded_imports():
     from transformers import initialization as init
@@ -21,7 +21,7 @@ with guarded_imports():
 __all__ = ["DifferentialExtension"]
 
 
-class DifferentialExtension(SwitchedExtension):
+class DifferentialExtension(AttentionExtension):
     """The matrix and the factors of an attention module."""
 
     field = "dex"
@@ -33,6 +33,11 @@ class DifferentialExtension(SwitchedExtension):
         size = heads.value_dim
         self.factors = nn.Parameter(torch.empty(heads.output, dtype=like.dtype, device=like.device))  # lambda, [h_v]
         self.weight = nn.Parameter(torch.empty(size, size, dtype=like.dtype, device=like.device))  # W, [d_v, d_v]
+
+    @classmethod
+    def validate(cls, field: str, value: Any) -> bool:
+        """Check that the value of a field is a boolean. See `check_switch`."""
+        return check_switch(field, value)
 
     def init_variant_parameters(self) -> None:
         """Initialize lambda with zeros and W as the identity."""
