@@ -24,11 +24,11 @@ SHARE = 0.05  # of the steps from scratch, for which a converted model is traine
 TASKS = {"stsb": "STS-B", "qnli": "QNLI"}
 # The original steps of the T5 model of the curve (see the README of its checkpoint).
 CURVE_STEPS = 7543
-# The methods of the curve, with the flags of the conversion. None: `uptrain` has no flag for the method yet.
-CURVE_METHODS: dict[str, dict[str, Any] | None] = {
+# The methods of the curve, with the flags of the conversion. Weighted grouping also trains the original's heads.
+CURVE_METHODS: dict[str, dict[str, Any]] = {
     "mean pooling": {"method": "mean"},
     "similarity grouping (aligned)": {"method": "aligned"},
-    "weighted grouping": None,
+    "weighted grouping": {"method": "mean"},
     "calibrated": {"method": "calibrated", "fit_steps": 0},
 }
 
@@ -266,11 +266,10 @@ def _curve_stage(data: Path, budget: Budget) -> Stage:
     text = {
         f"calibration{side}_file": recipe[f"{place}_file"] for side, place in (("", "source"), ("_target", "target"))
     }
-    variants = {}
+    variants: dict[str, dict[str, Any]] = {}
     for name, method in CURVE_METHODS.items():
-        if method is not None:
-            calibration = text if method["method"] == "calibrated" else {}
-            variants[name] = {"convert": method | calibration}
+        variants[name] = {"convert": method | (text if method["method"] == "calibrated" else {})}
+    variants["weighted grouping"]["multi_head_model"] = _curve_model(data)
     content = {
         "title": "curve",
         "command": "uptrain",
@@ -280,8 +279,7 @@ def _curve_stage(data: Path, budget: Budget) -> Stage:
         "variants": variants,
         "grid": {"alpha": list(budget.alphas)},
     }
-    planned = (name for name, method in CURVE_METHODS.items() if method is None)
-    return Stage("curve", content, dict.fromkeys(planned, "`uptrain` has no flag for this method yet."))
+    return Stage("curve", content, {})
 
 
 def _curve_model(data: Path) -> str:

@@ -166,7 +166,7 @@ def measure_peak_bytes(
             command, input=json.dumps(task), env=environment, capture_output=True, text=True, check=False
         )
     if process.returncode != 0:
-        reason = " ".join(process.stderr.split())[-300:]
+        reason = "".join(process.stderr.splitlines()[-1:])[:300]
         if process.returncode == -signal.SIGKILL:
             reason = "it was killed, probably because of a lack of memory"
         raise ValueError(f"The process for {engine.name} failed (status {process.returncode}): {reason}")

@@ -249,7 +249,9 @@ EXTENDED = textwrap.dedent(
         session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
         inputs = {item.name: batch[item.name].numpy() for item in session.get_inputs()}
         result = torch.from_numpy(session.run(None, inputs)[0])
-        torch.testing.assert_close(result, saved["expected"], atol=1e-4, rtol=0)
+        # ONNX Runtime has its own values for padding whose window contains no text.
+        is_text = batch["attention_mask"].bool()
+        torch.testing.assert_close(result[is_text], saved["expected"][is_text], atol=1e-4, rtol=0)
         merged = get_peft_model(load(), LoraConfig(target_modules=["query", "value"]))
         check(merged(**batch))
         check(merged.merge_and_unload()(**batch))

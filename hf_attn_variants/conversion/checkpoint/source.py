@@ -297,8 +297,13 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
 
     The checkpoint is converted as a Transformers model of its `model_type`. Remote code for tokenizers and processors
     is not affected.
+
+    Raises:
+        ValueError: if `auto_map` is not a dictionary.
     """
     auto_map = config.get("auto_map") or {}
+    if not isinstance(auto_map, Mapping):
+        raise ValueError(f"`auto_map` in config.json must be a dictionary, got {auto_map!r}. Correct or remove it.")
     classes = [str(auto_map[auto]) for auto in auto_map if auto.startswith(MODEL_AUTO_CLASSES)]
     if other_classes := [name for name in classes if CLASS_PREFIX not in name]:
         logger.warning(
