@@ -300,7 +300,7 @@ def read_columns(
         if keep_blank:
             indices = [*range(len(all_texts))]
         else:
-            indices = find_complete_rows(str(path), "row", all_texts, _make_location_function(path, lines))
+            indices = find_complete_rows(str(path), "row", all_texts, _make_row_locator(path, lines))
         if not indices:
             raise ValueError(f"{path}: at least one row must contain text in each column of {', '.join(columns)}.")
         rows.texts.extend(all_texts[i] for i in indices)
@@ -319,7 +319,7 @@ def check_unused_column(row: dict[str, Any], column: str | None, location: str) 
         )
 
 
-def _make_location_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
+def _make_row_locator(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
     return lambda i: describe_row_location(path, lines[i], i + 1)
 
 

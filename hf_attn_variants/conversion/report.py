@@ -477,7 +477,7 @@ class ConversionReport:
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
-        """The mean output error with averaged heads, or None if it was not measured."""
+        """The mean relative error of the outputs with averaged heads, or None if it was not measured."""
         return self._compute_mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:

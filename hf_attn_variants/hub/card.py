@@ -31,7 +31,7 @@ from ..inspection.costs import (
     list_used_fields,
     make_variant_config,
 )
-from ..inspection.tables import describe_talking_projections, format_layers, get_talking_heads_by_place
+from ..inspection.tables import describe_talking_projections, format_layers, get_talking_heads_by_prefix
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, VARIANT_FIELDS, get_card_text, look_up_field
@@ -777,7 +777,7 @@ def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Draw the talking-heads projections on one line, or on one line per place if they differ between places."""
     settings_by_place = {
         prefix: [_format_projection_chain(get_num_query_heads(config, prefix), talking) for talking in layers]
-        for prefix, layers in get_talking_heads_by_place(config, kv_fields).items()
+        for prefix, layers in get_talking_heads_by_prefix(config, kv_fields).items()
     }
     if len({chain for chains in settings_by_place.values() for chain in chains}) == 1:
         return next(chain for chains in settings_by_place.values() for chain in chains)
@@ -790,7 +790,7 @@ def _format_projection_chains(config: Any, kv_fields: Sequence[str]) -> str:
 
 
 def _format_projection_chain(heads: int, settings: TalkingHeadsSettings) -> str:
-    """Draw an attention module's talking-heads projections, or return an empty string if it does not have any."""
+    """Return a text diagram of the talking-heads projections of an attention module, or "" if it has none."""
     if settings.kind is None:
         return ""
     first = f"--P_l [{heads} x {settings.softmax}]" if settings.kind in (LOGITS, BOTH) else ""

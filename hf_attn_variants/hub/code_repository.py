@@ -71,12 +71,12 @@ def rewrite_configs(folder: Path, code_repo: str | None, code: Mapping[str, str]
         config = read_config(folder)
         auto_map = config.get("auto_map")
         names = _check_references(folder, auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map}, code)
-        config = _read_shared_json(folder / CONFIG_NAME)
+        config = _read_json_without_paths(folder / CONFIG_NAME)
         config["auto_map"] = {auto: f"{code_repo}--{name}" for auto, name in names.items()}
         contents[CONFIG_NAME] = _dump_json(config)
     path = folder / SENTENCE_CONFIG
     if (folder / SENTENCE_MODULES_NAME).is_file():
-        config = _read_shared_json(path) if path.is_file() else {}
+        config = _read_json_without_paths(path) if path.is_file() else {}
         with convert_to_value_error(f"{path} must contain the arguments of a sentence-transformers module"):
             changed = _set_code_revision(config, None if code_repo is None else json.loads(CODE_COMMIT))
         if changed != config:
@@ -110,8 +110,8 @@ def _set_code_revision(config: Mapping[str, Any], code_revision: str | None) -> 
     return changed
 
 
-def _read_shared_json(path: Path) -> Any:
-    """Return the values of a JSON file without local paths."""
+def _read_json_without_paths(path: Path) -> Any:
+    """Return the values of a JSON file, in which local paths are removed."""
     return json.loads(redact_json_file(path, False) or path.read_bytes())
 
 

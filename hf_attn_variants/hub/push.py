@@ -351,7 +351,7 @@ def _find_same_commit(api: HfApi, repo_id: str, head: str, commit: str | None) -
 
 
 def _list_blobs(api: HfApi, repo_id: str, commit: str) -> dict[str, str]:
-    """Return the id of the content of each file in a commit, without the card."""
+    """Return the content id of each file in a commit, except for the model card."""
     files = api.list_repo_tree(repo_id, recursive=True, revision=commit)
     return {file.path: file.blob_id for file in files if isinstance(file, RepoFile) and file.path != CARD_NAME}
 
@@ -412,7 +412,7 @@ def _check_remote_card(repo_id: str, text: str, card: str) -> None:
 
 
 def _get_planned_payload(plan: PushPlan, name: str, code_commit: str | None) -> str | bytes:
-    """Return the path of a file in a plan, or its content if it differs from the file in the folder."""
+    """Return the path of a planned file, or its new content if the plan changes the file."""
     if name in plan.contents:
         return plan.contents[name].replace(CODE_COMMIT.encode(), f'"{code_commit}"'.encode())
     return _get_payload(plan.folder, name)

@@ -151,7 +151,7 @@ class CostTable:
 
     @property
     def current_kv_cache_bytes(self) -> int | None:
-        """The cache size of the checkpoint in bytes with its current class, which may be a Transformers class."""
+        """The cache size in bytes of the checkpoint in its current class, which may be a Transformers class."""
         return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
 
     def get_weight_bytes(self, row: VariantCost) -> int:
@@ -550,7 +550,7 @@ def get_bytes_per_element(dtype: str) -> int:
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"`dtype` must be the name of a floating-point dtype of torch (float32), got {dtype!r}.")
+        raise ValueError(f"`dtype` must be the name of a floating-point torch dtype, such as float32, got {dtype!r}.")
     return torch_dtype.itemsize
 
 

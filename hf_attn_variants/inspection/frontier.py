@@ -433,7 +433,7 @@ class Frontier:
 
     @property
     def source(self) -> FrontierRow:
-        """The row of the base model."""
+        """The row of the base model, with which the variants are compared."""
         return self.rows[0]
 
     def find_smallest_variant(self, loss_limit: float) -> FrontierRow | None:

@@ -382,7 +382,7 @@ def select_timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
 def _make_rows(
     fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
-    """Return one row per variant from its times in each round."""
+    """Return one row per variant, computed from the times measured in each round."""
     rows: list[VariantSpeed] = []
     for name, rounds in times.items():
         totals = [end * 1e3 for _, end in rounds]

@@ -118,7 +118,7 @@ def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]
     )
 
 
-def get_talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
+def get_talking_heads_by_prefix(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
     """Return {prefix: talking-heads settings of each layer} for the places that `select_place_prefixes` returns."""
     return {
         prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.get_num_layers(prefix + KIND))]
@@ -142,7 +142,7 @@ def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tup
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    settings_by_place = get_talking_heads_by_place(config, fields)
+    settings_by_place = get_talking_heads_by_prefix(config, fields)
     kinds = [talking.kind for layers in settings_by_place.values() for talking in layers]
     if len({*kinds}) == 1:
         return [] if kinds[0] is None else [(kinds[0], "")]

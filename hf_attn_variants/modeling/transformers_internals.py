@@ -163,7 +163,7 @@ class MethodSignature:
         return values, kwargs
 
     def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **replacements: Any) -> dict[str, Any]:
-        """Return all arguments of a call as keyword arguments with the names in the installed release.
+        """Return all arguments of a call as keyword arguments, with the names that the installed release uses.
 
         Args:
             args, kwargs: the arguments of the call.
@@ -356,9 +356,9 @@ def check_single_cache(kwargs: Mapping[str, Any]) -> None:
     names = [name for name in ARGUMENT_ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
-            f"A call must have only one cache, got `{names[1]}` and `{names[0]}`. transformers "
-            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes under the old "
-            "name. Use a newer peft, or transformers before 5.24."
+            f"A call must have only one cache, got `{names[1]}` and `{names[0]}`, of which transformers "
+            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes both. Use a newer peft, "
+            "or transformers before 5.24."
         )
 
 

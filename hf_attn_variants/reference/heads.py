@@ -162,7 +162,7 @@ def get_kv_head_indices(heads: int, groups: int) -> list[int]:
     """
     if heads % groups:
         raise ValueError(
-            f"`heads` must be a multiple of the {groups} key/value heads, got {heads}. Change one of them."
+            f"`heads` must be a multiple of the number of key/value heads ({groups}), got {heads}. Change one of them."
         )
     return [head * groups // heads for head in range(heads)]
 

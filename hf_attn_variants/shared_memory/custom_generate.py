@@ -44,9 +44,10 @@ def generate(model: PreTrainedModel, *args: Any, cross_cache: str = KEYS_AND_VAL
 def _get_original_generate(model: Any, kwargs: dict[str, Any]) -> Any:
     """Return a model's original `generate` function.
 
-    `GenerationMixin.generate` passes all its parameters to a custom method. In this case, models such as Whisper,
-    which override `generate`, have already prepared the inputs. If the folder also contains the model, Transformers
-    sets `model.generate` to the custom method, which then only receives the arguments that the user passed.
+    There are two cases. If the custom method is an argument of `generate`, `GenerationMixin.generate` calls it with
+    all of its own parameters. The overridden `generate` of a model such as Whisper has then already prepared the
+    inputs and must not run again. If the folder of the custom method also contains the model, `model.generate` is the
+    custom method. It then receives only the arguments that the user passed.
     """
     names = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs", "custom_generate"}
     return GenerationMixin.generate if names <= kwargs.keys() else type(model).generate

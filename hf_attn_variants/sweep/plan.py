@@ -164,11 +164,11 @@ def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     If the values are a list, each value is assigned to the flag that has the name of the axis.
     """
     if isinstance(values, dict):
-        named_flags = _parse_named_flags(values, f"`grid`, `{axis}`")
+        named_flags = _parse_named_flags(values, f"`{axis}` in `grid`")
         return {_parse_scalar(value): flags for value, flags in named_flags.items()}
     points = [_parse_scalar(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
-        raise ValueError(f"`grid`, `{axis}` must be a list of distinct values or an object, got {values}.")
+        raise ValueError(f"`{axis}` in `grid` must be a list of distinct values or a mapping, got {values}.")
     flag = axis.removeprefix(f"{CONVERT_KEY}.")
     return {point: {flag: point} if flag == axis else {CONVERT_KEY: {flag: point}} for point in points}
 

@@ -243,9 +243,9 @@ def refit_output_projection(
 def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Refit the output projection, shrunk towards the current one, and yield a result for each of `REFIT_STRENGTHS`.
+    """Refit the output projection with shrinkage towards the current one, and yield a result for each strength.
 
-    Takes the same arguments as `refit_output_projection`.
+    The strengths are `REFIT_STRENGTHS`. The function takes the same arguments as `refit_output_projection`.
     """
     moments = functools.reduce(operator.add, _compute_fold_moments(tensors, heads, inputs, targets))
     regression = _RidgeRegression(moments, tensors.output_bias is not None)

@@ -80,7 +80,7 @@ def find_phases(moments: torch.Tensor, rounds: int) -> torch.Tensor:
     return phases.T
 
 
-def _weight_pair_moments(moment: torch.Tensor, queries: torch.Tensor, pairs: RotaryPairs) -> torch.Tensor:
+def _compute_weighted_pair_moments(moment: torch.Tensor, queries: torch.Tensor, pairs: RotaryPairs) -> torch.Tensor:
     """Return the complex moments of keys, [p, g, g], weighted by the query energies of both heads.
 
     Args:
@@ -103,13 +103,13 @@ def _find_shared_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
     """Find the best shared key head for rotated dimensions if different pairs are uncorrelated.
 
-    See `_weight_pair_moments` for the arguments.
+    See `_compute_weighted_pair_moments` for the arguments.
 
     Returns:
         The complex factors of the old key heads, whose sum is the new key head, and those of the queries, both [g, p].
         The third value contains the energy of the scores that the new head preserves, and the total energy.
     """
-    weighted = _weight_pair_moments(moment, queries, pairs)
+    weighted = _compute_weighted_pair_moments(moment, queries, pairs)
     values, vectors = torch.linalg.eigh(weighted)
     best = vectors[:, :, -1].T  # [g, p]
     scales = _get_query_scales(queries, pairs)
@@ -155,7 +155,7 @@ def make_shared_key_loss(
         queries: Second moments of the queries of each head, [h, d, d].
         pairs: The pairs of dimensions.
     """
-    weighted, size = _weight_pair_moments(moment, queries, pairs), len(pairs.rest)
+    weighted, size = _compute_weighted_pair_moments(moment, queries, pairs), len(pairs.rest)
     rest = _weight_rest_moments(moment, queries, pairs)
     total = weighted.diagonal(dim1=1, dim2=2).real.sum() + rest.trace()
 

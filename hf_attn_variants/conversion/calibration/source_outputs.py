@@ -209,7 +209,7 @@ class SourceOutputs:
             pairs = [(compute_edit_distance(a, b), len(a)) for a, b in zip(source, converted, strict=True)]
         elif self._measure == "predictions":
             rows = [
-                (a, b, self._make_counted_mask(a) | self._make_counted_mask(b))
+                (a, b, self._mask_counted_predictions(a) | self._mask_counted_predictions(b))
                 for a, b in zip(source, converted, strict=True)
             ]
             pairs = [(int((a != b).sum()), int(counted.sum())) for a, b, counted in rows]
@@ -228,7 +228,7 @@ class SourceOutputs:
         is_common = self._is_tagger or counts.max() > COMMON_PREDICTION_SHARE * counts.sum()
         return int(values[counts.argmax()]) if is_common else None
 
-    def _make_counted_mask(self, predictions: torch.Tensor) -> torch.Tensor:
+    def _mask_counted_predictions(self, predictions: torch.Tensor) -> torch.Tensor:
         """Return a boolean mask of the predictions that are counted."""
         if self._logits_kind is LogitsKind.LABELS:
             return predictions ^ self._is_frequent

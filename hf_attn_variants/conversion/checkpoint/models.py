@@ -102,8 +102,8 @@ def check_vocabulary_not_empty(tokenizer: PreTrainedTokenizerBase, source: str |
     if not (files := [name for name in names if name.endswith(_TOKENIZER_FILE_SUFFIXES)]):
         raise FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
     raise FileNotFoundError(
-        f"{os.fspath(source)} contains {', '.join(files)}, but AutoTokenizer loads an empty vocabulary because "
-        f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
+        f"{os.fspath(source)} contains {', '.join(files)}, but AutoTokenizer loads an empty vocabulary from it. The "
+        f"files of {type(tokenizer).__name__} are incomplete or belong to another tokenizer{advice}"
     )
 
 

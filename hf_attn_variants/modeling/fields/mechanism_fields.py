@@ -242,10 +242,9 @@ def _check_talking_heads_in_layer(config: Any, prefix: str, settings_prefix: str
     for name, projection in pairs:
         if talking.kind not in (projection, BOTH):
             raise ValueError(
-                f'`{settings_prefix}{KIND}` must be "{projection}" or "{BOTH}" with this `{settings_prefix}{name}`, '
-                f"got "
-                f"{talking.kind!r} for {heads} query heads, {talking.softmax} softmax heads and "
-                f"{talking.output} value heads."
+                f'`{settings_prefix}{KIND}` must be "{projection}" or "{BOTH}" for the value of '
+                f"`{settings_prefix}{name}`, got {talking.kind!r}. The module has {heads} query heads, "
+                f"{talking.softmax} softmax heads and {talking.output} value heads."
             )
     if needed and talking.init == IDENTITY:
         raise ValueError(

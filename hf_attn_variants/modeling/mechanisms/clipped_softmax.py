@@ -51,7 +51,7 @@ class ClippedSoftmax(AttentionExtension):
 
 
 def set_clipping_progress(model: nn.Module, progress: float) -> None:
-    """Set gamma and zeta of all attention modules between 0 and 1 (`progress` 0) and the configured values (1)."""
+    """Interpolate gamma and zeta of all modules: 0 and 1 for a `progress` of 0, the configured values for 1."""
     for module in model.modules():
         if isinstance(module, ClippedSoftmax):
             module.progress = progress

@@ -126,7 +126,7 @@ class DynamicTalkingHeads(Mechanism):
 
 
 def get_talking_heads_prefixes(config: Any) -> tuple[str, ...]:
-    """Return the prefixes of the places that have talking-heads fields in a configuration, starting with ""."""
+    """Return the prefixes of the talking-heads fields of a configuration: "", and for example "cross_"."""
     return tuple(prefix for prefix in PREFIXES if hasattr(config, prefix + KIND))
 
 
@@ -226,7 +226,7 @@ def get_per_layer_talking_heads_fields(config: Any, prefixes: Iterable[str]) -> 
 
 
 def get_settings_prefix(config: Any, prefix: str) -> str:
-    """Return the prefix of the fields that apply to a place, which is "" if none of the place's own fields is set."""
+    """Return `prefix` if a per-place field with this prefix is set, and otherwise "", whose fields then apply."""
     per_layer_values = config.per_layer_values or {}
     names = [prefix + name for name in TALKING_FIELDS]
     return prefix if any(name in per_layer_values or getattr(config, name, None) is not None for name in names) else ""

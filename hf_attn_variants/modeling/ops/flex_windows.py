@@ -358,7 +358,7 @@ def _make_random_window_inputs(kind: FlexCallKind, batch: int, length: int) -> d
 def _compute_flex_trial_outputs(
     kind: FlexCallKind, states: dict[str, Tensor], global_tokens: int, uses_flex: bool
 ) -> dict[str, Tensor]:
-    """Return the output and the gradients of a small call. The blocked backend uses float32 on the CPU."""
+    """Return the output and the gradients for small trial inputs. The blocked backend uses float32 on the CPU."""
     key_range = KeyRange(TRIAL_WINDOW, TRIAL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
     if not uses_flex:

@@ -595,7 +595,7 @@ def check_appends_eos_token(settings: ModelSettings, tokenizer: PreTrainedTokeni
 def make_new_config(
     settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, special_token_ids: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Create the configuration of a model from scratch.
+    """Create the configuration of a model that is trained from scratch.
 
     The configuration class comes from this package if variant fields are set, and otherwise from Transformers.
 

@@ -199,7 +199,9 @@ def create_scheduler(
     # A run that only evaluates does not need a schedule, and a polynomial schedule would divide by zero.
     kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:  # the schedule would divide by zero at the last step
-        raise ValueError(f"--num_warmup_steps must be less than {total_steps} (all steps) for a polynomial schedule.")
+        raise ValueError(
+            f"--num_warmup_steps must be less than the number of training steps ({total_steps}) for a polynomial schedule."
+        )
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:

@@ -716,7 +716,7 @@ class TableSettings(FineTuningSettings):
         "Training tables (.csv, .tsv, .json or .jsonl, with or without .gz).", None
     )
     validation_file: tuple[str, ...] | None = option(
-        "Dev tables, in the same formats.", None, resume=WITH_BEST_WEIGHTS
+        "Dev tables, in the formats of --train_file.", None, resume=WITH_BEST_WEIGHTS
     )
     test_file: tuple[str, ...] | None = option("Tables with test rows to predict, with or without labels.", None)
     dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)

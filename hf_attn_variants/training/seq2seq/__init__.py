@@ -172,8 +172,8 @@ class Seq2SeqSettings(
     validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)
     test_file: tuple[str, ...] | None = _make_table_option("Test")
     source_column: str | None = option(
-        "Column that contains the source texts (default: source; if the model is only evaluated, its training "
-        "column).",
+        "Column that contains the source texts (default: source, or the column used in training if the model is "
+        "only evaluated).",
         None,
         resume=WITH_BEST_WEIGHTS,
     )

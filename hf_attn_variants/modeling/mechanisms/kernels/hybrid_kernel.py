@@ -54,7 +54,7 @@ class NearKeys(NamedTuple):
     def from_call(
         cls, key_range: KeyRange, key: Tensor, value: Tensor, key_mask: Tensor | None, state: HybridState | None
     ) -> "NearKeys":
-        """Return the keys in a call, preceded by the keys in a state or by masked positions.
+        """Return the keys of the current call, preceded by the cached keys or, without a state, by masked positions.
 
         Args:
             key_range: the key range of the window.

@@ -53,7 +53,7 @@ def _get_kernel_classes() -> "dict[str, type[AttentionKernel]]":
 
 
 def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
-    """Return the kernels in a configuration from this package or from Transformers: {field: kernel name}."""
+    """Return {field: kernel name} for the kernels of a configuration of this package or of Transformers."""
     fields = [f"{prefix}attention_kernel" for prefix in prefixes]
     return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
 

@@ -80,7 +80,7 @@ class LinformerKernel(AttentionKernel):
             )
 
     def get_tensor_specs(self, heads: AttentionHeads) -> dict[str, KernelTensorSpec]:
-        """Return E [r, n_max]."""
+        """Return the specification of the projection E [r, n_max], which shortens the keys and values."""
         shape = (self.features, self.length)
         return {"length_proj": KernelTensorSpec(shape, partial(create_segment_means, *shape))}
 

@@ -1,6 +1,6 @@
 """The base class of attention patterns.
 
-Each pattern is a class that contains its paper, fields and checks, and determines the keys that each query attends to.
+Each pattern is a class that names its paper, defines its fields and checks, and selects the keys of each query.
 `pattern_table` lists the patterns. The symbols are defined in `softmax_attention`.
 """
 
