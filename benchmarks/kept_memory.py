@@ -226,7 +226,7 @@ def split_by_setting(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def print_claims(name: str, report: dict[str, Any]) -> None:
     """Print the cost of each figure with both settings, and the claim for each ratio."""
-    from benchmarks.speed_claims import iterate_claims  # which calls `make_claim`
+    from benchmarks.speed_claims import is_of_speed, iterate_claims  # which calls `make_claim`
 
     fixed_usages = dict(iterate_usages(report.get("kept", {})))
     for path, usage in iterate_usages(report):
@@ -240,5 +240,6 @@ def print_claims(name: str, report: dict[str, Any]) -> None:
             or f"{description['with_many_faults']} of {description['figures']} figures with many page faults"
         )
         print(f"{setting}: {state}")
-    for line in iterate_claims(Path(name).stem, report):
+    # The ratios of a report follow from the beginning of its name. A user may have chosen another name.
+    for line in iterate_claims(Path(name).stem, report) if is_of_speed(name) else ():
         print(line.text())

@@ -750,3 +750,39 @@ def gpu_layers() -> Rows:
     for name in cell["forward"]:
         label = name.replace("BERT layer, ", "").replace("BERT layer", "full")
         yield [label, *(f"{cell[mode][name]:.1f}" for mode in ("forward", "training"))]
+
+
+@register_table("model", "key/value heads", "mean pooling", "aligned heads", "calibrated")
+def rotary_encoders() -> Rows:
+    names = {"bert": "BERT", "modernbert": "ModernBERT", "eurobert": "EuroBERT"}
+    rows = load("rotary_encoders")["runs"]
+    for model, label in names.items():
+        original = find_row(rows, model=model, method=None)["accuracy"]
+        yield [label, "8 (original)", f"{original:.1%}", "", ""]
+        for heads in (4, 2, 1):
+            scores = [find_row(rows, model=model, method=method, heads=heads)["accuracy"] for method in ROTARY_METHODS]
+            yield [label, str(heads), *(f"{score:.1%} ({score / original:.0%})" for score in scores)]
+
+
+ROTARY_METHODS = ("mean", "aligned", "calibrated")
+
+
+@register_table(
+    "model",
+    "kurtosis",
+    "largest value",
+    "float32",
+    "`quantize`",
+    "OpenVINO, int8",
+    "`quantize`, distance",
+    "OpenVINO, distance",
+)
+def gated_int8() -> Rows:
+    rows = load("gated_int8")["runs"]
+    for name in dict.fromkeys(row["extension"] for row in rows):
+        runs = [row for row in rows if row["extension"] == name]
+        engines = ("float32", "quantize", "OpenVINO int8 (static)")
+        outliers = [spread([run[key] for run in runs], ".1f") for key in ("kurtosis", "infinity_norm")]
+        scores = [spread([run["spearman"][engine] for run in runs], ".4f") for engine in engines]
+        distances = [spread([run["distance"][engine] for run in runs], ".4f") for engine in engines[1:]]
+        yield [name, *outliers, *scores, *distances]

@@ -431,6 +431,20 @@ def minilm_with_avx2(report: dict[str, Any]) -> Rows:
     yield from _iterate_encoder_engine_rows(report)
 
 
+@register_table("bert_base_int8_encoder", columns=["batch × tokens", *ENGINES.values()])
+def bert_base_in_engines(report: dict[str, Any]) -> Rows:
+    yield from _iterate_encoder_engine_rows(report)
+
+
+@register_table(
+    "grouped_int8_encoder", "windowed_int8_encoder", columns=["model", "batch × tokens", *ENGINES.values()]
+)
+def converted_minilm_in_engines(grouped: dict[str, Any], windowed: dict[str, Any]) -> Rows:
+    for name, report in (("4 key/value heads", grouped), ("window of 32 tokens", windowed)):
+        for row in _iterate_encoder_engine_rows(report):
+            yield [name, *row]
+
+
 DECODER_ENGINES = {
     "quantize": "`quantize`",
     "share_memory and quantize": "`share_memory` and `quantize`",

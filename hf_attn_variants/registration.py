@@ -12,7 +12,7 @@ from .native.native_model import get_native_model_class
 from .native.native_table import NATIVE_CONFIGS
 
 if TYPE_CHECKING:  # importing this module would build all attention functions
-    from .modeling.attention.variant_mixins import AttnVariantModelMixin
+    from .modeling.attention.model_mixin import AttnVariantModelMixin
 
 PREFIX = "AttnVariant"
 # Class prefixes of model types that are equivalent to another model type, and the former name of a T5 class.

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite, create_kernel
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.mechanisms.attention_extension import AttentionExtension, get_extensions
 from ..modeling.mechanisms.kernels.attention_kernel import get_kernel_tensors

@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import convert_to_value_error
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_checks import find_closest_match
 from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS

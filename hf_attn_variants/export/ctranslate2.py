@@ -25,7 +25,7 @@ from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import get_values_by_layer, list_used_fields
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from .ctranslate2_check import (
     ACTIVATIONS,
     Agreement,

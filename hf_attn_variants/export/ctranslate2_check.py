@@ -15,7 +15,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from ..conversion.checkpoint.source import list_learned_tokens
 from ..model_properties import DecoderInput, get_decoder_input
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.field_table import look_up_field
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name

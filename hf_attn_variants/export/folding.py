@@ -9,7 +9,7 @@ import torch
 from ..conversion.attention_modules import find_stored_prefix
 from ..conversion.checkpoint.tensor_files import CheckpointReader
 from ..inspection.costs import make_variant_config
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.mechanism import PREFIXES

@@ -37,7 +37,7 @@ from ..conversion.checkpoint.source import (
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
 from ..model_properties import get_encoder_width
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.mechanism_fields import has_kernel
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cache

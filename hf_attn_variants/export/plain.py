@@ -32,7 +32,7 @@ from ..registration import PREFIX, get_variant_model_class
 from .folding import fold_extensions
 
 if TYPE_CHECKING:
-    from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+    from ..modeling.attention.model_mixin import AttnVariantModelMixin
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ..files import is_unicode
 from ..model_properties import get_decoder_start_token, ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import HEAD_PROJECTIONS, M2L, M2W, X2L, X2W
 from ..modeling.ops.key_ranges import TransientGlobalKeyRange

@@ -24,7 +24,7 @@ from ..errors import convert_to_value_error
 from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite, is_local_layer
 from ..modeling.attention.latent_attention import count_latent_flops
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, look_up_field
 from ..modeling.fields.layer_values import LayerValue

@@ -39,7 +39,7 @@ from ..conversion.writing import compute_converted_tensors
 from ..errors import convert_to_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..progress import is_interactive, progress_bar
 from ..registration import get_max_input_length, get_variant_model_class
 from .costs import (

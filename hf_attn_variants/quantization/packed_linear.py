@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharedMemoryMixin
 from .int8_weight import MAX_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_calls_in_turn
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
-from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
 from .attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, SharedMemoryMixin, iterate_cross_attentions
 from .installation import check_architecture_and_implementation, check_sharing_support, install_sharing, remove_sharing

@@ -10,7 +10,7 @@ from fixtures.field_values import FIELDS, get_required_fields, make_tiny_config_
 from relatives import RELATIVES
 
 from hf_attn_variants import convert
-from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
+from hf_attn_variants.modeling.attention.model_mixin import AttnVariantModelMixin
 from hf_attn_variants.training.engine.models import _check_override_names
 
 pytestmark = pytest.mark.cross_product

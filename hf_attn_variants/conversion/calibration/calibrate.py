@@ -10,8 +10,9 @@
                     ▼
     held-out examples ──► outputs of the whole original model                       (source_outputs)
 
-Each module is fitted independently of the others because it is given the inputs that it receives in the original
-model. Each pass over the batches records the inputs of as many modules as fit into memory (`recording.group_modules`).
+Except for shared latents, each module is fitted independently of the others, because it is given the inputs that it
+receives in the original model. Each pass over the batches records the inputs of as many modules as fit into memory
+(`recording.group_modules`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +68,7 @@ def calibrate(
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
-    """Fit each attention module that the plan changes, so that it reproduces the outputs of the original module.
+    """Fit each attention module that the plan reduces, so that it reproduces the outputs of the original module.
 
     Args:
         plan: The conversion plan. Its method must be a `CalibratedMethod`.
@@ -158,7 +159,7 @@ class CalibrationRun:
         calibration: Calibration,
         batches: Batches | None = None,
     ):
-        """Load the original model and make its batches. Takes the same arguments as `calibrate`."""
+        """Load the original model and make its batches. See `calibrate` for the arguments."""
         model, processor = source(plan)
         self._processor = calibration.processor or processor
         self._model = model.eval().to(calibration.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -233,12 +234,12 @@ class CalibrationRun:
                 self._new_heads[name] = tensors.to("cpu")
             self._forms[name] = calls.compute_error_forms(tensors)
         for latent in dict.fromkeys(module.shared_latent_name for module in sharing):
-            readers = [module for module in sharing if module.shared_latent_name == latent]
-            error_forms = [form for module in readers for form in self._forms[module.name][:2]]
-            self._latents[latent] = find_best_latent(error_forms, readers[0].heads.rank[1])
+            readers = {m.name: m for m in sharing if m.shared_latent_name == latent}
+            error_forms = [form for name in readers for form in (self._forms[name].key, self._forms[name].value)]
+            self._latents[latent] = find_best_latent(error_forms, next(iter(readers.values())).heads.rank[1])
 
     def fit_modules(self) -> dict[str, AttentionTensors]:
-        """Fit every module that changes, and return the new projections, {module name: projections}."""
+        """Fit every reduced module, and return the new projections, {module name: projections}."""
         converted = {}
         for calls in self.record_calls(self._plan.reduced_modules):
             name = calls.module.name
@@ -249,7 +250,9 @@ class CalibrationRun:
             if calls.module.adds_kernel:
                 tensors = _remove_error_details(tensors).with_new_kernel(calls.module.kernel[1], calls.heads)
                 tensors = self._method.fit_kernel(tensors, calls.heads, calls.layer)
-            converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
+            converted[name] = _choose_fitted_or_averaged_heads(calls.tensors, tensors, calls.heads, calls.layer).to(
+                "cpu"
+            )
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[RecordedAttention]:
@@ -267,6 +270,7 @@ class CalibrationRun:
                     # If a module has a latent, the recorded inputs are the latents.
                     tensors = replace(module.read_tensors(self._read_tensor), latent_weight=None)
                     inputs = recorded.pop(module.name)
+                    # A layer of ALBERT is used several times per batch.
                     num_uses = max(1, len(inputs) // len(batches))
                     inputs, held_out = inputs[: num_uses * len(fit_batches)], inputs[num_uses * len(fit_batches) :]
                     with torch.no_grad():
@@ -304,13 +308,13 @@ def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
     return replace(tensors, details=details)
 
 
-def _add_error_details(
+def _choose_fitted_or_averaged_heads(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
-    """Add the errors of fitted and averaged heads on held-out text to `details`.
+    """Return the fitted or the averaged heads, whichever have the smaller error on held-out text.
 
-    If averaged heads have a smaller error, they are returned instead. Calibration on too little text therefore cannot
-    be worse than averaging.
+    The errors are added to `details`. Modules with a kernel or without reduced heads are not compared with averaged
+    heads, and modules with a new latent keep the fitted heads.
     """
     details = dict(converted.details)
     if "output_relative_error" not in details:

@@ -18,7 +18,7 @@ from ...modeling.attention.attention_interface import get_attention_function
 from ...modeling.attention.attention_mixin import AttentionVariantMixin
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.mechanism_attention import attend_with_kernel
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.model_mixin import AttnVariantModelMixin
 from ...modeling.mechanisms.patterns.window_pattern import get_global_token_mask
 from ...modeling.ops.key_ranges import key_range_to_mask_and_bias
 from ...modeling.ops.padded_rows import roll_padded_rows

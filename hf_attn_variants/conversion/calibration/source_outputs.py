@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoFeatureExtractor, PreTrainedModel
 
 from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.model_mixin import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
 from ..checkpoint.models import (

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
-from ..attention.variant_mixins import AttnVariantModelMixin
+from ..attention.model_mixin import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantDistilBertConfig

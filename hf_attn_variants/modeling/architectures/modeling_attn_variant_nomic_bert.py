@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.attention_sites import AttentionSite
-from ..attention.variant_mixins import AttnVariantModelMixin
+from ..attention.model_mixin import AttnVariantModelMixin
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantNomicBertConfig
 from .rotary_family import RotaryAttentionMixin

@@ -1,6 +1,6 @@
 """RoBERTa models with attention variants."""
 
-from ..attention.variant_mixins import AttnVariantModelMixin
+from ..attention.model_mixin import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin

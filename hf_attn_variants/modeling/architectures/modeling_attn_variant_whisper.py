@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..attention.latent_attention import CrossLatentMixin
+from ..attention.model_mixin import AttnVariantModelMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
-from ..attention.variant_mixins import AttnVariantModelMixin
 from ..transformers_internals import (
     MethodSignature,
     check_attention_function,

@@ -1,7 +1,8 @@
 """Attention functions and mask functions that this package registers with Transformers.
 
-This file handles calls from attention modules whose only mechanisms are grouped heads or a latent (`is_plain`).
-`mechanism_attention` handles all other calls.
+This file handles calls from plain attention modules (`is_plain`), whose attention function only needs to support
+grouped heads. Latents, output gates, knocking heads and DEX act before or after the attention function, so a plain
+module may have them. `mechanism_attention` handles the calls from all other modules.
 """
 
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def limit_masks_to_padding(mask_function: Callable[..., Tensor | None]) -> Calla
             return mask_function(**options)
         if padding is None:
             return None
+        # Bidirectional attention only reads the keys of this call, and the padding mask may be longer or shorter.
         if not is_causal:
             length, offset = options["kv_length"], options.get("kv_offset", 0)
             missing = max(0, length + offset - padding.shape[1])

@@ -1,8 +1,9 @@
 """The table of configuration fields for the attention variants, with their descriptions.
 
-The per-place fields of encoder-decoders (`encoder_...`, `cross_...`) share a row with the field without a prefix. The
-descriptions are used in help texts, model cards and messages, but are not included in repositories. This module does
-not import torch, because the commands create their flags from this table.
+Encoder-decoders have per-place fields for the encoder and the cross-attention (`encoder_...`, `cross_...`). They share
+a row with the field without a prefix. The descriptions are used in help texts, model cards and messages, but are not
+copied into the code that is saved with a model. This module does not import torch, because the commands create their
+flags from this table.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class VariantField(NamedTuple):
         tags: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
             (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention), "extension"
             (selects an `AttentionExtension`), "from_scratch" (is not supported by conversion) and
-            "not_in_transformers" (changes the computation).
+            "not_in_transformers" (changes the function, so that a Transformers class must not load the weights).
         query_heads: for key/value heads, the name of the field with the number of query heads.
         model_wide_prefixes: the prefixes whose fields have the same value in all layers, even if `tags` contains
             "by_layer".
@@ -141,10 +142,15 @@ VARIANT_FIELDS = (
 )
 
 _FIELDS_BY_NAME = {prefix + field.name: (prefix, field) for field in VARIANT_FIELDS for prefix in field.prefixes}
-# Fields that are only saved if they are set.
+# Fields that are only saved if they are set. Fields without a prefix are always saved, except for extensions.
 OPTIONAL_FIELDS = (
     "value_head_dim",
-    *(name for field in VARIANT_FIELDS if field.inherits for name in field.names["extension" not in field.tags :]),
+    *(
+        prefix + field.name
+        for field in VARIANT_FIELDS
+        for prefix in field.prefixes
+        if field.inherits and (prefix or "extension" in field.tags)
+    ),
 )
 
 

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
         extensions: dict[str, tuple[str, ...]]  # the attributes with `AttentionExtension`s for each stage
         padding_rule: int
-        is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
+        is_plain: bool  # True if its attention function only needs to support grouped heads
         kernel: Any  # an `AttentionKernel`, or None for a softmax
 else:
     VariantAttention = nn.Module

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import NonFiniteLossError, TerminatedError
 from ...files import BEST_MODEL_FILE
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.model_mixin import AttnVariantModelMixin
 from ...modeling.mechanisms.clipped_softmax import set_clipping_progress
 from ...progress import progress_bar
 from . import checkpoints

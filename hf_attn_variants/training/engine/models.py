@@ -31,7 +31,7 @@ from ...files import parse_json
 from ...model_properties import TargetStartTokens, set_languages
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
+from ...modeling.attention.model_mixin import AttnVariantModelMixin
 from ...modeling.fields.field_checks import check_relative_position_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
 from ...registration import (

@@ -200,7 +200,8 @@ def create_scheduler(
     kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:  # the schedule would divide by zero at the last step
         raise ValueError(
-            f"--num_warmup_steps must be less than the number of training steps ({total_steps}) for a polynomial schedule."
+            "--num_warmup_steps must be less than the number of training steps for a polynomial schedule, got "
+            f"{warmup} warmup steps and {total_steps} training steps."
         )
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))

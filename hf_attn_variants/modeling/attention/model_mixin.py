@@ -190,11 +190,10 @@ class AttnVariantModelMixin(_Model):
             init_kernel(module)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For custom code, Transformers skips modules whose own parameters were loaded, because custom initialization
-        # might overwrite them. It also skips modules without parameters of their own. T5's attention modules,
-        # feed-forward layers and heads, which initialize the linear layers inside them, would therefore be skipped.
-        # The initialization in Transformers and in this package does not change loaded weights, but the initialization
-        # in a subclass may. For subclasses, modules that contain loaded weights are therefore skipped.
+        # For custom code, Transformers skips modules whose own parameters were loaded or that have none. This would
+        # skip T5's attention modules, feed-forward layers and heads, which initialize the linear layers inside them.
+        # The initialization of Transformers and of this package never changes loaded weights, so no module has to be
+        # skipped. A subclass may have its own initialization. Its modules that contain loaded weights are skipped.
         skips_loaded_modules = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
         super()._initialize_weights(
             module,
@@ -289,8 +288,8 @@ def _change_class(module: Any, variant_class: Any, config: Any) -> None:
     if hasattr(module, "install_positions"):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
-        # The original constructor stores values by class name, such as the recorded outputs, so it is also run for the
-        # new class.
+        # Transformers' constructor also stores values by class name, such as the recorded outputs. It is run for the
+        # new class to store them. The instance itself is not used.
         PreTrainedModel.__init__(variant_class.__new__(variant_class), module.config)
 
 
