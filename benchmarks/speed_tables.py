@@ -440,7 +440,7 @@ def bert_base_in_engines(report: dict[str, Any]) -> Rows:
     "grouped_int8_encoder", "windowed_int8_encoder", columns=["model", "batch × tokens", *ENGINES.values()]
 )
 def converted_minilm_in_engines(grouped: dict[str, Any], windowed: dict[str, Any]) -> Rows:
-    for name, report in (("4 key/value heads", grouped), ("window of 32 tokens", windowed)):
+    for name, report in (("4 key/value heads", grouped), ("sliding window", windowed)):
         for row in _iterate_encoder_engine_rows(report):
             yield [name, *row]
 

@@ -36,3 +36,10 @@ def test_links_have_targets(page):
         if not end.exists() or (anchor and end.suffix == ".md" and anchor not in get_anchors(end)):
             broken.append(target)
     assert not broken
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/design_notes.md", "docs/plugins.md"])
+def test_python_files_in_pages_exist(page):
+    files = [path.as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts]
+    names = re.findall(r"`([\w./-]+\.py)`", (ROOT / page).read_text(encoding="utf-8"))
+    assert [name for name in names if not any(file.endswith(f"/{name}") for file in files)] == []
