@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, matmul_per_head
-from ..modeling.attention.shared_rows import (
+from ..modeling.attention.beam_shared_rows import (
     BeamSharedDynamicLayer,
     get_empty_layer,
     get_unrepeated_encoder_outputs,
     share_rows_between_beams,
 )
+from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, matmul_per_head
 from ..modeling.ops.beams import count_beams, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced

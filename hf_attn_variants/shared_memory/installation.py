@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..model_properties import WeakModuleAttribute
-from ..modeling.attention.shared_rows import expand_and_mark_encoder_outputs
+from ..modeling.attention.beam_shared_rows import expand_and_mark_encoder_outputs
 from ..modeling.transformers_internals import check_attributes
 from ..modeling.variant_names import get_plain_implementation
 from .attention import (

@@ -15,7 +15,7 @@ from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_mod
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.attention.shared_rows import BeamSharedDynamicLayer, get_unrepeated_encoder_outputs
+from hf_attn_variants.modeling.attention.beam_shared_rows import BeamSharedDynamicLayer, get_unrepeated_encoder_outputs
 from hf_attn_variants.shared_memory.attention import SharedMemoryMixin, iterate_cross_attentions
 from hf_attn_variants.shared_memory.installation import EXPANSION_METHOD
 

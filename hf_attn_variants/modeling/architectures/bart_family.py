@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, ProjectionPaths
-from ..attention.shared_rows import share_encoder_outputs_between_beams
+from ..attention.beam_shared_rows import share_encoder_outputs_between_beams
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 

@@ -1,8 +1,8 @@
 """PEGASUS models with attention variants."""
 
+from ..attention.beam_shared_rows import SharedEncoderOutputsMixin
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.model_mixin import AttnVariantModelMixin
-from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantPegasusConfig

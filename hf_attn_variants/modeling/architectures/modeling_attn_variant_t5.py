@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..attention.beam_shared_rows import SharedEncoderOutputsMixin
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.model_mixin import AttnVariantModelMixin
-from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
 from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantT5Config

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..attention.beam_shared_rows import SharedEncoderOutputsMixin
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.model_mixin import AttnVariantModelMixin
-from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
 from ..ops.variant_attention import AttentionHeads
 from ..transformers_internals import check_attributes, collect_variant_classes, guarded_imports

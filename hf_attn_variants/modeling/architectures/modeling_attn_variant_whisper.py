@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ..attention.beam_shared_rows import SharedEncoderOutputsMixin
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.model_mixin import AttnVariantModelMixin
-from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..transformers_internals import (
     MethodSignature,
     check_attention_function,

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, ProjectionPaths
+from ..attention.beam_shared_rows import share_encoder_outputs_between_beams
 from ..attention.latent_attention import (
     attend_to_latent,
     compute_keys_and_values_with_cache,
     compute_latent_with_cache,
 )
-from ..attention.shared_rows import share_encoder_outputs_between_beams
 from ..mechanisms.attention_extension import HEAD_STAGE, OUTPUT_STAGE, apply_extensions
 from ..mechanisms.patterns.transient_global import (
     TransientGlobalPattern,

@@ -28,7 +28,7 @@ from ..ops.variant_attention import VariantAttention, is_exporting, should_retur
 from ..transformers_internals import MethodSignature, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
 from .attention_interface import get_attention_function
-from .shared_rows import (
+from .beam_shared_rows import (
     BeamSharedCacheLayer,
     get_unrepeated_encoder_outputs,
     has_hooks,
