@@ -1,8 +1,9 @@
 """Compare every attention mechanism of the package on one BERT and one T5 model, with the same data and budget.
 
 The command writes a sweep file per series of trainings, runs them with `attn-variants sweep`, and collects the results
-in one JSON report. Repeat it to continue after an interruption: finished runs are skipped. The tables of the page show
-rows that have not run as missing.
+in one JSON report. Repeat it to continue after an interruption: finished runs are skipped. If the work folder does not
+contain the runs of a series, an existing report keeps their results. The tables of the page show rows that have not run
+as missing.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from benchmarks.comparison.report import RESULTS, collect, write_report
 from benchmarks.comparison.stages import BUDGETS, Budget, get_vocabulary, iterate_stages
 from benchmarks.run_records import check_data_dir
 from benchmarks.train.small_pretraining import make_vocabulary
+from hf_attn_variants import load_plugin
 from hf_attn_variants.commands import load_command
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.registration import register
@@ -50,15 +52,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run what has not run yet, write the report after each series of trainings, and return it."""
     check_data_dir(args.data_dir, "wikipedia", "multi30k", "glue", "tokenizers", "checkpoints")
+    if args.plugin:
+        load_plugin(args.plugin)
     budget = BUDGETS[args.size]
     _make_vocabularies(args.data_dir, args.work_dir, budget)
     report: dict[str, Any] = {}
+    earlier = json.loads(args.output.read_text(encoding="utf-8"))["stages"] if args.output.is_file() else {}
     for stage in iterate_stages(args.data_dir, args.work_dir, budget, args.plugin):
         folder = args.work_dir / stage.name
         if args.only is None or stage.name in args.only:
             print(f"{time.strftime('%H:%M:%S')} {stage.name}", flush=True)
             _run(args.work_dir / f"{stage.name}.json", stage.content, folder)
-        report = collect(report, stage, folder)
+        report = collect(report, stage, folder, earlier)
         write_report(args.output, report, args.size)
     if args.output.parent == RESULTS:
         draw()

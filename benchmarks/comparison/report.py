@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,19 @@ KEPT = (
 )
 
 
-def collect(report: dict[str, Any], stage: Stage, folder: Path) -> dict[str, Any]:
-    """Return the report with the results of a stage. Rows without a finished run have no results."""
+def collect(
+    report: dict[str, Any], stage: Stage, folder: Path, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the report with the results of a stage. Rows without a finished run have no results.
+
+    Args:
+        report: the results of other stages, by name.
+        stage: the stage.
+        folder: the folder with the runs of the stage.
+        earlier: the stages of an earlier report, whose results are kept if the folder does not exist.
+    """
+    if earlier and stage.name in earlier and not folder.exists():
+        return report | {stage.name: earlier[stage.name]}
     file = folder / "sweep_results.json"
     contestants = json.loads(file.read_text(encoding="utf-8"))["contestants"] if file.is_file() else []
     done = {row["name"]: row["runs"] for row in contestants}

@@ -19,6 +19,7 @@ import transformers
 from benchmarks.comparison.report import RESULTS
 from benchmarks.comparison.rows import MODELS, BaseModel, Row, build_config, list_head_rows, list_mechanism_rows
 from benchmarks.machine import describe_machine
+from hf_attn_variants import load_plugin
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import compute_kv_cache_bytes
 from hf_attn_variants.inspection.speed import make_timed_function, prepare_for_timing, time_run
@@ -47,8 +48,6 @@ def main() -> None:
         "rows": {},
     }
     if args.plugin:
-        from hf_attn_variants import load_plugin
-
         load_plugin(args.plugin)
     # The parent process starts no threads, so that its children can use their own.
     context = multiprocessing.get_context("fork")

@@ -76,6 +76,13 @@ def test_rows_without_a_run_are_kept_without_results(tmp_path):
     assert report["unsupported"] == {"linformer": "no"}
 
 
+def test_report_keeps_the_results_of_runs_that_are_not_in_the_work_folder(tmp_path):
+    earlier = collect({}, make_stage(tmp_path, LOSSES), tmp_path)
+    stage = Stage("bert-heads", {"variants": {"MHA, 8 heads": {}}}, {})
+    assert collect({}, stage, tmp_path / "no folder", earlier) == earlier
+    assert collect({}, stage, tmp_path / "no folder")["bert-heads"]["rows"] == {"MHA, 8 heads": {}}
+
+
 def test_differences_within_the_seed_range_are_not_distinguishable(tmp_path):
     rows = collect({}, make_stage(tmp_path, LOSSES), tmp_path)["bert-heads"]["rows"]
     losses = tables.Losses(rows, rows["MHA, 8 heads"])
