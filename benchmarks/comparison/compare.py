@@ -2,8 +2,7 @@
 
 The command writes a sweep file per series of trainings, runs them with `attn-variants sweep`, and collects the results
 in one JSON report. Repeat it to continue after an interruption: finished runs are skipped. If the work folder does not
-contain the runs of a series, an existing report keeps their results. The tables of the page show rows that have not run
-as missing.
+contain the runs of a series, an existing report keeps their results. The tables of the page show missing rows.
 """
 
 import argparse

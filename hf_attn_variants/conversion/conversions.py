@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
-from ..model_folder import read_history, write_history
+from ..model_folder import ModelHistory, read_history, write_history
 from ..native.native_model import change_to_transformers_class
 from ..registration import is_native
 from .attention_modules import AttentionModule
@@ -234,14 +234,7 @@ def convert_model(
             "convert its folder."
         )
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
-    source = None
-    if request.calibration is not None:
-        from .calibration.source_outputs import make_source_loader_for_model
-
-        if request.calibration.processor is None:
-            name = "tokenizer" if request.calibration.audio is None else "feature_extractor"
-            raise ValueError(f"`{name}` is required for a model in memory. Pass `Calibration(..., {name}={name})`.")
-        source = make_source_loader_for_model(reader, model)
+    source = request.make_source_loader_for_model(reader, model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = request.make_plan(config, reader.entries, None, reader, source)
     result = request.fit_modules(plan, reader, source)
@@ -319,13 +312,8 @@ def convert_checkpoint(
         config, reader = extend_positions(config, stored, fields)
         source = request.make_source_loader(reader, folder)
         plan = request.make_plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
-        skipped = [CARD_NAME] * history.has_readable_card  # the history replaces the old model card
-        # The code of the original model does not belong to a checkpoint that needs no code.
-        suffixes = (".py",) if is_native(config["model_type"]) else ()
-        new = OutputFolder(
-            *(plan, reader, folder, config, output, allow_pickle),
-            should_copy=lambda name: name not in skipped and not name.endswith(suffixes),
-        )
+        should_copy = partial(_should_copy, history, is_native(config["model_type"]))
+        new = OutputFolder(plan, reader, folder, config, output, allow_pickle, should_copy=should_copy)
         result = request.fit_modules(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
@@ -350,6 +338,12 @@ def convert_checkpoint(
             write_history(stage, history)
             check_within_tolerance(quality, request.strict, report)
     return report
+
+
+def _should_copy(history: ModelHistory, needs_no_code: bool, name: str) -> bool:
+    """Return whether a file of the original folder belongs into the new one, which has its own card and code."""
+    is_replaced_card = name == CARD_NAME and history.has_readable_card
+    return not is_replaced_card and not (needs_no_code and name.endswith(".py"))
 
 
 def _measure_quality(
@@ -475,6 +469,17 @@ class ConversionRequest:
         from .calibration.source_outputs import make_source_loader_for_folder
 
         return make_source_loader_for_folder(reader, folder, self.calibration)
+
+    def make_source_loader_for_model(self, reader: ModelReader, model: PreTrainedModel) -> "SourceLoader | None":
+        """Return a function that returns the original model, or None if the conversion does not run it."""
+        if self.calibration is None:
+            return None
+        from .calibration.source_outputs import make_source_loader_for_model
+
+        if self.calibration.processor is None:
+            name = "tokenizer" if self.calibration.audio is None else "feature_extractor"
+            raise ValueError(f"`{name}` is required for a model in memory. Pass `Calibration(..., {name}={name})`.")
+        return make_source_loader_for_model(reader, model)
 
     def fit_modules(
         self, plan: ConversionPlan, reader: TensorSource, source_loader: "SourceLoader | None"

@@ -78,13 +78,19 @@ def read_glue_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> 
                 columns["label"].append(parse_label(task, cells[label_position].strip()))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-    if broken:
-        message = "%s: %d of %d rows are split by a line break. These rows are skipped."
-        logger.warning(message, path, broken, len(rows))
-    if empty:
-        message = "%s: %d of %d rows have an empty cell, which is read as empty text. The first such row is line %d."
-        logger.warning(message, path, len(empty), len(rows), empty[0])
+    _warn_about_rows(path, broken, empty, len(rows))
     return make_in_memory_dataset(columns)
+
+
+def _warn_about_rows(path: Path, broken: int, empty: list[int], total: int) -> None:
+    """Warn about rows that are skipped, and about rows (their line numbers) with empty cells."""
+    if broken:
+        logger.warning(f"{path}: {broken} of {total} rows are split by a line break. These rows are skipped.")
+    if empty:
+        logger.warning(
+            f"{path}: {len(empty)} of {total} rows have an empty cell, which is read as empty text. The first one is "
+            f"in line {empty[0]}."
+        )
 
 
 def _parse_tsv_line(path: Path, line_number: int, line: bytes) -> list[str]:
