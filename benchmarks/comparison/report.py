@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.comparison.stages import Stage
 from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from hf_attn_variants.files import atomic_write
 
 __all__ = ["RESULTS", "collect", "write_report"]
@@ -55,6 +56,7 @@ def collect(
 def write_report(path: Path, stages: dict[str, Any], size: str) -> None:
     """Write the report, with the machine and the date."""
     head = {"size": size, "date": time.strftime("%Y-%m-%d"), "machine": describe_machine("cpu")}
+    head["memory"] = describe_memory()
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, json.dumps(head | {"stages": stages}, indent=1) + "\n")
 

@@ -19,6 +19,7 @@ import transformers
 from benchmarks.comparison.report import RESULTS
 from benchmarks.comparison.rows import MODELS, BaseModel, Row, build_config, list_head_rows, list_mechanism_rows
 from benchmarks.machine import describe_machine
+from benchmarks.page_faults import describe_memory
 from hf_attn_variants import load_plugin
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import compute_kv_cache_bytes
@@ -42,6 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     report = {
         "machine": describe_machine("cpu"),
+        "memory": describe_memory(),
         "threads": args.threads,
         "batch": BATCH,
         "length": LENGTH,
