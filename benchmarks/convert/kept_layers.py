@@ -38,7 +38,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
-    parser.add_argument("--reactions", type=Path, help="schneider50k.tsv")
+    parser.add_argument("--reactions", type=Path, help="the file schneider50k.tsv of drfp")
     parser.add_argument("--work_dir", type=Path, help="folder for the unpacked BERT")
     parser.add_argument("--calibration_size", type=int, default=512)
     parser.add_argument("--fit_steps", type=int, default=100)

@@ -51,7 +51,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--keep_matching_layers", type=int, help="number of layers to leave unconverted (default: none)"
     )
     parser.add_argument("--distillation_steps", type=int, help="distill the last fitted model for this many steps")
-    parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="one row each, after the unfitted one")
+    parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="numbers of fitting steps")
     parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="calibrate on lines or on short sentences")
     parser.add_argument("--calibration_size", type=int, default=3000)
     parser.add_argument("--max_length", type=int, default=64)

@@ -265,7 +265,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--options", nargs="+", metavar="FIELD=VALUE[,...]", help="the conversions (default: those of the tables)"
     )
     parser.add_argument(
-        "--fit", nargs="+", type=lambda text: text == "yes", default=[False, True], help="no, yes or both"
+        "--fit",
+        nargs="+",
+        type=lambda text: text == "yes",
+        default=[False, True],
+        help="whether to fit the models: no, yes or both",
     )
     parser.add_argument("--split", choices=T5.splits, default="val", help="the split of Multi30k")
     parser.add_argument("--threads", type=int, help="number of CPU threads (default: that of PyTorch)")

@@ -47,7 +47,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--albert", type=Path, help="the wheel of rxnmapper")
     parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
-    parser.add_argument("--reactions", type=Path, required=True, help="schneider50k.tsv")
+    parser.add_argument("--reactions", type=Path, required=True, help="the file schneider50k.tsv of drfp")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 2, 1])
     parser.add_argument("--test_reactions", type=int, default=600)
     parser.add_argument("--work_dir", type=Path, required=True)

@@ -172,7 +172,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv_lora_rank", type=int, help="size of latents, with all 12 heads (default: no latents)")
     parser.add_argument("--calibration_size", type=int, help="number of examples (default: that of `convert`)")
     parser.add_argument("--size", type=int, default=384, help="number of texts per kind (default: %(default)s)")
-    parser.add_argument("--lines", type=int, default=LINES, help="lines of Wikipedia to draw from (%(default)s)")
+    parser.add_argument("--lines", type=int, default=LINES, help="lines of Wikipedia to use (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work_dir", type=Path, help="folder of the checkpoints; existing ones are used again")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
