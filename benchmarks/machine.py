@@ -1,4 +1,4 @@
-"""How fast the machine is, and what it is: for the benchmarks that compare a time with what it could be."""
+"""Describe the machine and measure its peak speed, for benchmarks that compare a time with the possible minimum."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
 
 
 def measure_read_bandwidth(device: str) -> float:
-    """Return the bytes per second at which a sum reads 512 MiB, far more than a processor's cache."""
+    """Return the bytes per second at which a sum reads 512 MiB, which is more than the cache of a processor."""
     numbers = torch.ones(2**27, device=device)
     numbers.sum()
     times = [measure_seconds(lambda: numbers.sum(), device) for _ in range(9)]
@@ -26,7 +26,7 @@ def measure_read_bandwidth(device: str) -> float:
 
 
 def measure_arithmetic_rate(device: str, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second of one large matrix product."""
+    """Return the floating-point operations per second of a large matrix product."""
     size = 2048
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     matrix @ matrix
@@ -34,7 +34,7 @@ def measure_arithmetic_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def measure_seconds(work: Callable[[], Any], device: str) -> float:
-    """Return the time that `work` takes, with everything it started on the device."""
+    """Return the seconds that `work` takes, including all operations that it starts on the device."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -43,13 +43,13 @@ def measure_seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for what was started on a GPU; a CPU is never behind."""
+    """Wait until all operations on a GPU have finished. On a CPU, do nothing."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return what ran this and in which versions; nothing that names the machine or a folder of it."""
+    """Return the hardware and the library versions, without the name of the machine or any path."""
     known = read_cpu_info()
     on_cuda = device.startswith("cuda")
     return {
@@ -68,7 +68,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def read_cpu_info() -> dict[str, str]:
-    """Return what Linux says of the first processor; nothing elsewhere."""
+    """Return the fields of the first processor in /proc/cpuinfo, or an empty dictionary if the file does not exist."""
     path = Path("/proc/cpuinfo")
     first = path.read_text(encoding="utf-8").split("\n\n")[0] if path.exists() else ""
     pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)

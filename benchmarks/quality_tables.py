@@ -1,4 +1,4 @@
-"""The tables of quality and of the GPU runs, made from the JSON reports; `result_tables.py` writes them."""
+"""Tables of quality and of the GPU runs, which `result_tables.py` fills from the JSON reports."""
 
 import json
 import re
@@ -28,17 +28,17 @@ def register_table(*columns: str) -> Callable[[Callable[[], Rows]], Callable[[],
 
 
 def load(name: str) -> Any:
-    """Return a report."""
+    """Return the content of a report."""
     return json.loads(PATHS[name].read_text(encoding="utf-8"))
 
 
 def load_gpu(name: str) -> dict[str, Any]:
-    """Return the cells of a report of the GPU runs."""
+    """Return the "cells" of a report of the GPU runs."""
     return json.loads((FOLDER / f"gpu/results/{name}.json").read_text(encoding="utf-8"))["cells"]
 
 
 def find_row(rows: Iterable[dict[str, Any]], **values: Any) -> dict[str, Any]:
-    """Return the only row with these values; rows with the earlier order of batches are in no table."""
+    """Return the only row with these values, without the rows that have an earlier batch order."""
     matching = [r for r in rows if "batch_order" not in r and all(r.get(k) == v for k, v in values.items())]
     (row,) = matching
     return row
@@ -358,7 +358,7 @@ def from_general_text() -> Rows:
 
 @register_table("model", "STS-B Spearman", "QNLI accuracy", "MNLI accuracy", "SQuAD F1")
 def matching_layers() -> Rows:
-    """Some of its runs are in other tables too."""
+    """Yield the rows of the table. Some of its runs are also in other tables."""
     names = ("finetuned_from_general_text", "finetuned_kernels", "finetuned_matching_layers")
     rows = [row for name in names for row in load(name)["runs"] if "num_train_epochs" not in row]
     metrics = {"stsb": ("spearmanr", ".3f")} | {"qnli": ("accuracy", ".3f"), "mnli": ("accuracy", ".3f")}
@@ -708,7 +708,7 @@ def gpu_static_cache() -> Rows:
         yield [GPU_NAMES.get(name, name), f"{float(tokens):,.0f}", f"{times}×", step, f"{float(cache):,.0f}"]
 
 
-# The launches that the tables show: the current ones, by the width of the latent.
+# The current launch settings of the kernel by latent dimension, which the table shows.
 WIDE = "32, 16, 4, 2, 264"
 LAUNCHES = {1024: WIDE, 768: WIDE, 512: "32, 16, 4, 3, 264", 192: "64, 16, 4, 2, 528"}
 OF_LATENT = {

@@ -1,6 +1,6 @@
-"""Write the tables of the Markdown files from the JSON reports of the benchmarks.
+"""Write tables into the Markdown files from the JSON reports of the benchmarks.
 
-A Markdown file marks each such table by its name:
+A Markdown file marks each generated table with its name:
 
     <!-- generated: decoding -->
     | ... |
@@ -30,17 +30,17 @@ BLOCK = re.compile(r"<!-- generated: (\w+) -->\n(?:(?:\|.*)?\n)*<!-- end -->")
 
 
 def list_documents() -> list[Path]:
-    """Return the Markdown files that may have tables."""
+    """Return the Markdown files that can contain generated tables."""
     return sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/*.md")])
 
 
 def find_table_names(text: str) -> list[str]:
-    """Return the names of the tables of a text."""
+    """Return the names of the generated tables in a text."""
     return [block[1] for block in BLOCK.finditer(text)]
 
 
 def fill_tables(text: str) -> str:
-    """Return a text with its tables made from the reports.
+    """Return a text with its tables filled from the reports.
 
     Raises:
         KeyError: if a text names a table that does not exist.
@@ -57,7 +57,7 @@ def fill_tables(text: str) -> str:
 
 
 def iterate_differences() -> Iterator[str]:
-    """Yield a line for each file whose tables differ from the reports, and for each table that is in no file."""
+    """Yield a message for each file whose tables differ from the reports, and for each table without a file."""
     found_names: set[str] = set()
     for path in list_documents():
         text = path.read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def iterate_differences() -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the tables; return the exit status."""
+    """Write or check the tables, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with status 1 if a file would change"

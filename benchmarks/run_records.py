@@ -1,7 +1,7 @@
-"""Record benchmark runs: rows in a JSON file, and finished training runs in a work folder.
+"""Record benchmark runs as rows in a JSON file, and reuse finished training runs in a work folder.
 
-A part of a benchmark adds its rows to the file and keeps the others. A finished training run is used again only if it
-was made with the requested arguments.
+A benchmark can run in parts. Each part adds its rows to the file and keeps the others. A finished training run is
+reused only if it used the requested arguments.
 """
 
 import argparse
@@ -20,13 +20,15 @@ IGNORED = ("output_dir", "overwrite_output_dir", "disable_tqdm")
 
 
 def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]], key: Sequence[str]) -> None:
-    """Write `head` and rows; rows that the file has under other keys stay, and dicts in its head are added to.
+    """Write `head` and `rows` to a JSON file, and keep the existing rows that have other keys.
 
-    A new file says how the process held memory.
+    Dictionaries in `head` are merged with those in the file. A new file also records the allocator settings.
 
     Args:
-        path: the JSON, {..., "runs": rows}.
-        key: the names of the fields that tell rows apart.
+        path: the path of the JSON file, {..., "runs": rows}.
+        head: the other fields of the file.
+        rows: the rows to add. Each replaces an existing row with the same key.
+        key: the names of the fields that identify a row.
     """
     report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
@@ -41,24 +43,24 @@ def write_rows(path: Path, head: dict[str, Any], rows: Sequence[dict[str, Any]],
 
 
 def check_data_dir(data_dir: Path, *names: str) -> None:
-    """Exit if what a benchmark reads is not in the folder that it was given, before anything is made."""
+    """Exit if the data folder lacks a file or folder that the benchmark reads."""
     missing = [name for name in names if not (data_dir / name).exists()]
     if missing:
-        raise SystemExit(f"--data_dir {data_dir} has no {', '.join(missing)}")
+        raise SystemExit(f"--data_dir {data_dir} must contain {', '.join(missing)}")
 
 
 def check_arguments(
     folder: Path, parse_args: Callable[[Sequence[str]], argparse.Namespace], flags: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a finished run's `all_results.json`.
+    """Return the `all_results.json` of a finished run, after checking its arguments.
 
     Args:
-        folder: the run's.
-        parse_args: of the script that made it.
-        flags: those that it would be called with now.
+        folder: the folder of the run.
+        parse_args: the `parse_args` function of the script that executed the run.
+        flags: the flags with which the script would run now.
 
     Raises:
-        SystemExit: the run was made with other arguments; the message names them.
+        SystemExit: if the run used other arguments. The message lists them.
     """
     results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
     requested = json.loads(json.dumps(vars(parse_args(flags)), default=str))
@@ -71,19 +73,19 @@ def check_arguments(
         if name in used and _remove_folders(used[name]) != _remove_folders(value)
     }
     if different:
-        raise SystemExit(f"{folder} holds a run with other arguments {different}: use another --work_dir")
+        raise SystemExit(f"{folder} contains a run with other arguments {different}. Use another --work_dir.")
     return results
 
 
 def check_source(checkpoint: Path, model: Path | str) -> None:
-    """Exit if a converted checkpoint in the work folder was made from another model."""
+    """Exit if a checkpoint in the work folder was converted from another model."""
     report = checkpoint / "conversion_report.json"
     if report.is_file():
         source = json.loads(report.read_text(encoding="utf-8"))["source"]
         if Path(source).name != Path(model).name:
-            raise SystemExit(f"{checkpoint} was converted from {source}, not from {model}: use another --work_dir")
+            raise SystemExit(f"{checkpoint} was converted from {source}, not from {model}. Use another --work_dir.")
 
 
 def _remove_folders(value: Any) -> str:
-    # The same data may be reached by another path, and numbers come as text from a command line.
+    # The same data can have another path, and numbers from a command line can be strings.
     return Path(value).name if isinstance(value, str) and "/" in value else str(value)

@@ -1,13 +1,14 @@
-"""Compare the number that `convert` prints at its end with the true metric of the converted model on labeled examples.
+"""Compare the quality that `convert` reports with the true quality of the converted model on labeled examples.
 
-Three kinds of model are measured on examples that no conversion has read:
+`convert` estimates a number on held-out calibration examples. This script measures the same number, and a task metric,
+on examples that no conversion has read. It supports three kinds of models:
 
-- `masked`: a masked language model. The number is the loss of masked tokens compared with the original model (nats per
-  token), and the metric is the share of masked tokens that are predicted.
-- `labels`: a classifier. The number is the share of predictions that differ from the original model, and the metric is
-  the accuracy. A line of the file is a text, a tab and the name of its class.
-- `written`: an encoder-decoder. The number is the share of generated tokens that differ from the original model, by
-  edit distance, and the metric is the share of equal outputs.
+- `masked`: a masked language model. The number is the increase of the masked-token loss over the original model (nats
+  per token). The metric is the share of masked tokens that are predicted correctly.
+- `labels`: a classifier. The number is the share of predictions that differ from those of the original model. The
+  metric is the accuracy. Each line of the examples file contains a text, a tab and the name of its class.
+- `written`: an encoder-decoder. The number is the share of generated tokens that differ from those of the original
+  model, by edit distance. The metric is the share of identical outputs.
 """
 
 import argparse
@@ -42,28 +43,28 @@ MASKED_SHARE = 0.15
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=MODEL_CLASSES, required=True, help="what the model is for")
+    parser.add_argument("--kind", choices=MODEL_CLASSES, required=True, help="the kind of model")
     parser.add_argument("--source", required=True, help="the checkpoint that was converted")
     parser.add_argument("--converted", nargs="+", required=True, help="folders that `convert` wrote")
-    parser.add_argument("--examples", type=Path, required=True, help="a line for each example")
+    parser.add_argument("--examples", type=Path, required=True, help="a file with one example per line")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path, help="a JSON of the results, to which rows are added")
+    parser.add_argument("--output", type=Path, help="a JSON file of results, to which the rows are added")
     return parser.parse_args(argv)
 
 
 def iterate_batches(tokenizer: Any, texts: Sequence[str], size: int) -> Iterator[Any]:
-    """Yield texts as a model's arguments, truncated only to the tokenizer's maximum length."""
+    """Yield batches of model inputs, truncated only to the tokenizer's maximum length."""
     for start in range(0, len(texts), size):
         yield tokenizer(list(texts[start : start + size]), padding=True, truncation=True, return_tensors="pt")
 
 
 def compute_outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> list[Any]:
-    """Return what a model makes of each example: (loss, is found) of masked tokens, a class, or tokens."""
+    """Return a model's outputs: a class or a list of tokens per example, or (loss, is correct) per masked token."""
     rows: list[Any] = []
     generator, special = torch.Generator().manual_seed(1), torch.tensor(tokenizer.all_special_ids)
     for batch in iterate_batches(tokenizer, texts, args.batch_size):
@@ -82,7 +83,7 @@ def compute_outputs(model: Any, tokenizer: Any, texts: Sequence[str], args: argp
 
 
 def compare_outputs(kind: str, source: list[Any], converted: list[Any], labels: list[int]) -> dict[str, float]:
-    """Return the true number, and the metric before and after."""
+    """Return the true number, and the metric before and after the conversion."""
     if kind == "masked":
         loss = sum(b[0] - a[0] for a, b in zip(source, converted, strict=True)) / len(source)
         before, after = (sum(row[1] for row in rows) / len(source) for rows in (source, converted))
@@ -99,7 +100,7 @@ def compare_outputs(kind: str, source: list[Any], converted: list[Any], labels: 
 
 @torch.inference_mode()
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure, print and return a row for each converted model."""
+    """Measure each converted model, and print and return one row per model."""
     register()
     torch.set_num_threads(1)
     lines = args.examples.read_text(encoding="utf-8").splitlines()

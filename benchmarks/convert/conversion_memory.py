@@ -1,8 +1,9 @@
-"""Peak memory and time of `convert_checkpoint` on synthetic checkpoints of more than 6 GB and of BERT-base's shape.
+"""Measure peak memory and time of `convert_checkpoint` on synthetic checkpoints: two above 6 GB, one like BERT-base.
 
-Each checkpoint is written to a temporary folder, converted in a process of its own while its memory is sampled, and
-deleted. Anonymous memory (RssAnon) is what a machine must have; file-backed pages (RssFile) can be dropped any time.
+Each checkpoint is written to a temporary folder, converted in a separate process while its memory is sampled, and
+deleted. Anonymous memory (RssAnon) must fit into RAM. The kernel can drop file-backed pages (RssFile) at any time.
 
+Example:
     python -m benchmarks.convert.conversion_memory [--work_dir DIR] \\
         [--output_file benchmarks/convert/results/conversion_memory.json]
 """
@@ -50,7 +51,7 @@ print(json.dumps({"seconds": time.perf_counter() - start, "after_imports": impor
 
 @dataclass(frozen=True)
 class Case:
-    """One synthetic checkpoint and its conversion."""
+    """A synthetic checkpoint and the settings of its conversion."""
 
     name: str
     config: dict[str, int]
@@ -66,7 +67,7 @@ CASES = [
 
 
 def write_checkpoint(folder: Path, case: Case) -> int:
-    """Write a `BertForMaskedLM` of random numbers tensor by tensor and return its size in bytes."""
+    """Write a `BertForMaskedLM` with random weights tensor by tensor, and return its size in bytes."""
     folder.mkdir()
     config = transformers.BertConfig(**case.config, architectures=["BertForMaskedLM"])
     config.save_pretrained(folder)
@@ -94,7 +95,7 @@ def write_checkpoint(folder: Path, case: Case) -> int:
 
 
 class MemorySampler(threading.Thread):
-    """Notes the largest RssAnon and RssFile of a process until it ends."""
+    """A thread that records the largest RssAnon and RssFile of a process until the process ends."""
 
     def __init__(self, pid: int, interval: float = 0.005):
         super().__init__(daemon=True)
@@ -108,7 +109,7 @@ class MemorySampler(threading.Thread):
             except OSError:
                 return
             fields = dict(line.split(":", 1) for line in lines)
-            if "RssAnon" not in fields:  # a process that has ended and is not yet collected
+            if "RssAnon" not in fields:  # the process has ended, but its parent has not yet waited for it
                 return
             for name in self.peak:
                 self.peak[name] = max(self.peak[name], int(fields[name].split()[0]) * 1024)
@@ -116,7 +117,7 @@ class MemorySampler(threading.Thread):
 
 
 def run_case(case: Case, work_dir: Path) -> dict[str, object]:
-    """Write one checkpoint, convert it in a process of its own, and return what that took."""
+    """Write one checkpoint, convert it in a separate process, and return the row with its memory and time."""
     source, output = work_dir / "source", work_dir / "output"
     try:
         size = write_checkpoint(source, case)
@@ -134,7 +135,7 @@ def run_case(case: Case, work_dir: Path) -> dict[str, object]:
         printed, _ = process.communicate()
         sampler.join()
         if process.returncode:
-            raise RuntimeError(f"converting {case.name} failed with exit status {process.returncode}")
+            raise RuntimeError(f"Converting {case.name} failed with exit status {process.returncode}")
         inner = json.loads(printed.splitlines()[-1])
         return {
             "checkpoint": case.name,
@@ -153,7 +154,7 @@ def run_case(case: Case, work_dir: Path) -> dict[str, object]:
 
 
 def print_table(rows: list[dict]) -> None:
-    """Print one line a checkpoint."""
+    """Print one line per checkpoint."""
     columns = ["files", "GB in", "GB out", "seconds", "peak anonymous MB", "(imports)", "file-mapped MB"]
     print("checkpoint".ljust(18) + "".join(column.rjust(len(column) + 3) for column in columns))
     for row in rows:
@@ -170,15 +171,17 @@ def print_table(rows: list[dict]) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
-    parser = argparse.ArgumentParser(description="Memory and time of checkpoint conversion.")
-    parser.add_argument("--work_dir", help="where some 13 GB fit for a while (default: the temporary folder)")
+    """Parse `argv`, or the command line if it is None."""
+    parser = argparse.ArgumentParser(description="Measure the memory and time of checkpoint conversion.")
+    parser.add_argument(
+        "--work_dir", help="a folder with about 13 GB of free space (default: the system's temporary folder)"
+    )
     parser.add_argument("--output_file", default=str(ROOT / "benchmarks/convert/results/conversion_memory.json"))
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every case; the exit status says whether the limits held."""
+    """Run every case, and return the exit status: 0 if all cases are within the limits, 1 otherwise."""
     with tempfile.TemporaryDirectory(dir=args.work_dir) as work_dir:
         rows = [run_case(case, Path(work_dir)) for case in CASES]
     print_table(rows)

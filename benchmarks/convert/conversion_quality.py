@@ -1,10 +1,10 @@
-"""Measure the quality of conversions by method, key/value heads and steps of uptraining, on a real BERT and a real T5.
+"""Measure the quality of conversions by method, key/value heads and uptraining steps, on a real BERT and a real T5.
 
 all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set (zero-shot cosines), and by the mean cosine
-of its embeddings to those of the multi-head model on held-out Wikipedia lines. The decoder of the T5 of
-shared/data/checkpoints is converted, and scored by BLEU (greedy) and loss on the Multi30k validation set. The commands
-scripts/convert_checkpoint.py and scripts/uptrain.py make each checkpoint. The script writes the JSON after each row
-and keeps existing rows.
+between its embeddings and those of the multi-head model on held-out Wikipedia lines. The T5 in
+shared/data/checkpoints, whose decoder is converted, is scored by BLEU (greedy) and loss on the Multi30k validation
+set. The commands scripts/convert_checkpoint.py and scripts/uptrain.py create each checkpoint. The script writes the
+JSON file after each row and keeps existing rows.
 """
 
 import argparse
@@ -52,13 +52,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """One way of conversion: what scripts/convert_checkpoint.py is given.
+    """A conversion method of scripts/convert_checkpoint.py.
 
     Args:
-        flags: of the command.
-        calibrated: whether it reads texts too, another sample for each seed.
-        fitted: whether it fits each attention for as many steps as the subject says.
-        random: whether the seed matters without texts.
+        flags: the flags that select the method.
+        calibrated: whether the method reads calibration texts, a different sample for each seed.
+        fitted: whether the method fits each attention module, for `fit_steps` steps of the subject.
+        random: whether the result depends on the seed even without texts.
     """
 
     flags: tuple[str, ...]
@@ -78,10 +78,10 @@ METHODS = {
 
 
 class Results:
-    """The rows measured so far, in a JSON file that is whole at any time.
+    """The rows measured so far, in a JSON file that is replaced atomically.
 
     Args:
-        path: the file; rows in it are kept.
+        path: the path of the file. Its existing rows are kept.
     """
 
     def __init__(self, path: Path):
@@ -94,15 +94,15 @@ class Results:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows: models, methods, then heads from many to few."""
+        """All rows, sorted by model, method, and key/value heads from many to few."""
         return sorted(self._num_rows.values(), key=get_sort_key)
 
     def __contains__(self, key: tuple) -> bool:
-        # An earlier version of --group_by_length made rows with a batch_order. They are measured again.
+        # Rows with a batch_order come from an earlier version of --group_by_length. They are measured again.
         return key in self._num_rows and "batch_order" not in self._num_rows[key]
 
     def add(self, row: Row) -> None:
-        """Add a row, or replace the one of the same key, and write the file."""
+        """Add a row or replace the row with the same key, and write the file."""
         if self._this_run is None:
             self._this_run = len(self.runs)
             self.runs.append(make_run_record())
@@ -114,16 +114,16 @@ class Results:
 
 
 def get_row_key(row: Row) -> tuple:
-    """Return what names a row: model, method, key/value heads, steps, seed."""
+    """Return the key of a row: model, method, key/value heads, steps, seed."""
     return tuple(row[name] for name in KEY)
 
 
 def plan_rows(
     subject: Any, methods: Sequence[str], kv_heads: Sequence[int] | None, steps: Sequence[int], seeds: Sequence[int]
 ) -> list[Row]:
-    """List the keys of the requested rows, ordered by conversion.
+    """Return the keys of the requested rows, grouped by conversion.
 
-    Settings without randomness (no training and no sample of texts) only use seed 0.
+    Settings without randomness (no training, no sampled texts, no random heads) only use seed 0.
     """
     rows = [(MULTI_HEAD, subject.heads, 0, 0)]
     for method, k, seed, count in itertools.product(methods, kv_heads or subject.kv_heads, seeds, steps):
@@ -133,7 +133,7 @@ def plan_rows(
 
 
 def measure(kind: Any, requested_rows: Sequence[Row], results: Results, data_dir: Path, work_dir: Path | None) -> None:
-    """Convert, uptrain and score what is wanted, and add each row to the results as it comes."""
+    """Convert, uptrain and score the requested rows, and add each row to the results as soon as it is measured."""
     if not requested_rows:
         return
     check_data_dir(data_dir, *kind.reads)
@@ -163,7 +163,7 @@ def measure(kind: Any, requested_rows: Sequence[Row], results: Results, data_dir
 
 
 def convert(subject: Any, method: str, k: int, seed: int, folder: Path) -> tuple[Path, float]:
-    """Convert as scripts/convert_checkpoint.py does; return the checkpoint and the seconds, imports left out."""
+    """Convert like scripts/convert_checkpoint.py, and return the checkpoint and the seconds without imports."""
     output = folder / "converted"
     flags = ["--model_name_or_path", str(subject.source), "--output_dir", str(output)]
     flags += ["--num_key_value_heads", str(k), *METHODS[method].flags, "--seed", str(seed)]
@@ -177,12 +177,12 @@ def convert(subject: Any, method: str, k: int, seed: int, folder: Path) -> tuple
 
 
 def uptrain(subject: Any, checkpoint: Path, steps: int, seed: int, folder: Path) -> tuple[Path, float]:
-    """Train a converted checkpoint by scripts/uptrain.py; return the new checkpoint and the seconds of its steps."""
+    """Train a converted checkpoint with scripts/uptrain.py, and return the new checkpoint and the training seconds."""
     output = folder / f"uptrained-{steps}"
     flags = ["--model_name_or_path", str(checkpoint), "--teacher", str(subject.source), "--output_dir", str(output)]
     flags += [*subject.uptraining, *subject.write_training_texts(folder, seed, steps), "--max_train_steps", str(steps)]
     flags += ["--per_device_train_batch_size", str(subject.batch_size), "--group_by_length", "--seed", str(seed)]
-    # The benchmark scores the result itself: the script's own look at held-out rows is kept short.
+    # The benchmark scores the result itself, so that the script's own evaluation can be short.
     flags += ["--eval_steps", str(steps), "--max_eval_samples", "64", "--disable_tqdm"]
     subprocess.run([sys.executable, str(ROOT / "scripts/uptrain.py"), *flags], check=True)
     return output, json.loads((output / "all_results.json").read_text())["train_runtime"]
@@ -196,13 +196,13 @@ def format_row(row: Row, subject: Any) -> str:
 
 
 def format_mean_and_range(values: Sequence[float], form: str) -> str:
-    """Write the mean, and with several values their range."""
+    """Return the mean as text, followed by the range if there are several values."""
     text = f"{statistics.mean(values):{form}}"
     return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
 def format_tables(rows: Sequence[Row]) -> str:
-    """Return one Markdown table per metric, methods and steps by key/value heads, in the current order of batches."""
+    """Return one Markdown table per model and metric, without the rows that have an earlier batch order."""
     rows = [row for row in rows if "batch_order" not in row]
     return "\n\n".join(
         format_table(rows, subject, name)
@@ -213,7 +213,7 @@ def format_tables(rows: Sequence[Row]) -> str:
 
 
 def format_table(rows: Sequence[Row], subject: Any, metric: str) -> str:
-    """Return one metric's Markdown table."""
+    """Return the Markdown table of one metric: methods and uptraining steps by key/value heads."""
     title, form = subject.metrics[metric].title, subject.metrics[metric].format
     selected_rows = [row for row in rows if row["model"] == subject.name]
     heads = sorted({row["num_key_value_heads"] for row in selected_rows if row["method"] != MULTI_HEAD}, reverse=True)
@@ -234,9 +234,9 @@ def format_table(rows: Sequence[Row], subject: Any, metric: str) -> str:
 
 
 def save_plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot quality against key/value heads, with a panel per model and number of steps, and a line per method.
+    """Plot quality against key/value heads, with one panel per model and number of steps, and one line per method.
 
-    The plot omits settings with one number of heads, and steps that were not measured for every model.
+    The plot omits numbers of steps that were not measured with at least two numbers of heads for every model.
     """
     names = ("model", "steps", "num_key_value_heads")
     measured = {tuple(row[name] for name in names) for row in rows if row["method"] != MULTI_HEAD}
@@ -302,7 +302,7 @@ def get_sort_key(row: Row) -> tuple:
 def make_run_record() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    # A folder of some machine says nothing elsewhere but its name.
+    # Only the name of a folder means something on another machine.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return {
         "command": shlex.join(["python", *words]),
@@ -313,25 +313,27 @@ def make_run_record() -> dict[str, Any]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--num_key_value_heads", nargs="+", type=int, help="default: 6, 4, 2, 1; T5: 4, 2, 1")
-    parser.add_argument("--steps", nargs="+", type=int, default=[0], help="of uptraining; 0 is none")
+    parser.add_argument("--num_key_value_heads", nargs="+", type=int, help="default: 6 4 2 1 for MiniLM, 4 2 1 for T5")
+    parser.add_argument(
+        "--steps", nargs="+", type=int, default=[0], help="numbers of uptraining steps, where 0 means no uptraining"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--work_dir", type=Path, help="where one checkpoint at a time is kept; default: the system's")
+    parser.add_argument("--work_dir", type=Path, help="folder of the temporary checkpoints (default: the system's)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/conversion_quality.json")
-    parser.add_argument("--overwrite", action="store_true", help="measure rows anew that the JSON has")
+    parser.add_argument("--overwrite", action="store_true", help="measure rows again that the JSON already has")
     parser.add_argument("--table", action="store_true", help="only print the tables of the JSON and draw its plot")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> list[Row]:
-    """Measure what is not there yet, draw the plot, print the tables, and return the rows."""
+    """Measure the missing rows, draw the plot, print the tables, and return all rows."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = Results(args.output)

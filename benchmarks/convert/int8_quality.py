@@ -1,9 +1,9 @@
 """Measure the quality of real models in int8: a T5 and a Marian on Multi30k, MiniLM on STS-B, a Whisper on recordings.
 
-Each model runs in float32, with `quantize`, and with torch's `quantize_dynamic`. Models with `share_memory` and
-variants with equal float32 outputs run only with `quantize`. "agree" is the share of tokens that are still the most
-likely ones after the float32 outputs. The script measures no speed. It writes the JSON after each row and keeps
-existing rows.
+Each model runs in float32, with `quantize`, and with `quantize_dynamic` of PyTorch. Models with `share_memory` and
+variants run only with `quantize`, because their float32 outputs are equal to those of the original model. "agree" is
+the share of tokens in the float32 output that are also the most likely ones for the quantized model after the same
+preceding tokens. The script does not measure speed. It writes the JSON file after each row and keeps existing rows.
 
 Example:
     python -m benchmarks.convert.int8_quality --data_dir ../shared/data
@@ -47,34 +47,40 @@ Row = dict[str, Any]
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `arguments`."""
+    """Parse `arguments`, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, required=True, help=f"folder of multi30k, glue/STS-B and {T5}")
-    parser.add_argument("--marian", type=Path, help="folder of a Marian for Multi30k (`train_marian.py` makes one)")
-    parser.add_argument("--whisper", type=Path, help="folder of a Whisper")
-    parser.add_argument("--audio_dir", type=Path, help="recordings for it")
-    parser.add_argument("--texts", type=Path, help="a table of their texts, with the columns file and text")
-    parser.add_argument("--sentences", type=int, default=1000, help="of Multi30k's test set")
+    parser.add_argument("--data_dir", type=Path, required=True, help=f"folder with multi30k, glue/STS-B and {T5}")
+    parser.add_argument(
+        "--marian", type=Path, help="folder of a Marian model trained on Multi30k (see `train_marian.py`)"
+    )
+    parser.add_argument("--whisper", type=Path, help="folder of a Whisper model")
+    parser.add_argument("--audio_dir", type=Path, help="folder of recordings for --whisper")
+    parser.add_argument(
+        "--texts", type=Path, help="a TSV file with the texts of the recordings, in the columns file and text"
+    )
+    parser.add_argument("--sentences", type=int, default=1000, help="number of sentences of the Multi30k test set")
     parser.add_argument("--recordings", type=int, default=10)
-    parser.add_argument("--only", nargs="+", help="models whose names begin so")
-    parser.add_argument("--bfloat16", action="store_true", help="in bfloat16, too: slow where a CPU has none")
+    parser.add_argument("--only", nargs="+", help="measure only models whose names begin with one of these")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="also measure bfloat16, which is slow on a CPU without it"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/int8_quality.json")
     args = parser.parse_args(arguments)
     if args.whisper and not (args.audio_dir and args.texts):
-        parser.error("--whisper needs --audio_dir and --texts")
+        parser.error("--whisper requires --audio_dir and --texts.")
     return args
 
 
 def quantize_with_torch(model: Any) -> Any:
-    """Return a copy by torch's own call."""
+    """Return a copy that `torch.ao.quantization.quantize_dynamic` quantized."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
         return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
 def list_quantizations(args: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
-    """Return a dictionary of functions that quantize a model."""
+    """Return a function for each data type that is measured."""
     functions = {
         FLOAT32: lambda model: model,
         INT8: lambda model: quantize(copy.deepcopy(model)),
@@ -84,14 +90,14 @@ def list_quantizations(args: argparse.Namespace) -> dict[str, Callable[[Any], An
 
 
 def measure_megabytes(model: Any) -> float:
-    """Return the size of a model's numbers in a file."""
+    """Return the size of a model's saved state dict in megabytes."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     return round(file.tell() / 1e6, 2)
 
 
 class Translation:
-    """A translator on Multi30k, in every form that cross-attention has."""
+    """A translation model on Multi30k, unchanged and with other forms of cross-attention."""
 
     def __init__(self, name: str, folder: Path, args: argparse.Namespace) -> None:
         self.name, self.folder = name, folder
@@ -108,7 +114,7 @@ class Translation:
         self.written: list[torch.Tensor] = []
 
     def iterate_models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and forms of the model, beginning with the unchanged one."""
+        """Yield the name and the model of each form, beginning with the unchanged model."""
         upstream = AutoModelForSeq2SeqLM.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
@@ -121,8 +127,8 @@ class Translation:
 
     @torch.inference_mode()
     def compute_scores(self, model: Any, float32: Any) -> Row:
-        """Return BLEU by greedy search, and the share of tokens that agree with what `float32` writes."""
-        if not self.written:  # by float32, once
+        """Return BLEU with greedy search, and the share of tokens that agree with the output of `float32`."""
+        if not self.written:
             self.written = [
                 float32.generate(**batch, max_new_tokens=64, do_sample=False, num_beams=1) for batch in self.batches
             ]
@@ -132,7 +138,7 @@ class Translation:
             translations += self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             likeliest = model(**batch, decoder_input_ids=written[:, :-1]).logits.argmax(-1)
             is_end = written[:, 1:] == end
-            real = is_end.cumsum(1) - is_end.long() == 0  # up to the first end, which counts
+            real = is_end.cumsum(1) - is_end.long() == 0  # up to and including the first end token
             agreeing += int((likeliest == written[:, 1:])[real].sum())
             total += int(real.sum())
         bleu = sacrebleu.corpus_bleu(translations, [self.targets]).score
@@ -145,7 +151,7 @@ class Translation:
 
 
 class Similarity:
-    """MiniLM on the pairs of STS-B's dev set."""
+    """MiniLM on the pairs of the STS-B dev set."""
 
     name = "MiniLM"
 
@@ -153,14 +159,14 @@ class Similarity:
         self.subject = SentenceEncoder(args.data_dir)
 
     def iterate_models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the model, and its variant with talking heads, which begin as nothing."""
+        """Yield the model, and its variant with talking heads that are initialized to the identity."""
         upstream = AutoModel.from_pretrained(self.subject.source).eval()
         yield self.name, upstream
         cls = get_variant_model_class(type(upstream).__name__)
         yield f"{self.name}, talking heads", cls.from_pretrained(self.subject.source, talking_heads="both").eval()
 
     def compute_scores(self, model: Any, float32: Any) -> Row:
-        """Return Spearman's correlation with the scores of people."""
+        """Return Spearman's correlation with the human scores."""
         subject = self.subject
         return {
             "spearman": round(similarity_spearman(model, subject.tokenizer, subject.pairs, subject.scores), 4),
@@ -169,7 +175,7 @@ class Similarity:
 
 
 class Speech:
-    """A Whisper on recordings whose words are known."""
+    """A Whisper model on recordings with known texts."""
 
     name = "Whisper"
 
@@ -189,14 +195,14 @@ class Speech:
         self.source: list[str] | None = None
 
     def iterate_models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the unchanged model, and a copy that shares its memory."""
+        """Yield the unchanged model, and a copy with `share_memory`."""
         upstream = AutoModelForSpeechSeq2Seq.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
 
     @torch.inference_mode()
     def transcribe(self, model: Any) -> list[str]:
-        """Return what a model writes of each recording, greedily."""
+        """Return the greedy transcript of each recording."""
         texts: list[str] = []
         for features in self.features:
             features = features.to(model.dtype)
@@ -206,8 +212,8 @@ class Speech:
         return texts
 
     def compute_scores(self, model: Any, float32: Any) -> Row:
-        """Return the word error rates against the texts, and against what float32 writes."""
-        self.source = self.source or self.transcribe(float32)  # once
+        """Return the word error rates against the texts, and against the transcripts of `float32`."""
+        self.source = self.source or self.transcribe(float32)
         transcripts = self.source if model is float32 else self.transcribe(model)
         return {
             "against_texts": compute_word_error_rate(self.texts, transcripts),
@@ -216,7 +222,7 @@ class Speech:
 
 
 def make_subjects(args: argparse.Namespace) -> Iterator[Any]:
-    """Yield what is measured."""
+    """Yield the models to measure with their data."""
     yield Translation("T5", args.data_dir / T5, args)
     if args.marian:
         yield Translation("Marian", args.marian, args)
@@ -226,7 +232,7 @@ def make_subjects(args: argparse.Namespace) -> Iterator[Any]:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what is not there yet, write the JSON after each row, and return it."""
+    """Measure the missing rows, write the JSON file after each row, and return its content."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}

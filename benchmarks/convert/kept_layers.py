@@ -1,10 +1,11 @@
-"""Check which layers `keep_matching_layers` should keep, on other encoders than MiniLM too.
+"""Check which layers `keep_matching_layers` should leave unconverted, on MiniLM and on other encoders.
 
 Two of MiniLM's six layers are token-matching layers, and fine-tuning on pairs needs them. This script converts MiniLM,
-a BERT of 12 layers for chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder of the T5. It keeps no
-layer, each single layer, the two layers that `keep_matching_layers` chooses, or the two with the lowest shares. The
-models are scored without training. The encoders get hedgehog features, because one head costs the BERT nothing. The
-encoder of the T5 gets one head of eight. Existing rows of the JSON are kept.
+a BERT of 12 layers for chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder of the T5. It leaves no
+layer unconverted, each single layer, the two layers that `keep_matching_layers` chooses, or the two layers with the
+lowest shares. The models are scored without training. MiniLM and the BERT get hedgehog features, because a conversion
+to one head does not change the score of the BERT. The encoder of the T5 gets one of its eight heads. Existing rows of
+the JSON file are kept.
 
 Example:
     python -m benchmarks.convert.kept_layers minilm
@@ -37,8 +38,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
-    parser.add_argument("--reactions", type=Path, help="schneider50k.tsv")
-    parser.add_argument("--work_dir", type=Path, help="where the BERT is unpacked")
+    parser.add_argument("--reactions", type=Path, help="the file schneider50k.tsv of drfp")
+    parser.add_argument("--work_dir", type=Path, help="folder for the unpacked BERT")
     parser.add_argument("--calibration_size", type=int, default=512)
     parser.add_argument("--fit_steps", type=int, default=100)
     parser.add_argument("--test_examples", type=int, default=300)
@@ -46,12 +47,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/kept_layers.json")
     args = parser.parse_args(arguments)
     if args.model == "bert" and None in (args.bert, args.reactions, args.work_dir):
-        parser.error("the BERT needs --bert, --reactions and --work_dir")
+        parser.error("The model bert requires --bert, --reactions and --work_dir.")
     return args
 
 
 class ReactionBert:
-    """The BERT of rxnfp: 12 layers, 4 heads; scored by the share of masked tokens that it finds."""
+    """The BERT of rxnfp (12 layers, 4 heads), scored by the share of masked tokens that it predicts."""
 
     field, new, old, score_name = "attention_kernel", "hedgehog", None, "masked_accuracy"
 
@@ -68,12 +69,12 @@ class ReactionBert:
         self.test = reactions["test"][: args.test_examples]
 
     def score(self, folder: Path) -> float:
-        """Return the share of masked tokens that a checkpoint finds."""
+        """Return the share of masked tokens that a checkpoint predicts."""
         return compute_masked_accuracy(folder, self.test)
 
 
 class Sentences:
-    """MiniLM: 6 layers, 12 heads; scored by the cosine of its embeddings to the source's, of Wikipedia's lines."""
+    """MiniLM (6 layers, 12 heads), scored by the cosine between its embeddings and the original ones on Wikipedia."""
 
     field, new, old, score_name = "attention_kernel", "hedgehog", None, "cosine"
 
@@ -88,12 +89,12 @@ class Sentences:
         )
 
     def score(self, folder: Path) -> float:
-        """Return the mean cosine of a checkpoint's embeddings to the source's."""
+        """Return the mean cosine between the embeddings of a checkpoint and those of the original model."""
         return self.subject.evaluate(folder)["cosine"]
 
 
 class TranslatorEncoder:
-    """The encoder of the T5: 4 layers, 8 heads; scored by the loss on the validation set, lower is better."""
+    """The encoder of the T5 (4 layers, 8 heads), scored by the loss on the validation set (lower is better)."""
 
     field, new, old, score_name = "encoder_num_key_value_heads", 1, 8, "loss"
 
@@ -110,7 +111,7 @@ class TranslatorEncoder:
         )
 
     def score(self, folder: Path) -> float:
-        """Return the loss of a checkpoint, in nats a token."""
+        """Return the loss of a checkpoint, in nats per token."""
         return self.subject.evaluate(folder)["loss"]
 
 
@@ -118,7 +119,7 @@ SUBJECTS: dict[str, Any] = {"minilm": Sentences, "bert": ReactionBert, "t5-mini"
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the model's rows."""
+    """Measure the missing rows, print each one and add it to the file, and return all rows of the model."""
     transformers.logging.set_verbosity_error()
     runs = load_json(args.output)["runs"] if args.output.is_file() else []
     rows = [row for row in runs if row["model"] == args.model]
@@ -128,7 +129,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row)
         write(row, args)
     chosen = next((row for row in rows if "shares" in row), None)
-    if chosen is None:  # first, for the others' pair follows from its shares
+    if chosen is None:  # measured first, because its shares determine the two layers with the lowest shares
         chosen = measure(
             subject, args, "keep_matching_layers", {subject.field: subject.new, "keep_matching_layers": 2}
         )
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(subject: Any, args: argparse.Namespace, label: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the source, score it, and return its row, which is written."""
+    """Convert the original model, score the result, write its row to the file, and return the row."""
     with tempfile.TemporaryDirectory() as folder:
         converted = Path(folder, "converted")
         report = convert_checkpoint(subject.source, converted, calibration=subject.calibration, **fields)

@@ -1,11 +1,11 @@
-"""Measure the quality of conversions to linear attention, before and after the fit: a sentence encoder without labels.
+"""Measure the quality of a sentence encoder converted to linear attention, before and after the fit.
 
-all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set, and by the mean cosine of its embeddings to
-the original ones on held-out Wikipedia lines, like in `conversion_quality.py`. A hybrid has three rows: unchanged, and
-without either branch, by the factor between them. With distillation it has three more. The script writes the JSON
-after each model and keeps existing rows. A fit of 400 steps takes about five minutes on one core. With
-`--distillation_steps`, the last fit is also distilled with the recipe that `attn-variants convert` prints: all
-parameters, lines of Wikipedia, and the original model as teacher.
+all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set, and by the mean cosine between its
+embeddings and the original ones on held-out Wikipedia lines, like in `conversion_quality.py`. A hybrid kernel has
+three rows: one with both branches, and one with each branch only. The script writes the JSON file after each model and
+keeps existing rows. A fit of 400 steps takes about five minutes on one core. With `--distillation_steps`, the model
+with the last number of fitting steps is also distilled with the recipe that `attn-variants convert` prints. The recipe
+trains all parameters on lines of Wikipedia, with the original model as teacher.
 
 Example:
     python -m benchmarks.convert.kernel_conversion --kernels elu hedgehog --fit_steps 0 400 --num_threads 1
@@ -36,21 +36,23 @@ from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
-OPTIONAL_KEYS = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
-# The branches of a hybrid that are used, by the logarithm of gamma; None: unchanged. With 80, nothing is left of the
-# kernel's weights in float32, and the window's sums are below its largest number.
+OPTIONAL_KEYS = ("window", "reads", "keep_matching_layers", "distillation_steps")  # only hybrids have the first two
+# The branches of a hybrid kernel, and the logarithm of gamma that selects them. None keeps the gamma of the model.
+# With 80, the weights of the kernel vanish in float32, and the sums of the window do not overflow.
 BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=["elu", "hedgehog"])
-    parser.add_argument("--window", type=int, default=8, help="of a hybrid")
-    parser.add_argument("--features", type=int, help="default: each kernel's own")
-    parser.add_argument("--keep_matching_layers", type=int, help="layers that keep their softmax (default: none)")
-    parser.add_argument("--distillation_steps", type=int, help="of the model that was fitted last")
-    parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="each a row, beside the unfitted one")
-    parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="beginnings of lines, or short sentences")
+    parser.add_argument("--window", type=int, default=8, help="window of a hybrid kernel (default: %(default)s)")
+    parser.add_argument("--features", type=int, help="number of features (default: that of the kernel)")
+    parser.add_argument(
+        "--keep_matching_layers", type=int, help="number of layers to leave unconverted (default: none)"
+    )
+    parser.add_argument("--distillation_steps", type=int, help="distill the last fitted model for this many steps")
+    parser.add_argument("--fit_steps", type=int, nargs="+", default=[400], help="numbers of fitting steps")
+    parser.add_argument("--texts", choices=SUBJECTS, default="lines", help="calibrate on lines or on short sentences")
     parser.add_argument("--calibration_size", type=int, default=3000)
     parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--num_threads", type=int, default=1)
@@ -62,9 +64,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def convert(
     subject: SentenceEncoder, kernel: str, steps: int | None, args: argparse.Namespace
 ) -> tuple[PreTrainedModel, float]:
-    """Return the converted model and the seconds of the conversion; without steps (None) the weights do not change.
+    """Return the converted model and the seconds of the conversion.
 
-    The fit reads the texts of `--texts`, and kernels with features have `--features` of them.
+    Args:
+        subject: the model to convert and its texts.
+        kernel: the name of the kernel.
+        steps: the number of fitting steps, or None to keep the weights without calibration.
+        args: the arguments of the command line.
     """
     source, started = AutoModel.from_pretrained(subject.source), time.perf_counter()
     fields: dict[str, Any] = {"attention_kernel": kernel}
@@ -83,7 +89,7 @@ def convert(
 
 
 def distill(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> PreTrainedModel:
-    """Return a model drawn towards the source for so many steps, all parameters trained."""
+    """Train all parameters of a model for `steps` steps with the original model as teacher, and return the model."""
     with tempfile.TemporaryDirectory() as folder:
         start, end = Path(folder, "start"), Path(folder, "end")
         model.save_pretrained(start)
@@ -98,7 +104,7 @@ def distill(subject: SentenceEncoder, model: PreTrainedModel, steps: int) -> Pre
 
 @torch.no_grad()
 def compute_scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor: float | None) -> dict[str, float]:
-    """Score a model, a hybrid with this logarithm of gamma everywhere; None = its own."""
+    """Return the scores of a model, with `log_factor` as the logarithm of gamma of a hybrid unless it is None."""
     if log_factor is None:
         return subject.compute_scores(model)
     factors = {name: factor for name, factor in model.named_parameters() if name.endswith("window_log_factor")}
@@ -112,12 +118,12 @@ def compute_scores(subject: SentenceEncoder, model: PreTrainedModel, log_factor:
 
 
 def is_measured(key: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Say whether a row of this key is there."""
+    """Return whether there is a row with this key."""
     return any(all(row.get(name) == key.get(name) for name in (*KEY, *OPTIONAL_KEYS)) for row in rows)
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    """Measure the missing rows, write the file after each model, print the new rows, and return all rows."""
     torch.set_num_threads(args.num_threads)
     kind = SUBJECTS[args.texts]
     check_data_dir(args.data_dir, *kind.reads)
@@ -129,7 +135,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         row_values = (args.texts, kernel, args.features, UNFITTED if steps is None else steps)
         key = dict(zip(KEY, (*row_values, args.calibration_size, args.max_length), strict=True))
         if args.keep_matching_layers is not None:
-            if steps is None:  # the layers are found by the fit's text
+            if steps is None:  # only a calibration can choose the layers
                 continue
             key["keep_matching_layers"] = args.keep_matching_layers
         is_hybrid = kernel == "hybrid"

@@ -1,9 +1,10 @@
-"""Compare latents with shared heads: the quality at each size of the cache, on a real T5 and a real BERT.
+"""Compare the quality of latents and of shared heads at equal cache sizes, on a real T5 and a real BERT.
 
 The T5 of shared/data/checkpoints is scored by BLEU (greedy) and loss on Multi30k. all-MiniLM-L6-v2 is scored by
-Spearman's correlation on STS-B dev, and by the mean cosine of its embeddings to the original ones. The cosine uses
-Wikipedia lines, like the calibration, and sentences of STS-B. Nothing is trained. The command makes each checkpoint,
-with its defaults and with only the closed form. The script writes the JSON after each row and keeps existing rows.
+Spearman's correlation on STS-B dev, and by the mean cosine between its embeddings and the original ones. The cosine is
+measured on Wikipedia lines, like those of the calibration, and on STS-B sentences. The models are not trained.
+`convert` creates each checkpoint, with its defaults and with only the closed form. The script writes the JSON file
+after each row and keeps existing rows.
 
 The cache size is the number of values that the caches of all layers store per source token and per generated token.
 """
@@ -48,7 +49,8 @@ T5_OPTIONS: tuple[dict[str, int], ...] = (
     *({"cross_kv_lora_rank": 128, "kv_lora_rank": r} for r in (64, 32)),
     {"cross_kv_lora_rank": 64, "kv_lora_rank": 32},
 )
-# Equal cache size per token (2 k d of heads, r of a latent), and for the last four equal parameters.
+# The first four latents have the cache size per token of 6, 4, 2 and 1 heads (2 k d for heads, r for a latent). The
+# latents of 85, 43 and 21 have about the number of parameters of 4, 2 and 1 heads.
 MINILM_OPTIONS: tuple[dict[str, int], ...] = (
     {},
     *({"num_key_value_heads": k} for k in (6, 4, 2, 1)),
@@ -59,7 +61,7 @@ Row = dict[str, Any]
 
 
 class T5(Translator):
-    """The T5 trained on Multi30k, whose decoder is converted."""
+    """The T5 trained on Multi30k. Its decoder is converted."""
 
     options = T5_OPTIONS
     splits = {"val": "val", "test": "test_2016_flickr"}
@@ -81,7 +83,7 @@ class MiniLM(SentenceEncoder):
     options = MINILM_OPTIONS
 
     def score(self, folder: Path, split: str) -> Row:
-        """Return Spearman's correlation, and cosines to the source on text of two kinds."""
+        """Return Spearman's correlation, and the cosines to the original embeddings on two kinds of text."""
         sentences = [sentence for pair in self.pairs[:256] for sentence in pair]
         source_embeddings, converted_embeddings = (
             sentence_embeddings(AutoModel.from_pretrained(checkpoint), self.tokenizer, sentences)
@@ -95,7 +97,7 @@ SUBJECTS: dict[str, Any] = {"t5": T5, "minilm": MiniLM}
 
 
 def main(args: argparse.Namespace) -> list[Row]:
-    """Measure what is not there yet, draw the plots, print the tables, and return the rows."""
+    """Measure the missing rows, draw the plots, print the tables, and return all rows."""
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -123,7 +125,7 @@ def _list_requested_rows(name: str, subject: Any, args: argparse.Namespace) -> l
     base = {"model": name, "split": args.split}
     rows = []
     for option in options or subject.options:
-        # Nothing is fitted where nothing is lost.
+        # A lossless conversion has nothing to fit.
         lossless = not option or option.get("cross_kv_lora_rank", option.get("kv_lora_rank")) in (256, 384)
         fits = [False] if lossless and len(option) < 2 and "num_key_value_heads" not in option else args.fit
         rows += [base | {"option": option, "fitted": fitted} for fitted in fits]
@@ -136,7 +138,7 @@ def _parse_option(text: str) -> tuple[str, int]:
 
 
 def measure(subject: Any, row: Row) -> Row:
-    """Convert by the command, and score what comes out."""
+    """Convert with the command, and return the scores and sizes of the converted model."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, seconds = Path(subject.source), 0.0
         if row["option"]:
@@ -154,7 +156,8 @@ def measure(subject: Any, row: Row) -> Row:
         model_class = get_variant_model_class(config["architectures"][0])
         with torch.device("meta"):
             model = model_class(model_class.config_class.from_upstream(config))
-        # Numbers, not bytes; an encoder keeps none, and its keys and values are counted as if it did.
+        # With one byte per value, this is the number of values. An encoder has no cache, so that its keys and values
+        # are counted instead.
         cache = compute_kv_cache_bytes_per_token(model, 1) or {"self": _count_cached_values(model)}
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return subject.score(folder, row["split"]) | {
@@ -172,7 +175,7 @@ def _count_cached_values(model: Any) -> int:
 
 
 def format_option(option: dict[str, int]) -> str:
-    """Return what a table calls a conversion."""
+    """Return the label of a conversion in the tables."""
     words = {"num_key_value_heads": "{} heads", "cross_kv_lora_rank": "cross {}", "kv_lora_rank": "self {}"}
     name = " + ".join(words[name].format(value) for name, value in option.items()) or "multi-head"
     return name.replace("1 heads", "1 head")
@@ -203,7 +206,7 @@ def format_tables(rows: list[Row]) -> str:
 
 
 def save_plot(rows: list[Row], output: Path) -> None:
-    """Plot quality against cache size per token and parameters of heads and latents, with one file per model."""
+    """Plot quality against cache size per token and against the number of parameters, with one file per model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -218,14 +221,15 @@ def save_plot(rows: list[Row], output: Path) -> None:
         grid = figure.subplots(len(metrics), 2, squeeze=False, sharey="row")
         for (metric, title), line in zip(metrics.items(), grid, strict=True):
             for axes, (size, label) in zip(line, axes_of.items(), strict=True):
-                named: set[str] = set()  # the closed form and the fit are close together
+                named: set[str] = set()  # one label per option, because closed form and fit are close together
                 for row in selected_rows:
                     if row["option"]:
                         is_heads = "num_key_value_heads" in row["option"]
                         point = (_get_size(row, size), row[metric])
                         color = "C0" if is_heads else "C1"
                         axes.scatter(*point, color=color, marker="s" if row["fitted"] else "o")
-                        # Heads are named on the lower right, latents on the upper left: many have the same size.
+                        # Labels of heads are on the lower right and those of latents on the upper left, because many
+                        # points have the same size.
                         side = ((5, -10), "left") if is_heads else ((-4, 5), "right")
                         place = {"xytext": side[0], "ha": side[1], "textcoords": "offset points", "fontsize": 7}
                         name = format_option(row["option"])
@@ -252,15 +256,23 @@ def _get_size(row: Row, size: str) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--options", nargs="+", metavar="FIELD=VALUE[,...]", help="default: those of the tables")
-    parser.add_argument("--fit", nargs="+", type=lambda text: text == "yes", default=[False, True], help="no, yes")
-    parser.add_argument("--split", choices=T5.splits, default="val", help="of Multi30k")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument(
+        "--options", nargs="+", metavar="FIELD=VALUE[,...]", help="the conversions (default: those of the tables)"
+    )
+    parser.add_argument(
+        "--fit",
+        nargs="+",
+        type=lambda text: text == "yes",
+        default=[False, True],
+        help="whether to fit the models: no, yes or both",
+    )
+    parser.add_argument("--split", choices=T5.splits, default="val", help="the split of Multi30k")
+    parser.add_argument("--threads", type=int, help="number of CPU threads (default: that of PyTorch)")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/latents.json")
     parser.add_argument("--table", action="store_true", help="only print the tables of the JSON and draw its plots")

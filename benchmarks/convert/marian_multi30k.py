@@ -1,8 +1,8 @@
 """Measure the quality of converted Marian models on Multi30k, English to German, without and with distillation.
 
-`train_marian.py` trains the Marian with the code of Transformers. The command converts it with its defaults on 2,048
-training pairs, and `scripts/uptrain.py` distills it on all pairs. The scores are BLEU (greedy) and loss on the
-validation set. The script writes the JSON after each row and keeps existing rows.
+`train_marian.py` trains the Marian model with the code of Transformers. `convert` converts it with its defaults on
+2,048 training pairs, and `scripts/uptrain.py` distills the result on all pairs. The scores are BLEU (greedy) and loss
+on the validation set. The script writes the JSON file after each row and keeps existing rows.
 
 Example:
     python -m benchmarks.convert.marian_multi30k --model MARIAN_FOLDER --data_dir ../shared/data
@@ -27,7 +27,7 @@ from hf_attn_variants.registration import get_variant_model_class
 
 ROOT = Path(__file__).resolve().parents[2]
 MULTI_HEAD, MEAN = "multi-head", ("--method", "mean")
-# Nothing is calibrated that averages, or that is exact.
+# Mean pooling and exact conversions use no calibration.
 OPTIONS: dict[str, tuple[str, ...]] = {
     MULTI_HEAD: (),
     "2 heads, mean": ("--num_key_value_heads", "2", *MEAN),
@@ -44,21 +44,21 @@ Row = dict[str, Any]
 
 
 class Marian(Translator):
-    """A Marian trained on Multi30k: 4 + 4 layers, 8 heads of 32."""
+    """A Marian model trained on Multi30k: 4 + 4 layers, 8 heads of dimension 32."""
 
     name = "marian-multi30k-en-de"
     uptraining = ("--objective", "distill", "--max_length", "64")
 
 
 def main(args: argparse.Namespace) -> list[Row]:
-    """Measure what is not there yet, print the table, and return the rows."""
+    """Measure the missing rows, print the table, and return all rows."""
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": [], "rows": []}
     training = json.loads((args.model / "training.json").read_text())
     if report.setdefault("training", training) != training:
-        raise SystemExit(f"{args.output} has the rows of another Marian than {args.model}: name another --output")
+        raise SystemExit(f"{args.output} contains rows of another model than {args.model}. Choose another --output.")
     subject, rows = Marian(args.data_dir, args.model), report["rows"]
     report["runs"].append(make_run_record())
     for name in args.options:
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> list[Row]:
 
 
 def measure(subject: Marian, option: str, steps: int) -> Row:
-    """Convert, score, distil, score."""
+    """Convert and score the model, then distill and score it, and return the row."""
     with tempfile.TemporaryDirectory() as temporary:
         work, row = Path(temporary), {"option": option, "steps": steps}
         if option == MULTI_HEAD:
@@ -103,7 +103,7 @@ def _read_scores(folder: Path) -> Row:
 
 
 def format_table(rows: list[Row]) -> str:
-    """Return the Markdown table."""
+    """Return the results as a Markdown table."""
     steps = max(row["steps"] for row in rows)
     lines = [f"| | numbers a token, generated + source | BLEU | loss | BLEU after {steps} steps | loss |"]
     lines.append("| --- " * 6 + "|")
@@ -116,17 +116,17 @@ def format_table(rows: list[Row]) -> str:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="example:" + __doc__.split("Example:")[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder that train_marian.py wrote")
+    parser.add_argument("--model", type=Path, required=True, help="output folder of train_marian.py")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-    parser.add_argument("--steps", type=int, default=300, help="of distillation (default: 300)")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument("--steps", type=int, default=300, help="number of distillation steps (default: 300)")
+    parser.add_argument("--threads", type=int, help="number of CPU threads (default: that of PyTorch)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/marian_multi30k.json")
     return parser.parse_args(argv)
 

@@ -1,9 +1,9 @@
-"""all-MiniLM-L6-v2 in a RoBERTa's shell: the same embeddings, and the same after a conversion to fewer heads.
+"""Check that a RoBERTa with the weights of all-MiniLM-L6-v2 gives the same embeddings before and after a conversion.
 
-Then both RoBERTas go on as masked language models, with a new head, on Wikipedia.
-
-RoBERTa is BERT with positions that begin after the padding token's number, so MiniLM's weights make one. Both are
-converted by the same settings on the same text, and scored by Spearman's correlation on STS-B dev.
+RoBERTa is BERT with positions that begin after the id of the padding token, so that the weights of MiniLM also fit a
+RoBERTa. Both models are converted to fewer heads with the same settings on the same text, and scored by Spearman's
+correlation on STS-B dev. Then the original and the converted RoBERTa are trained as masked language models with a new
+head on Wikipedia.
 
 Example:
     python -m benchmarks.convert.minilm_as_roberta --num_key_value_heads 4
@@ -34,9 +34,9 @@ MASKED_LM += "--warmup_ratio 0.06 --eval_steps 100 --cpu --disable_tqdm"
 
 
 def convert_to_roberta(bert: Any) -> RobertaForMaskedLM:
-    """Return a RoBERTa that computes what a BertModel does, with a new masked-LM head.
+    """Return a RoBERTa with the same hidden states as a `BertModel`, and with a new masked-LM head.
 
-    Its first token is at position padding + 1.
+    Its positions begin at the id of the padding token + 1.
     """
     values = bert.config.to_dict()
     shift = values["pad_token_id"] + 1
@@ -52,7 +52,7 @@ def convert_to_roberta(bert: Any) -> RobertaForMaskedLM:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Make it, convert both, write the JSON, and return what that holds."""
+    """Create the RoBERTa, convert and score both models, write the JSON file, and return its content."""
     transformers.logging.set_verbosity_error()
     subject = SentenceEncoder(args.data_dir)
     bert = AutoModel.from_pretrained(subject.source)
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_masked_lm(checkpoint: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a checkpoint as a masked language model by `attn-variants pretrain`; return its scores."""
+    """Train a checkpoint as a masked language model with `attn-variants pretrain`, and return its scores."""
     text = args.data_dir / "wikipedia"
     argv = ["--model_name_or_path", str(checkpoint), "--output_dir", f"{checkpoint}-masked-lm", *MASKED_LM.split()]
     argv += ["--train_file", *map(str, sorted(text.glob("train-*.txt.gz")))]
@@ -100,7 +100,7 @@ def _compute_embeddings(bert: Any, subject: SentenceEncoder) -> torch.Tensor:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="example:" + __doc__.split("Example:")[1],
@@ -108,7 +108,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--num_key_value_heads", type=int, default=4)
     parser.add_argument("--fit_steps", type=int, default=0)
-    parser.add_argument("--mlm_steps", type=int, default=300, help="of masked-LM training; 0 = none (default: 300)")
+    parser.add_argument(
+        "--mlm_steps", type=int, default=300, help="number of masked-LM training steps, or 0 for none (default: 300)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/minilm_as_roberta.json")

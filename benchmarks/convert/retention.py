@@ -1,12 +1,13 @@
 """Measure the quality of a converted all-MiniLM-L6-v2 on many kinds of text, calibrated on lines or on passages.
 
-The command makes each checkpoint with its defaults, from lines of Wikipedia, with or without
-`--calibration_passages`. It converts all layers, or all except the token-matching ones (`--keep_matching_layers`).
-Nothing is trained. On text that was not used for fitting, three numbers compare the converted with the original model:
+`convert` creates each checkpoint with its defaults, from lines of Wikipedia, with or without
+`--calibration_passages`. It converts all layers, or all except the token-matching layers (`--keep_matching_layers`).
+The models are not trained. Three numbers compare the converted with the original model on text that was not used for
+fitting:
 
-- error: the root of the squared error of the last hidden states over their variance, over all tokens together
-- cosine: the mean cosine over texts of the embeddings (means over tokens)
-- neighbours: the share of texts that keep their nearest other text
+- error: the square root of the squared error of the last hidden states divided by their variance, over all tokens
+- cosine: the mean cosine between the embeddings of both models (means over tokens)
+- neighbours: the share of texts whose nearest other text is the same for both models
 
 Example:
     python -m benchmarks.convert.retention --num_key_value_heads 4 1
@@ -34,10 +35,10 @@ from hf_attn_variants.commands import convert as command
 from hf_attn_variants.inspection import sentence_embeddings, similarity_spearman
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = 20_000  # of which the command draws its examples
-LONG = 900  # characters of a long line
+LINES = 20_000  # lines from which the command draws its examples
+LONG = 900  # minimum number of characters of a long line
 BATCH_SIZE = 16
-# Kinds of text: tokens at which one is cut.
+# The maximum number of tokens for each kind of long text. For other texts it is LENGTH.
 LENGTHS = {"Wikipedia, 900 characters and more": 256, "SQuAD, question and passage": 384}
 LENGTH = 128
 KEY = ("heads", "passages", "seed", "fit_steps", "keep_matching_layers", "calibration_size", "kv_lora_rank")
@@ -46,7 +47,7 @@ Texts = Sequence[str] | Sequence[tuple[str, str]]
 
 
 def load_texts_by_kind(data_dir: Path, size: int, seed: int) -> dict[str, Texts]:
-    """Return texts, or pairs of texts, of each kind: at most `size` (long ones half of them)."""
+    """Return at most `size` texts or pairs of texts per kind, or half as many if the texts are long."""
     validation = [data_dir / "wikipedia/valid.txt.gz"]
     questions = _read_questions(data_dir / "squad/dev-v1.1.json")
     kinds: dict[str, Texts] = {
@@ -91,7 +92,7 @@ def _read_questions(path: Path) -> list[tuple[str, str]]:
 
 @torch.inference_mode()
 def compare(model: Any, source: Any, tokenizer: Any, texts: Texts, length: int) -> dict[str, float]:
-    """Return error, cosine and neighbours of a model on texts compared with its source; for pairs only the error."""
+    """Compare a model with its source on texts by error, cosine and neighbours, or on pairs of texts by the error."""
     wrong = spread = 0.0
     for start in range(0, len(texts), BATCH_SIZE):
         rows = list(texts[start : start + BATCH_SIZE])
@@ -115,7 +116,7 @@ def _find_nearest(embeddings: torch.Tensor) -> torch.Tensor:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Convert by each setting, measure, write the JSON, and return its rows."""
+    """Convert with each setting, measure the models, write the JSON file, and return the rows."""
     transformers.logging.set_verbosity_error()
     subject = SentenceEncoder(args.data_dir)
     source, tokenizer = AutoModel.from_pretrained(subject.source).eval(), AutoTokenizer.from_pretrained(subject.source)
@@ -156,7 +157,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="example:" + __doc__.split("Example:")[1],
@@ -164,14 +165,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 1])
     parser.add_argument("--passages", nargs="+", choices=["yes", "no"], default=["no", "yes"])
-    parser.add_argument("--keep_matching_layers", type=int, help="of the conversions (default: none)")
-    parser.add_argument("--fit_steps", type=int, help="of the conversions (default: the command's)")
-    parser.add_argument("--kv_lora_rank", type=int, help="latents of this size, from all 12 heads (default: none)")
-    parser.add_argument("--calibration_size", type=int, help="of the conversions (default: the command's)")
-    parser.add_argument("--size", type=int, default=384, help="texts of a kind; default: %(default)s")
-    parser.add_argument("--lines", type=int, default=LINES, help="of Wikipedia to draw from; default: %(default)s")
+    parser.add_argument(
+        "--keep_matching_layers", type=int, help="number of layers to leave unconverted (default: none)"
+    )
+    parser.add_argument("--fit_steps", type=int, help="number of fitting steps (default: that of `convert`)")
+    parser.add_argument("--kv_lora_rank", type=int, help="size of latents, with all 12 heads (default: no latents)")
+    parser.add_argument("--calibration_size", type=int, help="number of examples (default: that of `convert`)")
+    parser.add_argument("--size", type=int, default=384, help="number of texts per kind (default: %(default)s)")
+    parser.add_argument("--lines", type=int, default=LINES, help="lines of Wikipedia to use (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work_dir", type=Path, help="keeps the checkpoints; those that it has are used again")
+    parser.add_argument("--work_dir", type=Path, help="folder of the checkpoints; existing ones are used again")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/retention.json")
     return parser.parse_args(argv)

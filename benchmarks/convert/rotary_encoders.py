@@ -1,11 +1,11 @@
 """Pretrain a small BERT, ModernBERT and EuroBERT on the same text, and convert them to fewer key/value heads.
 
-The models have two layers of width 128 with 8 heads of dimension 16, and read blocks of 32 tokens from a vocabulary of
-100 tokens, with which a small model learns to use its context in minutes. ModernBERT and EuroBERT have rotary
-positions, which limit the linear layers that a conversion can change. Each converted model is evaluated without
-further training: its accuracy on the masked tokens of held-out text, with the same masks for all models.
+The models have two layers of width 128 with 8 heads of dimension 16. They read blocks of 32 tokens from a vocabulary
+of 100 tokens, so that they learn to use their context within minutes. ModernBERT and EuroBERT have rotary positions,
+which limit the linear layers that a conversion can change. Each converted model is evaluated without further training
+by its accuracy on masked tokens of held-out text, with the same masks for all models.
 
-Finished trainings in the work folder are not repeated.
+Finished training runs in the work folder are not repeated.
 
 Example:
     python -m benchmarks.convert.rotary_encoders --data_dir ../shared/data --work_dir WORK
@@ -54,10 +54,10 @@ TEST_BLOCKS, MASKED_SHARE = 2048, 0.15
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command-line arguments."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with wikipedia/ and tokenizers/")
-    parser.add_argument("--work_dir", type=Path, required=True, help="folder of the trained models")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder for the trained models")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--max_train_steps", type=int, default=2000)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/convert/results/rotary_encoders.json")
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train the models that have not been trained yet, convert and evaluate them, and write the JSON."""
+    """Train the models that have not been trained yet, convert and evaluate them, and write the JSON file."""
     check_data_dir(args.data_dir, "wikipedia", "tokenizers")
     args.work_dir.mkdir(parents=True, exist_ok=True)
     vocabulary = args.work_dir / "vocabulary"
@@ -104,7 +104,7 @@ def make_training_command(args: argparse.Namespace, name: str, vocabulary: Path,
 
 
 def make_test_blocks(path: Path, vocabulary: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks of held-out token ids, and which of their tokens are masked [TEST_BLOCKS, LENGTH]."""
+    """Return blocks of held-out token ids and a mask of the tokens to predict, both [TEST_BLOCKS, LENGTH]."""
     tokenizer = AutoTokenizer.from_pretrained(vocabulary)
     text = gzip.decompress(path.read_bytes()).decode()[: 8 * TEST_BLOCKS * LENGTH]
     content = tokenizer(text.split("\n"), add_special_tokens=False)["input_ids"]
@@ -133,7 +133,7 @@ def compute_masked_accuracy(folder: Path, ids: torch.Tensor, is_masked: torch.Te
 def convert_and_evaluate(
     args: argparse.Namespace, folder: Path, method: str, heads: int, ids: torch.Tensor, is_masked: torch.Tensor
 ) -> dict[str, Any]:
-    """Convert a trained model, and return the accuracy of the converted model."""
+    """Convert a trained model, and return the row with the accuracy of the converted model."""
     calibration = None
     if method != "mean":
         text = gzip.decompress((args.data_dir / CALIBRATION).read_bytes()).decode()[: 400 * CALIBRATION_LINES]

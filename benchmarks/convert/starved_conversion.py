@@ -1,7 +1,8 @@
-"""Measure conversions with little or unsuitable text: MiniLM with 4 of 12 heads, compared with averaged heads.
+"""Measure conversions of MiniLM to 4 of 12 heads with little or unsuitable calibration text.
 
-The scores are Spearman's correlation on the STS-B dev set, and the mean cosine of embeddings to the original ones on
-512 held-out lines of Wikipedia. The report also contains the quality that the conversion reports, and its warnings.
+The baseline is a conversion that averages heads. The scores are Spearman's correlation on the STS-B dev set, and the
+mean cosine between the embeddings and the original ones on 512 held-out lines of Wikipedia. The report also contains
+the quality that each conversion estimates, and its warnings.
 """
 
 import argparse
@@ -25,18 +26,18 @@ HEADS = 4
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, required=True, help="with wikipedia/, glue/ and multi30k/")
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder with wikipedia/, glue/ and multi30k/")
     parser.add_argument("--fit_steps", type=int, default=100)
-    parser.add_argument("--output", type=Path, help="a JSON of the results")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
     return parser.parse_args(argv)
 
 
 def make_calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, list[str]]:
-    """Return the texts of each case."""
+    """Return the calibration texts of each case."""
     lines, draw = subject.sample_calibration_lines(0), random.Random(0)
-    words = range(1000, subject.tokenizer.vocab_size)  # those before are single characters and unused
+    words = range(1000, subject.tokenizer.vocab_size)  # lower ids are unused tokens and single characters
     with gzip.open(data_dir / "multi30k" / "train.de.gz", "rt", encoding="utf-8") as file:
         german = file.read().splitlines()
     return {
@@ -49,7 +50,7 @@ def make_calibrations(subject: SentenceEncoder, data_dir: Path) -> dict[str, lis
 
 
 class WarningRecorder(logging.Handler):
-    """Keeps what a conversion warns of."""
+    """A logging handler that collects the warnings of a conversion."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -60,7 +61,7 @@ class WarningRecorder(logging.Handler):
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Convert, score, print a row each, and return the report."""
+    """Convert and score the model in each case, print one row per case, and return the report."""
     subject = SentenceEncoder(args.data_dir)
     cases: dict[str, list[str] | None] = {"none: averaged heads": None, **make_calibrations(subject, args.data_dir)}
     recorder = WarningRecorder()

@@ -1,9 +1,9 @@
-"""Words that a converted Whisper writes otherwise than its source, with a bootstrap interval.
+"""Measure the word error rate of a converted Whisper model, with a bootstrap interval.
 
-The word error rate is the least number of words to insert, delete or replace, over the words of the reference: the
-source's own transcripts, and the texts where there are some. Text is compared in small letters, without punctuation.
-Chinese and Japanese are written without spaces: each of their characters counts as a word. With `--times` the times of
-tokens that both write are compared, too.
+The word error rate is the minimum number of words to insert, delete or replace, divided by the number of words of the
+reference. The references are the transcripts of the original model, and the texts of the recordings if there are any.
+Texts are compared in lowercase and without punctuation. Chinese and Japanese are written without spaces, so that each
+of their characters counts as a word. `--times` also compares the times of the tokens that both models generate.
 """
 
 import argparse
@@ -34,36 +34,36 @@ EPILOG = """example:
       --audio_dir recordings \\
       --texts recordings.tsv --output build/words.json"""
 RESAMPLES = 2000
-# Ideographs, hiragana and katakana, with the mark that lengthens a vowel.
+# Ideographs, hiragana and katakana, including the mark for long vowels.
 UNSPACED = r"[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--source", required=True, help="the checkpoint that was converted")
-    parser.add_argument("--converted", nargs="+", required=True, help="what it became: folders")
+    parser.add_argument("--converted", nargs="+", required=True, help="folders of converted checkpoints")
     parser.add_argument("--audio_dir", nargs="+", type=Path, required=True, help="folders of recordings")
-    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="tables with the columns file and text")
+    parser.add_argument("--texts", nargs="*", type=Path, default=[], help="TSV files with the columns file and text")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--max_new_tokens", type=int, default=120)
-    parser.add_argument("--times", action="store_true", help="compare the times of tokens as well")
-    parser.add_argument("--output", type=Path, help="a JSON of the results")
+    parser.add_argument("--times", action="store_true", help="also compare the times of tokens")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
     return parser.parse_args(argv)
 
 
 def split_words(text: str) -> list[str]:
-    """Return a text's words as they are compared."""
-    # Vowel signs are marks (category M), which `\w` leaves out: without them a Hindi word would fall into pieces.
+    """Return the normalized words of a text."""
+    # Hindi vowel signs are marks (category M). `\w` does not match them, so that it would split words.
     normal = unicodedata.normalize("NFC", text.lower())
     letters = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in normal)
     return re.sub(UNSPACED, r" \g<0> ", letters).split()
 
 
 def compute_word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
-    """Return the word error rate over all recordings, its 95 % bootstrap interval, and how many there are."""
+    """Return the word error rate over all recordings, its 95 % bootstrap interval, and the recordings and words."""
     pairs = [
         (compute_edit_distance(split_words(a), split_words(b)), len(split_words(a)))
         for a, b in zip(references, hypotheses, strict=True)
@@ -80,7 +80,7 @@ def compute_word_error_rate(references: Sequence[str], hypotheses: Sequence[str]
 
 
 class Transcript(NamedTuple):
-    """A transcript of a recording: its text, its tokens, and optionally the second of each token."""
+    """The text and the tokens of a transcript, and optionally the time of each token in seconds."""
 
     text: str
     tokens: list[int]
@@ -89,7 +89,7 @@ class Transcript(NamedTuple):
 
 @torch.no_grad()
 def transcribe_files(folder: str, files: Sequence[Path], args: argparse.Namespace) -> list[Transcript]:
-    """Return what a model writes of each file, greedily."""
+    """Return the greedy transcript of each file."""
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
     extractor, tokenizer = AutoFeatureExtractor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     transcripts: list[Transcript] = []
@@ -113,7 +113,7 @@ def transcribe_files(folder: str, files: Sequence[Path], args: argparse.Namespac
 
 
 def compare_times(source: Sequence[Transcript], converted: Sequence[Transcript]) -> dict[str, Any]:
-    """Return how many tokens both write, and how far their times are apart, in seconds: median, 95th percentile."""
+    """Return the number of common tokens, and the median and 95th percentile of their time differences in seconds."""
     differences = sorted(
         abs(a.seconds[block.a + i] - b.seconds[block.b + i])
         for a, b in zip(source, converted, strict=True)
@@ -130,7 +130,7 @@ def compare_times(source: Sequence[Transcript], converted: Sequence[Transcript])
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print a row for each model and folder, and return the report."""
+    """Measure the models, print one row per model and folder, and return the report."""
     register()
     texts: dict[str, str] = {}
     for table in args.texts:
@@ -140,7 +140,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for folder in args.audio_dir:
         files = sorted(path for path in folder.rglob("*") if path.suffix in AUDIO_FILES)
         if not files:
-            sys.exit(f"error: {folder} has no recordings ({', '.join(AUDIO_FILES)})")
+            sys.exit(f"error: {folder} contains no recordings ({', '.join(AUDIO_FILES)})")
         known = all(path.name in texts for path in files)
         source = transcribe_files(args.source, files, args)
         for name in (args.source, *args.converted):

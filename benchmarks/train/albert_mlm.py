@@ -1,7 +1,8 @@
-"""A small ALBERT from scratch, its gate, and what converting its attention costs in dev loss before any uptraining.
+"""Pretrain a small ALBERT from scratch, and measure its dev loss after conversions without uptraining.
 
-Training, conversions and evaluations are the commands a user has; the JSON lists each. The vocabulary is little more
-than the alphabet (see `small_pretraining`): with 1,000 subwords it was still a unigram model after 7,000 steps.
+Scripts of this repository train, convert and evaluate the models, and the JSON file contains their commands and the
+results of the context check. The vocabulary is little more than the alphabet (see `small_pretraining`). With 1,000
+subwords, the model still predicted only word frequencies after 7,000 steps.
 """
 
 import argparse
@@ -32,7 +33,8 @@ CONFIG = {
     "num_attention_heads": HEADS,
     "intermediate_size": 256,
     "max_position_embeddings": 128,
-    # About 1 / sqrt(hidden size). Upstream's 0.02 is made for 768 and more; here it would leave attention no signal.
+    # About 1 / sqrt(hidden_size). The 0.02 of Transformers suits sizes of at least 768. At this small size, attention
+    # would get almost no signal from it.
     "initializer_range": 0.08,
 }
 BLOCKS = "--max_length 32 --mlm_probability 0.3 --max_eval_samples 4096 --seed 0 --cpu".split()
@@ -48,15 +50,15 @@ EPILOG = """example:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data_dir", required=True, help="Folder with train-*.txt.gz and valid.txt.gz.")
     parser.add_argument(
-        "--tokenizer", required=True, help="An ALBERT tokenizer, whose normalisation the small vocabulary takes over."
+        "--tokenizer", required=True, help="An ALBERT tokenizer, for the normalization and the special tokens."
     )
-    parser.add_argument("--work_dir", required=True, help="Where checkpoints go; what is finished there is kept.")
+    parser.add_argument("--work_dir", required=True, help="Folder for checkpoints. Finished runs in it are reused.")
     parser.add_argument("--max_train_steps", type=int, default=8000)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", default=str(ROOT / "benchmarks/train/results/albert_mlm.json"))
@@ -64,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Train, convert and evaluate what is not there yet, write the JSON and print the table."""
+    """Train, convert and evaluate the missing models, write the JSON file, print the table, and return the results."""
     data, work = Path(args.data_dir), Path(args.work_dir)
     check_data_dir(data, "valid.txt.gz")
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
@@ -109,7 +111,7 @@ def make_pretraining_command(work: Path, shards: list[Path], held_out: Path, ste
 
 
 def make_conversion_command(source: Path, folder: Path, heads: int, method: str, text: Path) -> list[str]:
-    """Return the command that converts a checkpoint; `text` is what "calibrated" looks at."""
+    """Return the command that converts a checkpoint. The method "calibrated" reads the file `text`."""
     command = make_script_command("convert_checkpoint.py", "--model_name_or_path", source, "--output_dir", folder)
     command += ["--num_key_value_heads", str(heads), "--method", method]
     flags = ["--calibration_file", str(text), "--max_length", "32", "--no-calibration_passages"]
@@ -123,7 +125,7 @@ def make_evaluation_command(folder: Path, held_out: Path) -> list[str]:
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: the dev loss in nats a masked token of each method by key/value heads."""
+    """Return a Markdown table of the dev loss in nats per masked token: methods by key/value heads."""
     by_method: dict[str, dict[int, float]] = {}
     for row in rows:
         by_method.setdefault(row["method"], {})[row["num_key_value_heads"]] = row["eval_loss"]

@@ -1,4 +1,4 @@
-"""The models that `finetuned_variants.py` compares: how each is made of the source."""
+"""The models that `finetuned_variants.py` compares, and how each is created from the original model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,16 +6,21 @@ from typing import Any, NamedTuple
 
 
 class TaskDistillation(NamedTuple):
-    """A distillation on the task's training texts: how many (uptrain.py holds a twentieth out, at most 512), flags."""
+    """The settings of a distillation on training texts of a task.
+
+    Args:
+        texts: The number of texts. uptrain.py holds out a twentieth of them, but at most 512.
+        flags: Other flags of uptrain.py.
+    """
 
     texts: int
     flags: tuple[str, ...]
 
 
 BEFORE = TaskDistillation(5312, ("--max_train_steps", "150", "--learning_rate", "1e-4"))
-# An epoch of the SQuAD subset.
+# One epoch of the SQuAD subset.
 EPOCH_BEFORE = TaskDistillation(18_995, ("--max_train_steps", "577", "--learning_rate", "1e-4"))
-# Half an epoch of it, of a fine-tuned model: by then the attentions are fitted.
+# Half an epoch of the subset, for a converted fine-tuned model. The calibration has already fitted its attention.
 AFTER = TaskDistillation(
     18_995, ("--max_train_steps", "280", "--learning_rate", "2e-5", "--attention_outputs_weight", "0")
 )
@@ -27,18 +32,19 @@ MATCHING = {"keep_matching_layers": 2, "method": "calibrated"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of the comparison.
+    """A model of the comparison.
 
     Args:
-        fields: The arguments of `convert_checkpoint`; without any, the model is the source itself.
-        distilled_from: Another variant, which `scripts/uptrain.py` trains; nothing is converted then.
-        distillation: The arguments for a distillation on the task's training texts, or None for lines of Wikipedia.
-        on_task: Whether the calibration, or the distillation, reads the task's training texts, with a checkpoint per
-            task.
-        at_defaults: Whether the calibration uses the converter's defaults, with lines and passages of Wikipedia.
+        fields: The arguments of `convert_checkpoint`. `Variant()` is the original model.
+        distilled_from: The name of the variant that `scripts/uptrain.py` trains. In this case, nothing is converted.
+        distillation: The settings of a distillation on the training texts of the task, or None for a distillation on
+            lines of Wikipedia.
+        on_task: Whether the calibration or the distillation reads the training texts of the task. If so, there is one
+            checkpoint per task.
+        at_defaults: Whether the calibration uses the defaults of `convert`, with lines and passages of Wikipedia.
         of_finetuned: Whether the source and the teacher are the fine-tuned "MHA" of the same task and seed. The result
-            is not trained on the task's labels again, except with `trained_again`.
-        trained_again: The variant whose checkpoint is trained like MHA trained the source.
+            is not trained on the labels of the task again, unless `trained_again` is set.
+        trained_again: The name of the variant whose checkpoint is trained on the task, with the same settings as MHA.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +89,7 @@ VARIANTS = {
     "GQA-4 but in matching layers (calibrated on the task)": Variant(
         {"num_key_value_heads": 4} | MATCHING, on_task=True
     ),
-    # To compare with: two layers that are not the matching ones.
+    # For comparison, two unconverted layers that are not token-matching layers.
     "GQA-4 but in layers 0 and 3 (calibrated at the defaults)": Variant(
         {"per_layer_values": {"num_key_value_heads": [12, 4, 4, 12, 4, 4]}, "method": "calibrated"}, at_defaults=True
     ),

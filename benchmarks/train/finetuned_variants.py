@@ -1,10 +1,10 @@
-"""Fine-tunes one checkpoint and its attention variants on GLUE tasks and SQuAD, and tabulates the dev metrics.
+"""Fine-tune one checkpoint and its attention variants on GLUE tasks and SQuAD, and tabulate the dev metrics.
 
-Each variant is made by the package's converter (calibrated ones on lines of Wikipedia, or on the task's own training
-texts without their labels; distilled ones trained on more of the same by `scripts/uptrain.py` with the source as
-teacher), each run is `scripts/run_glue.py` or `scripts/run_squad.py`. Variants of the fine-tuned MHA are made of its
-run and only evaluated, or trained once more. A run that is finished in the work folder is kept, so that this can be
-made in pieces.
+`convert_checkpoint` creates each variant. The calibration reads lines of Wikipedia, or training texts of the task
+without their labels. `scripts/uptrain.py` distills some variants on more of these texts, with the source as teacher.
+Each run executes `scripts/run_glue.py` or `scripts/run_squad.py`. Variants of the fine-tuned MHA are created from its
+run, and are either only evaluated or trained once more. Finished runs in the work folder are reused, so that an
+interrupted comparison can continue.
 """
 
 import argparse
@@ -38,17 +38,17 @@ EPILOG = """examples:
       --tasks squad \\
       --variants MHA "GQA-4 (calibrated, distilled)" "GQA-4 (mean)" """
 CALIBRATION_LINES, CALIBRATION_LENGTH = 4096, 32
-DEFAULT_LINES = 2048  # what `convert` draws from a file
-TASK_TEXTS = 1536  # of the task itself, as long as it trains on
+DEFAULT_LINES = 2048  # the number of lines that `convert` draws from a file by default
+TASK_TEXTS = 1536  # training texts of the task, with the maximum length of its training
 DISTILLATION_STEPS, DISTILLATION_BATCH, DISTILLATION_LENGTH = 100, 32, 64
 RECIPE = ["--learning_rate", "1e-4", "--warmup_ratio", "0.06", "--weight_decay", "0.01"]
 RECIPE += ["--per_device_train_batch_size", "32", "--group_by_length", "--overwrite_output_dir"]
-# A row says each of these that is not its default, and is another row by it.
+# A row contains each of these flags that is not the default. They are part of the key of a row.
 OWN_FLAGS = ("max_train_samples", "num_train_epochs", "mixed_precision")
 
 
 class Run(NamedTuple):
-    """One fine-tuning: a task, a seed, and the name of a variant."""
+    """A fine-tuning run: a task, a seed, and the name of a variant."""
 
     task: str
     seed: Any
@@ -57,7 +57,17 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One data set: its title, epochs, dev metrics, and its script with the files it reads, tokens, other flags."""
+    """A data set and the settings of its runs.
+
+    Args:
+        title: The title in tables.
+        epochs: The number of training epochs.
+        metrics: The names of the dev metrics.
+        script: The name of the script that fine-tunes and evaluates a model.
+        files: The paths in the data folder, by flag of the script.
+        max_length: The maximum number of tokens.
+        flags: Other flags of the script.
+    """
 
     title: str
     epochs: int
@@ -85,32 +95,31 @@ TASKS = {
 
 
 def parse_args(argv: list[str] | None = None, variants: Iterable[str] = VARIANTS) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="Folder of a multi-head checkpoint.")
-    parser.add_argument("--data_dir", type=Path, required=True, help="Folder of glue/, squad/ and wikipedia/.")
+    parser.add_argument("--data_dir", type=Path, required=True, help="Folder with glue/, squad/ and wikipedia/.")
     parser.add_argument(
-        "--work_dir", type=Path, required=True, help="Where checkpoints and runs go; finished runs in it are kept."
+        "--work_dir", type=Path, required=True, help="Folder for checkpoints and runs. Finished runs are reused."
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="+", choices=list(variants), default=list(variants), metavar="VARIANT")
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
-    parser.add_argument("--threads", type=int, help="CPU threads of each run.")
+    parser.add_argument("--jobs", type=int, default=1, help="Number of parallel runs.")
+    parser.add_argument("--threads", type=int, help="Number of CPU threads per run.")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
-    parser.add_argument("--num_train_epochs", type=int, help="Instead of each task's own number.")
-    parser.add_argument("--max_train_samples", type=int, help="Train on no more than the first N rows of a task.")
-    parser.add_argument("--max_train_steps", type=int, help="Shorter runs, to try the script.")
+    parser.add_argument("--num_train_epochs", type=int, help="Epochs, instead of the default of each task.")
+    parser.add_argument("--max_train_samples", type=int, help="Train only on the first N rows of a task.")
+    parser.add_argument("--max_train_steps", type=int, help="Maximum number of steps, to try the script.")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/train/results/finetuned_variants.json")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -> None:
-    """Convert, run what is not there yet, add the rows to the JSON and print the table."""
+    """Create the variants, execute the missing runs, add the rows to the JSON file and print the table."""
     check_data_dir(args.data_dir, *dict.fromkeys(path for name in args.tasks for path in TASKS[name].files.values()))
-    # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     sources = {run._replace(variant=MHA): None for run in runs if variants[run.variant].of_finetuned}
     for run in [*sources, *runs]:  # a finished run with other arguments raises an error before any other run starts
@@ -138,7 +147,7 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
 
 
 def format_table(rows: Iterable[dict[str, Any]]) -> str:
-    """Return a Markdown table: variants by task metrics, mean and (with several seeds) range."""
+    """Return a Markdown table of variants by task metrics: the mean, and the range if there are several seeds."""
     rows = list(rows)
     columns = [(t, metric) for t in dict.fromkeys(row["task"] for row in rows) for metric in TASKS[t].metrics]
     lines = ["| | " + " | ".join(f"{TASKS[t].title} {metric}" for t, metric in columns) + " |"]
@@ -154,12 +163,12 @@ def format_table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def make_slug(name: str) -> str:
-    """Return a variant's name as a folder's."""
+    """Return the name of a variant in a form that is suitable for folders."""
     return "-".join("".join(c if c.isalnum() or c == "-" else " " for c in name.lower()).split())
 
 
 def get_checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> Path:
-    """Return where a run's model is, or will be."""
+    """Return the folder of the model that a run fine-tunes. The folder need not exist yet."""
     variant = variants[run.variant]
     if variant == Variant():
         return args.model
@@ -168,9 +177,9 @@ def get_checkpoint_folder(args: argparse.Namespace, run: Run, variants: Mapping[
 
 
 def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) -> None:
-    """Convert the source, or distil another variant, unless the work folder has the result already.
+    """Convert the source or distill another variant, unless the work folder already contains the result.
 
-    Where the source is the fine-tuned MHA, its run is finished.
+    If the source is the fine-tuned MHA, its run must be finished.
     """
     from hf_attn_variants.conversion import Calibration, convert_checkpoint
 
@@ -199,11 +208,11 @@ def make_checkpoint(args: argparse.Namespace, run: Run, variants: Mapping[str, V
 
 
 def read_task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> list[Any]:
-    """Return training texts of a task, or pairs of texts as its script joins them, without labels or answers."""
+    """Return training texts of a task without labels or answers, or pairs of texts in the order of its script."""
     task = TASKS[name]
     if task.script == "run_squad.py":
         questions = read_squad(args.data_dir / task.files["train_file"], has_answers=True)
-        # The file contains whole articles in order.
+        # The first questions would all be about a few articles.
         questions = random.Random(0).sample(questions, min(count, len(questions)))
         return [(question.question.strip(), question.context) for question in questions]
     rows = load_glue(get_task(name), args.data_dir / task.files["data_dir"])["train"].data
@@ -226,7 +235,7 @@ def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path
         flags += ["--logits_weight", "1"] if variant.of_finetuned else []
     else:
         lines = folder.with_name(f"{folder.name}.txt")
-        # uptrain.py holds a twentieth out.
+        # uptrain.py holds out a twentieth of the lines.
         texts = _draw_wikipedia_lines(args, DISTILLATION_STEPS * DISTILLATION_BATCH * 20 // 19 + 1, seed=1)
         lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
         flags += ["--train_file", str(lines), "--max_length", str(DISTILLATION_LENGTH)]
@@ -242,7 +251,7 @@ def _distil(args: argparse.Namespace, task: str, variant: Variant, teacher: Path
 
 
 def _write_table(path: Path, texts: list[Any]) -> list[str]:
-    """Write texts or pairs of texts, and return the flags by which uptrain.py reads them."""
+    """Write texts or pairs of texts to a file, and return the flags of uptrain.py for it."""
     rows = [text if isinstance(text, tuple) else (text,) for text in texts]
     columns = ["text1", "text2"][: len(rows[0])]
     records = (dict(zip(columns, row, strict=True)) for row in rows)
@@ -287,7 +296,7 @@ def _run(args: argparse.Namespace, run: Run, variants: Mapping[str, Variant]) ->
         status = subprocess.run(command, stdout=log, stderr=log, env=_make_environment(args)).returncode
     name = f"{run.variant} on {run.task}, seed {run.seed}"
     if status:
-        raise SystemExit(f"{name}, failed: see {folder.with_suffix('.log')}")
+        raise SystemExit(f"{name} failed. See {folder.with_suffix('.log')}")
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

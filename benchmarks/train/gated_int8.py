@@ -1,10 +1,10 @@
 """Uptrain MiniLM with output gates, attention sinks or a clipped softmax, and compare its quality in float32 and int8.
 
 MiniLM is converted to grouped heads with each extension, and `attn-variants uptrain` restores its embeddings. Then the
-model is quantized by `quantize` and for OpenVINO. Outliers are measured as in the code of arXiv 2306.12929: x is the
-output of a feed-forward module before the residual connection, or the output of a layer. The kurtosis of all values of
-x for a text is averaged over texts, modules and layers. The largest absolute value of x for a text is averaged over
-texts, and the largest of these means is reported. Finished runs in the work folder are kept.
+model is quantized with `quantize` and for OpenVINO. Outliers are measured like in the code of arXiv 2306.12929. In the
+following, x is the output of a feed-forward module before the residual connection, or the output of a layer. The
+kurtosis of all values of x for a text is averaged over texts, modules and layers. The largest absolute value of x for
+a text is averaged over texts, and the largest of these means is reported. Finished runs in the work folder are reused.
 
 Install the packages with `pip install -e .[onnx,openvino,demo]`.
 
@@ -42,7 +42,7 @@ from hf_attn_variants import quantize
 from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 
-# The name of the model without training, and the names and fields of the uptrained models.
+# The names of the untrained model and of the uptrained model without an extension, and the fields of each extension.
 ORIGINAL, PLAIN = "MiniLM, not trained", "no extension"
 EXTENSIONS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -64,9 +64,11 @@ OUTLIER_TEXTS = 500
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="a BERT sentence encoder; by default the MiniLM of the package")
+    parser.add_argument("--model", default=None, help="a BERT sentence encoder (default: all-MiniLM-L6-v2)")
     parser.add_argument("--data_dir", type=Path, required=True, help=f"folder with {TRAIN}, {DEV} and {MNLI}")
-    parser.add_argument("--work_dir", type=Path, required=True, help="where models go; what is finished there is kept")
+    parser.add_argument(
+        "--work_dir", type=Path, required=True, help="folder for models; finished runs in it are reused"
+    )
     parser.add_argument("--extensions", nargs="+", choices=EXTENSIONS, default=list(EXTENSIONS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--max_train_steps", type=int, default=STEPS)
@@ -75,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train and measure the models that have not been measured yet, and write the JSON and the plot."""
+    """Train and measure the models that have not been measured yet, and write the JSON file and the plot."""
     check_data_dir(args.data_dir, TRAIN, DEV, MNLI)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     model = args.model or find_demo_model()
@@ -119,7 +121,7 @@ def list_training_texts(data_dir: Path) -> list[str]:
 def prepare_training(
     args: argparse.Namespace, model: str, name: str, seed: int, texts: Path, folder: Path
 ) -> list[str]:
-    """Convert the model unless this has been done, and return the command that trains it."""
+    """Convert the model unless the result exists, and return the command that trains it."""
     start = args.work_dir / f"{name.replace(' ', '-')}-start"
     if not start.is_dir():
         convert_checkpoint(model, start, **HEADS, **EXTENSIONS[name])
@@ -132,7 +134,7 @@ def prepare_training(
 
 
 def measure(folder: Path, data_dir: Path) -> dict[str, Any]:
-    """Return the outliers of a model, and per engine its quality and the distance of its embeddings to float32."""
+    """Return the outliers of a model, and per engine the quality and the distance of the embeddings from float32."""
     tokenizer, pairs = AutoTokenizer.from_pretrained(folder), read_pairs(data_dir / DEV)
     model = AutoModel.from_pretrained(folder).eval()
     sentences = [pair[0] for pair in pairs]
@@ -159,7 +161,7 @@ def measure(folder: Path, data_dir: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_outliers(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, float]:
-    """Return the mean kurtosis and the largest mean infinity norm, as defined at the top of this file."""
+    """Return the mean kurtosis and the largest mean infinity norm (see the module docstring)."""
     values: dict[str, list[tuple[float, float]]] = {}
 
     def record(name: str, output: Tensor) -> None:
@@ -188,7 +190,7 @@ def measure_outliers(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[s
 
 
 def plot(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Draw the distance of the int8 embeddings of each model against its kurtosis."""
+    """Plot the distance of the int8 embeddings of each model against its kurtosis."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
     rows, axes = list(rows), figure.subplots(1, 2)

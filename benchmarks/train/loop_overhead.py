@@ -1,10 +1,10 @@
 """Measure the overhead of `TrainingLoop` over a plain PyTorch loop with the same model, data and optimizer.
 
-The first task is classification of tokenized rows. The second task is masked-LM pretraining, whose text is tokenized,
-packed and masked during the training, without a worker. The third task is classification with a tiny model, which
-shows the milliseconds of the loop itself. Both loops take turns of some steps each. The figures are medians over the
-turns, and the losses of both loops must agree. Overhead and waiting for data are CPU times of the process, which other
-load hardly affects. The JSON also contains the elapsed times.
+The first task is the classification of tokenized rows. The second task is masked-LM pretraining, whose text is
+tokenized, packed and masked during training in the same process. The third task is classification with a tiny model,
+which shows the time of the loop itself. Both loops run in turns of a few steps. The figures are medians over the
+turns, and the losses of both loops must agree. The overhead and the time of waiting for data are CPU times of the
+process, which are nearly independent of other load. The JSON file also contains the elapsed times.
 """
 
 import argparse
@@ -55,29 +55,29 @@ TINY_SHAPE = {
     "intermediate_size": 64,
 }
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
-EPILOG = """example (all-MiniLM-L6-v2; the text is one article after another, an empty line between them):
+EPILOG = """example with all-MiniLM-L6-v2, on text whose articles are separated by empty lines:
   OMP_NUM_THREADS=1 python -m benchmarks.train.loop_overhead --model_name_or_path MINILM \\
       --train_file wikipedia/train-*.gz"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_name_or_path", required=True, help="A BERT or ALBERT with its tokenizer.")
-    parser.add_argument("--train_file", required=True, nargs="+", help="Text, .txt or .gz.")
+    parser.add_argument("--model_name_or_path", required=True, help="A BERT or ALBERT checkpoint with a tokenizer.")
+    parser.add_argument("--train_file", required=True, nargs="+", help="Text files, .txt or .gz.")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--length", type=int, default=32, help="Tokens of an example.")
-    parser.add_argument("--steps", type=int, default=30, help="Steps of a turn.")
-    parser.add_argument("--turns", type=int, default=10, help="Turns of each loop.")
+    parser.add_argument("--length", type=int, default=32, help="Tokens per example.")
+    parser.add_argument("--steps", type=int, default=30, help="Steps per turn.")
+    parser.add_argument("--turns", type=int, default=10, help="Turns per loop.")
     parser.add_argument("--output", default=str(ROOT / "benchmarks/train/results/loop_overhead.json"))
     add_memory_argument(parser)
     return parser.parse_args(argv)
 
 
 class TimedBatches:
-    """Batches, and the CPU seconds that making them took."""
+    """An iterable of batches that measures the CPU seconds for their preparation."""
 
     def __init__(self, batches: Iterable[dict]):
         self.batches = batches
@@ -98,7 +98,7 @@ class TimedBatches:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure both tasks, write the JSON and print the table."""
+    """Measure all tasks, write the JSON file, print the table, and return the results."""
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, rng_types=[])
     load = os.getloadavg()
     rows = [measure(args, accelerator, task) for task in TASKS]
@@ -122,10 +122,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> dict[str, Any]:
-    """Run both loops in turn.
+    """Run both loops in turns.
 
     Returns:
-        Medians over the turns: seconds per step of both loops, the overhead, and the share of waiting for data in %.
+        Medians over the turns: the seconds per step of both loops, the overhead in percent, and the share of the time
+        that the loop waits for data in percent.
     """
     set_seed(0)
     model, objective, loader = make_task(args, accelerator, task)
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     models = {name: copy.deepcopy(model) for name in loops}
     objectives = {name: objective(models[name]) for name in loops}
     optimizers = {name: torch.optim.AdamW(models[name].parameters(), LEARNING_RATE, fused=True) for name in loops}
-    # Once, as in a run, because the preparation is not a part of a step.
+    # The model and the optimizer are prepared only once, because this is not part of a step.
     models["loop"], optimizers["loop"] = accelerator.prepare(models["loop"], optimizers["loop"])
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     clock: dict[str, list[float]] = {name: [] for name in loops}
@@ -143,7 +144,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     for turn in range(args.turns + 1):  # the first one warms up
         for name in list(loops)[:: 1 if turn % 2 else -1]:
             batches = TimedBatches(loader)
-            torch.manual_seed(turn)  # of dropout
+            torch.manual_seed(turn)  # for dropout
             start = time.process_time()
             with UsageRecorder() as watch:
                 losses[name] = loops[name](
@@ -157,7 +158,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
             if turn and name == "loop":
                 waits.append(100 * batches.seconds / used)
         if not math.isclose(losses["bare"], losses["loop"], rel_tol=1e-4):
-            raise ValueError(f"{task}, turn {turn}: the loops' losses differ: {losses}")
+            raise ValueError(f"{task}, turn {turn}: The losses of the loops must agree, got {losses}")
     bare, loop = statistics.median(cpu["bare"]), statistics.median(cpu["loop"])
     return {
         "task": task,
@@ -176,7 +177,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
 
 
 def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> tuple[nn.Module, Any, Iterable[dict]]:
-    """Return the model, model -> objective, and the batches."""
+    """Return the model, a function from a model to its objective, and the batches."""
     config = AutoConfig.from_pretrained(args.model_name_or_path)
     if task != "masked LM":
         if task == TINY:
@@ -193,13 +194,13 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
         options = {"batch_size": args.batch_size, "sampler": EpochSampler(count, 0), "collate_fn": _stack}
         loader = create_dataloader(data, **options)
         return model, lambda _: make_classification_objective(), accelerator.prepare(loader)
-    # Without a pretrained head, because random weights do not matter here.
+    # The masked-LM head can be random, because its weights do not affect the time.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     prepare = MaskedLMPreparer(tokenizer, args.length, 0.15, seed=0)
     files = check_text_files(args.train_file)
-    # A turn restarts the stream and fills its shuffling window, which a real run does once per
-    # window: a window of one turn's blocks costs a turn what its own blocks cost.
+    # Each turn restarts the stream and fills its shuffling window. With a window of one turn's blocks, a turn only
+    # prepares the blocks that it uses.
     window = args.batch_size * (args.steps + 1)
     stream = TextStream(files, tokenizer, prepare, args.batch_size, 0, window)
     return (
@@ -225,7 +226,7 @@ def run_bare_loop(
     objective: Objective,
     steps: int,
 ) -> float:
-    """Train as a script without this package would; the mean loss."""
+    """Train like a script without this package, and return the mean loss."""
     model.train()
     scheduler, losses = _schedule(optimizer), []
     for _, batch in zip(range(steps), batches, strict=False):
@@ -247,7 +248,7 @@ def run_training_loop(
     objective: Objective,
     steps: int,
 ) -> float:
-    """Train by `TrainingLoop`, which counts, watches for NaN and SIGTERM, and logs; the mean loss."""
+    """Train with `TrainingLoop`, which also counts, logs, and checks for NaN and SIGTERM, and return the mean loss."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_grad_norm": MAX_GRAD_NORM, "disable_tqdm": True}
         settings = TrainingSettings(model_name_or_path="", output_dir=folder, **options)
@@ -257,7 +258,7 @@ def run_training_loop(
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table."""
+    """Return the results as a Markdown table."""
     lines = ["| task | bare loop | TrainingLoop | overhead | waiting for data |", "| --- " * 5 + "|"]
     for row in rows:
         seconds = [row[f"{name}_cpu_seconds_per_step"] for name in ("bare", "loop")]

@@ -1,8 +1,8 @@
-"""Shared parts of the benchmarks that pretrain a small model: a small vocabulary, and scripts that run one by one.
+"""Learn a small vocabulary and run scripts, for the benchmarks that pretrain a small model.
 
-The module can also run as a script, which makes such a vocabulary. With thousands of subwords, a small model predicts
-only word frequencies for hours. With little more than the alphabet, it learns to use its context within minutes on one
-CPU core, because the neighbors of a character predict it well.
+The command of this module learns such a vocabulary. With thousands of subwords, a small model predicts only word
+frequencies for hours. With little more than the alphabet, it learns to use its context within minutes on one CPU core,
+because the neighbors of a character predict it well.
 """
 
 import argparse
@@ -30,7 +30,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_CHARACTERS = 3_000_000
-# Others are spaces to the learner of the vocabulary, and unknown tokens later: they would fill it.
+# Other characters would fill the vocabulary. They are replaced by spaces when it is learned.
 ALPHABET = frozenset(string.ascii_letters + string.digits + " \n.,;:()-'\"/%&")
 EPILOG = """example:
   python -m benchmarks.train.small_pretraining --tokenizer google-t5/t5-small --text wikipedia/train-00000.txt.gz \\
@@ -38,32 +38,33 @@ EPILOG = """example:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description="Learn a small vocabulary from text.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokenizer", required=True, help="The one whose normalisation and special tokens it has.")
-    parser.add_argument("--text", required=True, help="A file of articles, .txt or .gz; its beginning is read.")
-    parser.add_argument("--size", type=int, required=True, help="Tokens, special ones included.")
-    parser.add_argument("--output_dir", required=True, help="Where the tokenizer is saved.")
+    parser.add_argument("--tokenizer", required=True, help="A tokenizer, for its normalization and special tokens.")
+    parser.add_argument("--text", required=True, help="A text file, .txt or .gz, whose beginning is read.")
+    parser.add_argument("--size", type=int, required=True, help="Size, including the special tokens.")
+    parser.add_argument("--output_dir", required=True, help="Folder for the tokenizer.")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make the vocabulary."""
+    """Learn the vocabulary and save the tokenizer."""
     make_vocabulary(args.tokenizer, Path(args.text), Path(args.output_dir), args.size)
 
 
 def make_vocabulary(tokenizer: str, shard: Path, folder: Path, size: int) -> None:
-    """Learn a unigram vocabulary from the beginning of a shard, and save the tokenizer.
+    """Learn a vocabulary from the beginning of a shard, and save the tokenizer.
 
     Args:
-        tokenizer: Folder or Hub id of the one whose normalisation and special tokens it takes over.
-        shard: Text.
-        folder: Where it is saved.
-        size: Of the vocabulary, special tokens included.
+        tokenizer: The folder or Hub id of a tokenizer. The new one has the same algorithm, normalization and special
+            tokens.
+        shard: The text file.
+        folder: The folder for the tokenizer.
+        size: The size of the vocabulary, including the special tokens.
     """
 
     def texts():
@@ -84,14 +85,14 @@ def make_script_command(name: str, *flags: Any) -> list[str]:
 
 
 def run_script(command: list[str], folder: Path, done: str = "all_results.json") -> None:
-    """Run a command, unless the file `done` in its folder says that it has run.
+    """Run a command unless its folder already contains the file `done`.
 
     Raises:
-        SystemExit: It failed; with its status.
+        SystemExit: If the command fails, with its exit status.
     """
     if (folder / done).is_file():
         return
-    # An interrupted training continues; the scripts raise errors for other leftovers.
+    # An interrupted training run continues. If the folder contains other files, the scripts raise an error.
     resumed = ["--resume_from_checkpoint", "latest"] if any(folder.glob("checkpoint-*")) else []
     print(shlex.join(command + resumed), flush=True)
     if status := subprocess.run(command + resumed).returncode:
@@ -107,7 +108,7 @@ def format_command(command: list[str], names: dict[str, str]) -> str:
 
 
 def get_gate_scores(results: dict[str, Any]) -> dict[str, Any]:
-    """Return what the gate saw, of a run's results."""
+    """Return the results of the context check from the results of a run."""
     return {key: value for key, value in results.items() if key.startswith("gate_")}
 
 

@@ -1,10 +1,10 @@
-"""T5 on Multi30k, English to German, with every kind of attention: from scratch, or on from a trained checkpoint.
+"""Train T5 models with several kinds of attention on Multi30k, English to German, from scratch or from a checkpoint.
 
-From scratch, the questions of two papers: does multi-query attention lose quality where the feed-forward layers are
-widened to as many parameters (1911.02150, section 4.1)? And do talking heads gain, with few large heads or many small
-ones (2003.02436, section 6)? From a trained checkpoint: what do talking heads gain or cost in a fine-tuning, against
-the same steps of multi-head attention? Each run is `scripts/run_seq2seq.py`; a run that is finished in the work folder
-is kept, so that this can be made in pieces.
+The models from scratch answer two questions. How much quality does multi-query attention lose if wider feed-forward
+layers restore the number of parameters (arXiv 1911.02150, section 4.1)? Do talking heads improve the quality, with few
+large heads or many small heads (arXiv 2003.02436, section 6)? From a trained checkpoint, fine-tuning with talking
+heads is compared with the same number of steps with multi-head attention. Each run executes
+`scripts/run_seq2seq.py`. Finished runs in the work folder are reused, so that an interrupted comparison can continue.
 """
 
 import argparse
@@ -28,12 +28,12 @@ EPILOG = """examples:
       --work_dir WORK_FOLDER
   python -m benchmarks.train.t5_multi30k finetune --data_dir MULTI30K_FOLDER --model T5_FOLDER \\
       --work_dir WORK_FOLDER"""
-# From scratch: two layers each of encoder and decoder; heads times their size is always 128.
+# The models from scratch have two encoder layers and two decoder layers. The number of heads times their size is 128.
 WIDTH = 128
 FEED_FORWARD = 512
 SHAPE = {"d_model": WIDTH, "num_layers": 2, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"}
-# The numbers are those that the checkpoint in shared/data was trained with (of another width, and its fine-tuning
-# starts at a quarter of its peak rate): nothing was chosen by these runs.
+# The checkpoint in shared/data, which has another width, was trained with these settings. Its fine-tuning starts at a
+# quarter of its peak learning rate. No setting was tuned on these runs.
 RECIPE = (
     "--optim adafactor --adafactor_scale_parameter --lr_scheduler_type linear --label_smoothing_factor 0.1 "
     "--max_length 64 --per_device_train_batch_size 64 --group_by_length --eval_loss_only"
@@ -51,19 +51,19 @@ METRICS = {
 
 
 class Variant(Protocol):
-    """One model of a comparison."""
+    """A model of a comparison."""
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name of the model in tables."""
 
     def flags(self, args: argparse.Namespace) -> list[str]:
-        """Return the flags with which scripts/run_seq2seq.py makes or loads the model."""
+        """Return the flags with which scripts/run_seq2seq.py creates or loads the model."""
 
 
 @dataclass(frozen=True)
 class NewModel:
-    """A model of random weights: its heads, and how much wider its feed-forward layers are for as many parameters."""
+    """A model with random weights. Its feed-forward layers are wider if it has fewer key/value heads."""
 
     heads: int
     kv_heads: int | None = None
@@ -74,7 +74,7 @@ class NewModel:
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name of the model in tables."""
         size = f"{self.heads}x{WIDTH // self.heads}"
         kind = {None: "MHA", 1: "MQA"}.get(self.kv_heads, f"GQA-{self.kv_heads}")
         name = f"{'talking heads' if self.talking_heads else kind} {size}"
@@ -84,13 +84,13 @@ class NewModel:
 
     @property
     def feed_forward(self) -> int:
-        """d_ff: what the keys and values of the decoder's two attentions save, spread over all gated layers."""
+        """The d_ff with which the model has as many parameters as with all key/value heads in the decoder."""
         layers = SHAPE["num_layers"] + SHAPE["num_decoder_layers"]
         saved = 0 if self.kv_heads is None else 2 * 2 * WIDTH * (WIDTH - WIDTH // self.heads * self.kv_heads)
         return FEED_FORWARD + round(saved * SHAPE["num_decoder_layers"] / (3 * WIDTH * layers))
 
     def flags(self, args: argparse.Namespace) -> list[str]:
-        """The architecture and the tokenizer."""
+        """Return the flags for the architecture and the tokenizer."""
         fields = SHAPE | {"num_heads": self.heads, "d_kv": WIDTH // self.heads, "d_ff": self.feed_forward}
         fields |= {"attention_kernel": self.kernel} if self.kernel else {}
         flags = ["--model_type", "t5", "--config_overrides", ",".join(f"{k}={v}" for k, v in fields.items())]
@@ -103,7 +103,7 @@ class NewModel:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """The trained checkpoint, as it is or with talking heads: new projections are the identity or random."""
+    """The trained checkpoint, unchanged or with new talking-heads projections, which are the identity or random."""
 
     talking_heads: str | None = None
     init: str = "identity"
@@ -111,13 +111,13 @@ class ConvertedModel:
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name of the model in tables."""
         if self.talking_heads is None:
             return "MHA"
         return f"{self.talking_heads}, {self.init}{', dynamic' if self.dynamic else ''}"
 
     def flags(self, args: argparse.Namespace) -> list[str]:
-        """The checkpoint, converted into the work folder if it is not there yet."""
+        """Return the flags for the checkpoint, which is converted first if it is not in the work folder."""
         if self.talking_heads is None:
             return ["--model_name_or_path", args.model]
         from hf_attn_variants.conversion import convert_checkpoint
@@ -156,34 +156,38 @@ VARIANTS: dict[str, list[Variant]] = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("start", choices=list(VARIANTS), help="new models, or on from --model")
-    parser.add_argument("--data_dir", type=Path, required=True, help="Multi30k: train.en.gz, train.de.gz, ...")
+    parser.add_argument("start", choices=list(VARIANTS), help="new models, or fine-tuning from --model")
+    parser.add_argument(
+        "--data_dir", type=Path, required=True, help="folder of Multi30k with train.en.gz, train.de.gz, ..."
+    )
     parser.add_argument("--tokenizer", help="scratch: folder of a tokenizer for both languages")
     parser.add_argument("--model", help="finetune: folder of a multi-head T5 that was trained on Multi30k")
-    parser.add_argument("--work_dir", type=Path, required=True, help="where runs go; finished ones are kept")
-    parser.add_argument("--max_train_steps", type=int, help="default: 1200 from scratch, 100 otherwise")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder for runs; finished runs are reused")
+    parser.add_argument(
+        "--max_train_steps", type=int, help="number of steps (default: 1200 for scratch, 100 for finetune)"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--variants", nargs="+", help="names as in the table (default: all)")
+    parser.add_argument("--variants", nargs="+", help="names of the models in the table (default: all)")
     parser.add_argument("--dropout_rate", type=float, default=0.1)
     parser.add_argument("--output", type=Path, help="default: benchmarks/train/results/t5_multi30k_START.json")
     args = parser.parse_args(argv)
     needed = {"scratch": "tokenizer", "finetune": "model"}[args.start]
     if getattr(args, needed) is None:
-        parser.error(f"{args.start} needs --{needed}")
+        parser.error(f"{args.start} requires --{needed}")
     names = [variant.name for variant in VARIANTS[args.start]]
     if unknown := set(args.variants or []) - set(names):
-        parser.error(f"--variants {sorted(unknown)}: there are {names}")
+        parser.error(f"--variants {sorted(unknown)} must be in {names}")
     args.max_train_steps = args.max_train_steps or STEPS[args.start]
     args.output = args.output or RESULTS / f"t5_multi30k_{args.start}.json"
     return args
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run what is not there yet; add each run to the JSON, print the table at the end, and return the rows."""
+    """Execute the missing runs, add each row to the JSON file, print the table, and return the rows."""
     check_data_dir(args.data_dir, "train.en.gz", "train.de.gz", "val.en.gz", "val.de.gz")
     rows: list[dict[str, Any]] = []
     variants = [v for v in VARIANTS[args.start] if not args.variants or v.name in args.variants]
@@ -197,7 +201,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """Return the Markdown table: variants by metrics; means over the seeds, with the range where there are several."""
+    """Return a Markdown table of variants by metrics: means over the seeds, and ranges if the values differ."""
     metrics = {key: value for key, value in METRICS.items() if all(key in row for row in rows)}
     lines = ["| | " + " | ".join(title for title, *_ in metrics.values()) + " |"]
     lines.append("| --- " * (len(metrics) + 1) + "|")
@@ -235,10 +239,10 @@ def _run(args: argparse.Namespace, variant: Variant, seed: int) -> dict[str, Any
         with open(f"{folder}.log", "w", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, env=dict(os.environ)).returncode
         if status:
-            raise SystemExit(f"{variant.name}, seed {seed}, failed: see {folder}.log")
+            raise SystemExit(f"{variant.name}, seed {seed}, failed. See {folder}.log")
     results = check_arguments(folder, run_seq2seq.parse_args, flags)
     if not math.isfinite(results["eval_loss"]):
-        raise SystemExit(f"{folder}: the loss is {results['eval_loss']}")
+        raise SystemExit(f"{folder}: The evaluation loss must be finite, got {results['eval_loss']}")
     row = {"flags": " ".join(_make_recipe(args)), "dev_loss": results["eval_loss"], "dev_bleu": results["eval_bleu"]}
     names = ("test_bleu", "test_bleu_beam4", "num_parameters", "steps", "train_loss", "train_runtime", "versions")
     row |= {name: results[name] for name in names if name in results}

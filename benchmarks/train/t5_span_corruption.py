@@ -1,8 +1,8 @@
-"""Compare optimizers and attentions for a small T5 from scratch with span corruption: which ones learn to use context.
+"""Check with which optimizers and kinds of attention a small T5 learns to use its context in span corruption.
 
-Each run is `scripts/pretrain_span_corruption.py` with T5's noise (15%, spans of 3). Finished runs in the work folder
-are kept, so that the comparison can be continued. The plot shows the dev loss by step, and the loss of a model that
-only knows the frequencies of target tokens.
+Each run trains a T5 from scratch with `scripts/pretrain_span_corruption.py` and the noise of T5 (15%, spans of 3
+tokens). Finished runs in the work folder are reused, so that an interrupted comparison can continue. The plot shows
+the dev loss by step, and the loss of a model that only knows the frequencies of target tokens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from hf_attn_variants.training.pretraining.span_corruption import SpanCorruption
 from hf_attn_variants.training.pretraining.task import MIN_COST
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, read_blocks
 
-# 103 of them are T5's special tokens.
+# This includes the 103 special tokens of T5.
 VOCABULARY_SIZE = 256
 LENGTH, EVAL_SAMPLES = 32, 4096
 CONFIG = {
@@ -56,24 +56,26 @@ OPTIMIZERS = {
 }
 ATTENTIONS = {"MHA": "", "MQA": "--num_key_value_heads 1", "talking heads": "--talking_heads both"}
 SCORES = ("eval_loss", "eval_accuracy", "eval_target_tokens", "train_tokens", "train_runtime", "num_parameters")
-EPILOG = """example (finished runs in WORK_FOLDER are kept):
+EPILOG = """example:
   python -m benchmarks.train.t5_span_corruption --data_dir wikipedia --tokenizer google-t5/t5-small \\
       --work_dir WORK_FOLDER"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data_dir", required=True, help="Folder with train-*.txt.gz and valid.txt.gz.")
-    parser.add_argument(
-        "--tokenizer", required=True, help="A T5 tokenizer: the small vocabulary takes over all but the words."
-    )
-    parser.add_argument("--work_dir", required=True, help="Where checkpoints go; what is finished there is kept.")
+    parser.add_argument("--tokenizer", required=True, help="A T5 tokenizer, for its normalization and special tokens.")
+    parser.add_argument("--work_dir", required=True, help="Folder for checkpoints. Finished runs in it are reused.")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument(
-        "--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help=f"But for MHA with {SCALED}."
+        "--attentions",
+        nargs="+",
+        choices=ATTENTIONS,
+        default=list(ATTENTIONS),
+        help=f"Kinds of attention. All except MHA are only trained with {SCALED}.",
     )
     parser.add_argument("--max_train_steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
@@ -82,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train what is not there yet, write the JSON and the plot, and print the table of these runs."""
+    """Train the missing models, write the JSON file and the plot, print the table of all runs, and return the rows."""
     data, work, output = Path(args.data_dir), Path(args.work_dir), Path(args.output)
     check_data_dir(data, "valid.txt.gz")
     shards, held_out = sorted(data.glob("train-*.txt.gz")), data / "valid.txt.gz"
@@ -131,7 +133,7 @@ def make_pretraining_command(
 
 
 def compute_frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
-    """Return the entropy of the tokens of the dev targets in nats, the loss of a model that only knows frequencies."""
+    """Return the entropy of the dev target tokens in nats, the loss of a model that only knows frequencies."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     prepare = SpanCorruptionPreparer(tokenizer, LENGTH, seed)
     blocks = read_blocks(
@@ -146,7 +148,7 @@ def compute_frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) ->
 
 
 def save_plot(rows: list[dict[str, Any]], frequencies: float, path: Path) -> None:
-    """Draw the dev loss of every run against the step."""
+    """Plot the dev loss of every run against the step."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

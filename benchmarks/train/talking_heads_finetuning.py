@@ -1,7 +1,7 @@
-"""Fine-tunes one checkpoint with multi-head attention and with every kind of talking heads, equal steps, two seeds.
+"""Fine-tune one checkpoint with multi-head attention and with every kind of talking heads.
 
-The runs, their flags and the table are those of `finetuned_variants.py`; a run that is finished in the work folder is
-kept, so that the comparison can be made in pieces.
+All variants are trained for the same number of steps, with two seeds. The runs, the flags and the table are those of
+`finetuned_variants.py`. Finished runs in the work folder are reused, so that an interrupted comparison can continue.
 """
 
 import argparse
@@ -28,13 +28,13 @@ OUTPUT = str(finetuned_variants.ROOT / "benchmarks/train/results/talking_heads_f
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`: the flags of `finetuned_variants.py` with this comparison's defaults."""
+    """Parse `argv`, or the command line if it is None, like `finetuned_variants.py` but with other defaults."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     return finetuned_variants.parse_args([*DEFAULTS, "--output", OUTPUT, *arguments], VARIANTS)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run what is not there yet, write the JSON and print the table."""
+    """Execute the missing runs, write the JSON file and print the table."""
     finetuned_variants.main(args, VARIANTS)
 
 

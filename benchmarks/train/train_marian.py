@@ -1,6 +1,7 @@
-"""Train a small Marian on Multi30k, English to German, with plain upstream code: a real checkpoint of that family.
+"""Train a small Marian model on Multi30k, English to German, with only the code of Transformers.
 
-No model of this package takes part. The tokenizer is that of another translation model of the same two languages.
+The result is a real Marian checkpoint for other benchmarks. The tokenizer is that of another translation model for the
+same two languages.
 
 Example:
     python -m benchmarks.train.train_marian --data_dir MULTI30K_FOLDER --tokenizer T5_FOLDER \\
@@ -26,18 +27,20 @@ from benchmarks.convert.conversion_subjects import read_lines, translate
 
 SHAPE = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024}
 HEADS = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
-POOL = 100  # batches whose pairs are sorted by length together
+POOL = 100  # number of batches whose pairs are sorted by length together
 MAX_TOKENS = 64
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="example:" + __doc__.split("Example:")[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data_dir", type=Path, required=True, help="Multi30k: train.en.gz, val.de.gz, ...")
+    parser.add_argument(
+        "--data_dir", type=Path, required=True, help="folder of Multi30k with train.en.gz, val.de.gz, ..."
+    )
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer for both languages")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=6000)
@@ -49,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, print losses and val BLEU, and write the checkpoint with a `training.json`."""
+    """Train the model, print the losses and the validation BLEU, and write the checkpoint with a `training.json`."""
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     padding = tokenizer.pad_token_id
@@ -70,7 +73,9 @@ def main(args: argparse.Namespace) -> None:
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=padding, label_smoothing=0.1
         )
         if not math.isfinite(loss.item()):
-            raise SystemExit(f"the loss of step {step} is {loss.item()}: nothing more is written")
+            raise SystemExit(
+                f"Training stopped because the loss of step {step} is {loss.item()}. Reduce --learning_rate."
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -89,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def make_new_model(tokenizer: Any, dropout: float) -> MarianMTModel:
-    """Return a Marian of random weights."""
+    """Return a Marian model with random weights."""
     config = MarianConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -109,7 +114,7 @@ def make_new_model(tokenizer: Any, dropout: float) -> MarianMTModel:
 
 
 def iterate_batches(pairs: list[Any], args: argparse.Namespace) -> Iterator[list[Any]]:
-    """Yield `steps` batches of pairs of nearly one length, in a new order in each epoch."""
+    """Yield `args.steps` batches of pairs with similar lengths, in a new order in each epoch."""
     generator, left = random.Random(args.seed), args.steps
     while left:
         order = generator.sample(pairs, len(pairs))
@@ -124,12 +129,12 @@ def iterate_batches(pairs: list[Any], args: argparse.Namespace) -> Iterator[list
 
 
 def pad(lines: tuple[list[int], ...], token: int) -> torch.Tensor:
-    """Return [lines, longest], filled with `token` on the right."""
+    """Return the token ids as a tensor [lines, longest], padded with `token` on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in lines], True, token)
 
 
 def compute_bleu(model: MarianMTModel, tokenizer: Any, pairs: list[tuple[str, str]]) -> float:
-    """Return the BLEU of greedy translations of at most 64 tokens."""
+    """Return the BLEU of greedy translations with at most `MAX_TOKENS` tokens."""
     sources, targets = zip(*pairs, strict=True)
     translations = translate(model.eval(), tokenizer, sources, max_new_tokens=MAX_TOKENS)
     model.train()
@@ -137,12 +142,12 @@ def compute_bleu(model: MarianMTModel, tokenizer: Any, pairs: list[tuple[str, st
 
 
 def read_pairs(folder: Path, split: str) -> list[tuple[str, str]]:
-    """Return (English, German) of each line."""
+    """Return the English and German text of each line."""
     return list(zip(*(read_lines(folder / f"{split}.{language}.gz") for language in ("en", "de")), strict=True))
 
 
 def write(model: MarianMTModel, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
-    """Write the checkpoint under a temporary name, and then move it."""
+    """Write the checkpoint to a temporary folder, and then move its files to the folder."""
     new = folder.with_name(f"{folder.name}.new")
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
