@@ -61,9 +61,7 @@ def list_recordings(args: argparse.Namespace) -> list[Path]:
         sys.exit(f"error: --checkpoint {args.checkpoint} has no config.json")
     audio_files = sorted(path for path in args.audio_dir.glob("*") if path.suffix.lower() in AUDIO_FILES)
     if len(audio_files) < (needed := max(args.batch_size)):
-        sys.exit(
-            f"error: --audio_dir {args.audio_dir} has {len(audio_files)} recordings, but a batch needs {needed}"
-        )
+        sys.exit(f"error: --audio_dir {args.audio_dir} has {len(audio_files)} recordings, but a batch needs {needed}")
     return audio_files[:needed]
 
 
