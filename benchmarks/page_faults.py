@@ -38,8 +38,8 @@ __all__ += ["get_allocator_setting", "record_rounds"]
 # With these variables, glibc does not map large blocks separately and does not return memory to the kernel.
 FIXED_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 ALLOCATOR_LIBRARIES = ("jemalloc", "tcmalloc", "mimalloc")
-# If each fault takes 4 microseconds (a high estimate), 2,500 faults per second (10 MB of new pages) take one percent of
-# the time. Up to 16 faults in total are always allowed, because the objects of Python also need some pages.
+# If each fault takes 4 microseconds (a high estimate), 2,500 faults per second (10 MB of new pages) take one percent
+# of the time. Up to 16 faults in total are always allowed, because the objects of Python also need some pages.
 FEW_A_SECOND, FEW = 2500, 16
 # If the kernel uses huge pages (2 MiB, zeroed), a fault of a huge page costs as much as this number of small faults.
 HUGE_FAULT = 100
@@ -154,7 +154,7 @@ def describe_memory() -> dict[str, dict[str, Any]]:
 
 
 def _find_preloaded_allocator() -> str | None:
-    """Return the name of the preloaded allocator, or None if there is none."""
+    """Return the name of the preloaded allocator, or None without one."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     return next((name for name in ALLOCATOR_LIBRARIES if name in preloaded), None)
 

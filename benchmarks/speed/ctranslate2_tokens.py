@@ -141,7 +141,7 @@ def measure_transcriptions(source: Path, args: argparse.Namespace) -> Iterator[d
 
 
 def cut_at_end_token(row: list[int], end: int) -> list[int]:
-    """Return the tokens before the end token, or all tokens if there is none."""
+    """Return the tokens before the end token, or all tokens if it does not occur."""
     return row[: row.index(end)] if end in row else row
 
 

@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the models to compare by name, with random weights."""
+    """Return {name: model} for the models to compare, with random weights."""
     fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
     heads, kind = get_decoder_heads(fields), "marian" if args.shape in MARIANS else "t5"

@@ -61,7 +61,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models() -> dict[str, PreTrainedModel]:
-    """Return the models to compare by name."""
+    """Return {name: model} for the models to compare."""
     shape = SHAPES["t5-small"]
     models = {UPSTREAM: T5ForConditionalGeneration(T5Config(**shape))}
     for name, fields in PEERS.items():

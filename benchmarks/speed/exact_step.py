@@ -40,7 +40,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the models to compare by name, with the same weights."""
+    """Return {name: model} for the models to compare, with the same weights."""
     model = make_random_model(args.shape)
     cls: Any = get_variant_model_class(type(model).__name__)
     config = cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)
