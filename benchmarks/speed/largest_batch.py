@@ -53,7 +53,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[int, int]]:
-    """Return the largest batch whose peak is within the memory, or 0 if even one text is too many, and all measured peaks.
+    """Return the largest batch whose peak is within the memory (0 if one text is too many), and all measured peaks.
 
     Args:
         peak: a function that returns the peak bytes of a batch size, which must grow with the batch size.
