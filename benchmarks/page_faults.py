@@ -1,8 +1,9 @@
 """Measure the time that the kernel takes to provide memory pages, and avoid it with another allocator setting.
 
-glibc returns each block above 32 MB to the kernel and requests it again, zeroed, page by page. In a program that
-allocates such blocks all the time this can take longer than the computation, most of all on a virtual machine.
-Allocators that keep memory (jemalloc, tcmalloc, glibc with the variables of `FIXED_SETTINGS`) avoid this.
+By default, glibc returns each block above 32 MB to the kernel. When it requests the block again, the kernel provides
+zeroed memory page by page. In a program that allocates such blocks repeatedly, this can take longer than the
+computation, especially on a virtual machine. Allocators that do not return memory (jemalloc, tcmalloc, and glibc with
+the variables of `FIXED_SETTINGS`) avoid this.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import Any
 resource: Any
 try:
     import resource
-except ImportError:  # Windows counts them otherwise
+except ImportError:  # Windows does not have this module
     resource = None
 
 __all__ = [
@@ -34,13 +35,13 @@ __all__ = [
 ]
 __all__ += ["get_allocator_setting", "record_rounds"]
 
-# With which glibc keeps memory: no block is so large that it is mapped by itself, and none is given back.
+# With these variables, glibc does not map large blocks separately and does not return memory to the kernel.
 FIXED_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 ALLOCATOR_LIBRARIES = ("jemalloc", "tcmalloc", "mimalloc")
-# 2,500 faults per second (10 MB of new pages) take one percent of the time if each takes 4 microseconds, a high
-# value. 16 faults in total never matter, because the objects of Python also need some pages.
+# If each fault takes 4 microseconds (a high estimate), 2,500 faults per second (10 MB of new pages) take one percent
+# of the time. Up to 16 faults in total are always allowed, because the objects of Python also need some pages.
 FEW_A_SECOND, FEW = 2500, 16
-# The cost of a fault of a huge page (2 MiB, zeroed) in faults of small pages, if the kernel uses huge pages.
+# If the kernel uses huge pages (2 MiB, zeroed), a fault of a huge page costs as much as this number of small faults.
 HUGE_FAULT = 100
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -61,7 +62,13 @@ class Usage:
 
 
 class UsageRecorder:
-    """`with UsageRecorder() as recorder: ...`; `recorder.usage` is then what was done in it."""
+    """A context manager that records the resources used in its block.
+
+    Example:
+        >>> with UsageRecorder() as recorder:
+        ...     run()
+        >>> recorder.usage
+    """
 
     usage: Usage
 
@@ -86,7 +93,7 @@ def _read_usage() -> tuple[float, float | None, float | None]:
 
 
 def summarize_usages(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Return the medians of one figure's repeats, as JSON values, and whether its faults are few."""
+    """Return the medians over the repeats of one figure, as JSON values, and whether it has few page faults."""
 
     def median(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -98,20 +105,29 @@ def summarize_usages(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def format_usage(usage: dict[str, Any]) -> str:
-    """Return a figure's `summarize_usages` in words."""
+    """Return a text for the page faults and system time in a result of `summarize_usages`."""
     if usage["minor_faults"] is None:
         return "page faults not counted"
     return f"{usage['minor_faults']:,.0f} page faults, system {usage['system_seconds']:.3f} s"
 
 
 def get_fault_limits() -> dict[str, int]:
-    """Return how many faults are few, for the reports."""
+    """Return the numbers of page faults, per second and in total, up to which a figure has few faults."""
     always = HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(encoding="utf-8")
     return {"faults_a_second": FEW_A_SECOND // HUGE_FAULT if always else FEW_A_SECOND, "or_in_all": FEW}
 
 
 def has_few_faults(minor_faults: float | None, seconds: float, limits: Mapping[str, int] | None = None) -> bool | None:
-    """Return whether so many faults (of `get_fault_limits`) say nothing in so many seconds; None if not counted."""
+    """Return whether a measurement has so few page faults that they do not affect its time.
+
+    Args:
+        minor_faults: the number of page faults, or None if they were not counted.
+        seconds: the elapsed time.
+        limits: the limits in the format of `get_fault_limits`, or None for its result.
+
+    Returns:
+        None if the page faults were not counted.
+    """
     if minor_faults is None:
         return None
     limits = limits or get_fault_limits()
@@ -128,7 +144,7 @@ def get_allocator_setting() -> str:
 
 
 def describe_memory() -> dict[str, dict[str, Any]]:
-    """Return the allocator of this process and its settings under `get_allocator_setting`, for the reports."""
+    """Return {allocator setting: description of the allocator} of this process, for the reports."""
     name, version = platform.libc_ver()
     allocator = _find_preloaded_allocator() or f"{name} {version}".strip() or platform.system()
     variables = {name: os.environ[name] for name in (*FIXED_SETTINGS, "GLIBC_TUNABLES") if name in os.environ}
@@ -138,20 +154,20 @@ def describe_memory() -> dict[str, dict[str, Any]]:
 
 
 def _find_preloaded_allocator() -> str | None:
-    """Return the preloaded allocator that keeps memory, if there is one."""
+    """Return the name of the preloaded allocator, or None without one."""
     preloaded = os.environ.get("LD_PRELOAD", "")
     return next((name for name in ALLOCATOR_LIBRARIES if name in preloaded), None)
 
 
 @contextmanager
 def record_rounds(module: ModuleType) -> Iterator[dict[str, list[Usage]]]:
-    """Record what the contestants take that `module._time_engines` runs.
+    """Record the resources used by the functions that `module._time_engines` calls.
 
     Args:
-        module: of the package; its `_time_engines` gets a dict of names and functions first.
+        module: a module of the package whose `_time_engines` takes a dictionary of functions as its first argument.
 
     Yields:
-        For each name the usage of each call of its function, those that warm up included.
+        {name: usages of all calls of the function, including warm-up calls}.
     """
     timed = module._time_engines
     usages: dict[str, list[Usage]] = {}

@@ -1,7 +1,7 @@
-"""Find the ratios in each report of speed, and the claims that follow from them.
+"""Compute the ratios in each speed report, and the claims that follow from them.
 
-The label of a ratio is the same in every report of a kind, so that ratios of an earlier and a later report, and of
-both allocator settings, can be compared.
+Reports of the same kind use the same labels for their ratios. Therefore the ratios of an old and a new report, and
+those of both allocator settings, can be compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ PASSES = {"everything": "T5", "windows": "LongT5, local", "transient global": "L
 
 
 class Ratio(NamedTuple):
-    """One figure in times another.
+    """The ratio of two figures.
 
     Args:
-        label: what it is of.
+        label: the name of the ratio.
         value: the ratio.
-        is_cost: whether it is a time in times another's (less is better) and not a speed.
-        few_faults: of both figures; None where that is not known.
+        is_cost: whether it is a relative time (lower is better) instead of a relative speed.
+        few_faults: whether both figures have few page faults, or None if that is not known.
     """
 
     label: str
@@ -36,7 +36,10 @@ class Ratio(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A ratio with both allocator settings, and its claim; `kept` is None if the fixed setting was not measured."""
+    """A ratio with both allocator settings, and its claim.
+
+    `fixed` is None if the fixed setting was not measured or had too many page faults.
+    """
 
     label: str
     glibc: float
@@ -51,11 +54,11 @@ class Line(NamedTuple):
 
 
 def iterate_claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
-    """Yield each ratio of a report, both ways.
+    """Yield each ratio of a report with both allocator settings.
 
     Args:
-        name: the report's, which says of what kind it is.
-        report: as `kept_memory.run` writes it.
+        name: the name of the report, whose prefix determines its kind.
+        report: the report in the format of `kept_memory.run`.
     """
     glibc, fixed_report = split_by_setting(report)
     fixed_ratios = {ratio.label: ratio for ratio in iterate_ratios(name, fixed_report)} if fixed_report else {}
@@ -66,20 +69,23 @@ def iterate_claims(name: str, report: dict[str, Any]) -> Iterator[Line]:
 
 
 def iterate_ratios(name: str, report: dict[str, Any]) -> Iterator[Ratio]:
-    """Yield the ratios of the process whose report it is."""
+    """Yield the ratios of a report of one allocator setting."""
     (list_ratios,) = (kind for prefix, kind in KINDS.items() if name.startswith(prefix))
     return list_ratios(report)
 
 
 def is_of_speed(name: str) -> bool:
-    """Return whether a report's ratios are of speed."""
+    """Return whether the report with this name is a speed report."""
     return name.startswith(tuple(KINDS))
 
 
 def _iterate_pair_ratios(
     row: dict[str, Any], part: str, base: str, compared: str, label: str, is_cost: bool = False
 ) -> Iterator[Ratio]:
-    """Yield the ratio of two times in `row[part]`, if both are there: the base's by ours (of a cost, its inverse)."""
+    """Yield the ratio of two times in `row[part]`, if it contains both.
+
+    This is the time of `base` divided by that of `compared`, or the inverse for a cost.
+    """
     times = row.get(part) or {}
     if times.get(base) and times.get(compared):
         value = times[compared] / times[base] if is_cost else times[base] / times[compared]
@@ -87,7 +93,7 @@ def _iterate_pair_ratios(
 
 
 def _has_few_faults(usage: dict[str, dict[str, Any]], *names: str) -> bool | None:
-    """Return whether the faults of all these figures were few."""
+    """Return whether all these figures have few page faults, or None if that is not known."""
     few_faults = [usage.get(name, {}).get("few_faults") for name in names]
     return None if None in few_faults else all(few_faults)
 
@@ -217,10 +223,9 @@ def _iterate_loop_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
         yield Ratio(f"loop in times a bare loop's CPU time, {row['task']}", value, True, has_few)
 
 
-# How a report's name begins -> its ratios.
 def _iterate_engine_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
     for row in report["sizes"]:
-        # Other engines have their own allocators, so that only the faults of the baseline matter.
+        # Other engines have their own allocators, so only the page faults of the baseline matter.
         has_few = row["usage"]["milliseconds"]["float32"]["few_faults"]
         for engine, milliseconds in row["milliseconds"].items():
             if engine != "float32":
@@ -229,6 +234,7 @@ def _iterate_engine_ratios(report: dict[str, Any]) -> Iterator[Ratio]:
                 )
 
 
+# The prefix of a report's name, and the function that yields its ratios.
 KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "decode_": _iterate_decoding_ratios,
     "encode_": _iterate_encoding_ratios,
@@ -241,7 +247,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Iterator[Ratio]]] = {
     "exact_step_": partial(_iterate_sharing_ratios, base="products"),
     "serving_": _iterate_serving_ratios,
     "transcription_": _iterate_serving_ratios,
-    "talking_heads_c": _iterate_talking_heads_ratios,  # "cpu" or "cuda"; talking_heads_finetuning.json is of quality
+    "talking_heads_c": _iterate_talking_heads_ratios,  # cpu or cuda, but not talking_heads_finetuning (quality)
     "onnx_latency": _iterate_onnx_ratios,
     "loop_overhead": _iterate_loop_ratios,
     "int8_encoder": _iterate_engine_ratios,

@@ -1,7 +1,7 @@
-"""The tables of speed, made from the JSON reports; `result_tables.py` writes them into the Markdown files.
+"""The speed tables, generated from the JSON reports. `result_tables.py` writes them into the Markdown files.
 
-A report of both allocator settings shows the times under the fixed setting, and of each ratio the smaller gain
-(`kept_memory.claimed`). An older report shows the ratio that it has.
+For a report with both allocator settings, a table shows the times with the fixed setting and the smaller of the two
+gains (`kept_memory.make_claim`). For an older report, it shows the only ratio.
 """
 
 import json
@@ -19,13 +19,13 @@ Rows = Iterable[Sequence[Any]]
 
 
 def report_paths(folder: Path | None = None) -> dict[str, Path]:
-    """Return {name: path} of the reports in a folder, or by default of all groups except the GPU's."""
+    """Return {name: path} of the reports in a folder, or by default of all reports outside `gpu/`."""
     paths = FOLDER.glob("*/results/*.json") if folder is None else folder.glob("*.json")
     return {path.stem: path for path in sorted(paths) if folder is not None or path.parts[-3] != "gpu"}
 
 
 def report_path(name: str, folder: Path | None = None) -> Path:
-    """Return where a report lies, or would: in a folder; without one, in that of its group."""
+    """Return the path of a report in a folder, or by default in benchmarks/ (a new report in `speed/results`)."""
     return report_paths(folder).get(name, (folder or FOLDER / "speed/results") / f"{name}.json")
 
 
@@ -33,9 +33,9 @@ class Table(NamedTuple):
     """A table of a Markdown file.
 
     Args:
-        names: the reports that it is made from.
-        columns: the texts of its header.
-        rows: a function from these reports to the texts of the cells.
+        names: the names of the reports from which the table is generated.
+        columns: the texts of the header.
+        rows: a function from these reports to the rows of cells.
     """
 
     names: tuple[str, ...]
@@ -43,11 +43,11 @@ class Table(NamedTuple):
     rows: Callable[..., Rows]
 
     def is_there(self, folder: Path | None = None) -> bool:
-        """Return whether all its reports are in a folder, or here."""
+        """Return whether all reports of the table exist, in a folder or by default in benchmarks/."""
         return all(report_path(name, folder).is_file() for name in self.names)
 
     def made(self, folder: Path | None = None) -> list[list[str]]:
-        """Return the cells of each row, from the reports in a folder, or those here."""
+        """Return the cells of each row, from the reports in a folder or by default in benchmarks/."""
         reports = (json.loads(report_path(name, folder).read_text(encoding="utf-8")) for name in self.names)
         return [[str(cell) for cell in row] for row in self.rows(*reports)]
 
@@ -56,13 +56,13 @@ TABLES: dict[str, Table] = {}
 
 
 def format_markdown_table(columns: Sequence[str], rows: Rows) -> str:
-    """Return a table as Markdown, without a newline at its end."""
+    """Return a table as Markdown, without a final newline."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def register_table(*names: str, columns: Sequence[str]) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
-    """Register a function from reports to a table's rows."""
+    """Return a decorator that registers a function from reports to the rows of a table, under the function's name."""
 
     def register(rows: Callable[..., Rows]) -> Callable[..., Rows]:
         TABLES[rows.__name__] = Table(names, tuple(columns), rows)
@@ -80,9 +80,9 @@ def format_milliseconds(value: float) -> str:
 
 
 def pair_rows(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Yield the rows of a part, each with the row of the fixed allocator setting.
+    """Yield each row of a part with the corresponding row of the fixed allocator setting.
 
-    The second row is {} if a report with both settings lacks it, and None if the report has one setting.
+    The second row is {} if a report with both settings does not have it, and None if the report has only one setting.
     """
     fixed_rows = (split_by_setting(report)[1] or {}).get(part)
     for number, row in enumerate(report[part]):
@@ -92,11 +92,12 @@ def pair_rows(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any
 def format_ratio(
     row: dict, fixed_row: dict | None, compute_ratio: Callable[[dict], tuple[float, bool | None]], is_cost=False
 ) -> str:
-    """Return a ratio's text.
+    """Return the text of a ratio.
 
     Args:
-        row, fixed_row: as `pair_rows` yields them.
-        compute_ratio: the ratio in such a row, and whether the faults of both its figures were few.
+        row, fixed_row: a pair of rows from `pair_rows`.
+        compute_ratio: a function from a row to the ratio and to whether both of its figures have few page faults.
+        is_cost: whether the ratio is a relative time (lower is better).
     """
     value = compute_ratio(row)[0]
     if fixed_row is None:
@@ -108,7 +109,10 @@ def format_ratio(
 def make_time_ratio(
     part: str, base: str, compared: str, is_cost: bool = False
 ) -> Callable[[dict], tuple[float, bool | None]]:
-    """Return what finds the ratio of two times of a row's part: the base's by ours, of a cost ours by the base's."""
+    """Return a function that computes the ratio of two times in a part of a row.
+
+    The ratio is the time of `base` divided by that of `compared`, or the inverse for a cost.
+    """
 
     def compute_ratio(row: dict) -> tuple[float, bool | None]:
         times, usage = row[part], row.get("usage", {}).get(part, {})
@@ -137,18 +141,18 @@ LATENTS = {
 }
 MARIANS = {"decode_opus-mt_cpu_beams4": "batch 8, 4 beams", "decode_opus-mt_cpu": "batch 32, greedy"}
 UPSTREAM = "upstream MHA"
-# The columns of the models of a decoding benchmark.
+# The column names of the models in a decoding benchmark.
 NAMES = {UPSTREAM: "Transformers", "exact": "cached encoder outputs"}
 NAMES |= {f"cross r={rank}": f"cross-attention latents of {rank}" for rank in (128, 64)}
 
 
 def make_model_columns(models: Iterable[str], unit: str = "") -> list[str]:
-    """Return the header cells of models."""
+    """Return the header cells for models."""
     return [NAMES.get(model, model) + unit for model in models]
 
 
 class Decoded:
-    """The rows of one decoding report at its last size, by model."""
+    """The rows of a decoding report for its last size, by model."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         both = list(pair_rows(report, "rows"))
@@ -160,7 +164,7 @@ class Decoded:
         }
 
     def speed(self, model: str, digits: int | None = None) -> str:
-        """Return "tokens/s (ratio)", without a ratio for Transformers; an empty text if the model was not run."""
+        """Return "tokens/s (ratio)", or only the tokens/s for Transformers, or "" if the model was not measured."""
         if model not in self.by_model:
             return ""
         row, fixed_row = self.by_model[model]
@@ -173,7 +177,7 @@ class Decoded:
         return f"{tokens} ({text})"
 
     def times(self, model: str, field: str) -> str:
-        """Return the ratio to Transformers."""
+        """Return the text of the ratio to Transformers, or "" if the model was not measured."""
         if model not in self.by_model:
             return ""
         first = self.by_model[UPSTREAM]
@@ -657,7 +661,7 @@ def converted_whispers(report: dict[str, Any]) -> Iterator[Sequence[Any]]:
     columns=["engine", "batch 1, greedy", "batch 1, 5 beams", "batch 4, 5 beams", "peak memory, batch 1, 5 beams"],
 )
 def serving_a_whisper(one: dict[str, Any], four: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    # The peaks are from batch 1 with beams. The report of batch 4 has only times.
+    # The report of batch 4 has only times, so the table shows the peaks of batch 1 with beams.
     peaks = one["runs"][-1]["peak_bytes"]
     for row in four["runs"]:
         row["peak_bytes"] = peaks
@@ -680,7 +684,7 @@ BATCHES = [f"batch {size}, {search}" for size in (8, 16) for search in ("greedy"
     columns=["engine", *(f"{batch}, {setting}" for batch in BATCHES for setting in ("default", "fixed"))],
 )
 def serving_many_recordings(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    """Yield seconds under both settings, because no ratio is claimed for engines with an allocator of their own."""
+    """Yield the seconds with both settings. There is no claim for engines that have their own allocator."""
     sizes = [setting_row for report in reports for pair in pair_rows(report, "runs") for setting_row in pair]
     for name in reports[0]["runs"][0]["milliseconds"]:
         seconds = [(setting_row or {}).get("milliseconds", {}).get(name) for setting_row in sizes]
@@ -696,7 +700,7 @@ OF_SPEECH = [f"batch {size}, {search}" for size in (1, 8, 16) for search in ("gr
     columns=["engine", *OF_SPEECH, "equal texts, greedy, 5 beams"],
 )
 def transcribing_speech(*reports: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    """Yield seconds under the default and the fixed setting, and how many texts of the largest batch are equal."""
+    """Yield the seconds with the default and the fixed setting, and how many texts of the largest batch are equal."""
     runs = [pair for report in reports for pair in pair_rows(report, "runs")]
     runs.sort(key=lambda pair: (pair[0]["batch_size"], pair[0]["num_beams"]))
     for name in reports[0]["runs"][0]["milliseconds"]:

@@ -1,10 +1,10 @@
-"""Check whether CTranslate2 generates the tokens of `generate` with checkpoints of `attn-variants export`.
+"""Check whether CTranslate2 generates the same tokens as `generate` with checkpoints of `attn-variants export`.
 
 Each translation model runs unchanged and with fewer key/value heads (averaged) on 50 sentences of Multi30k's
-validation set, in one padded batch, greedily and with 4 beams. Each Whisper runs greedily on recordings. Whisper
-models with fewer heads must be calibrated, because averaged heads repeat one token endlessly in every engine. Beams
-are compared with equal scores (a length penalty of 0), and with each library's defaults. The speed of the machine does
-not matter.
+validation set, in one padded batch, greedily and with 4 beams. Each Whisper model runs greedily on recordings. Whisper
+models with fewer heads must be calibrated, because models with averaged heads repeat one token endlessly in every
+engine. Beam search is compared with equal scores (a length penalty of 0), and with each library's defaults. The
+results do not depend on the speed of the machine.
 
 Example:
     python -m benchmarks.speed.ctranslate2_tokens --model ../shared/data/checkpoints/t5-mini-multi30k-en-de
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).resolve().parent
 # Key/value heads of the encoder, the decoder and cross-attention; None: as many as query heads.
 HEADS = ((None, None), (2, 2), (1, 1), (4, 1), (None, 2))
 SENTENCES, NEW_TOKENS, HEARD_TOKENS = 50, 60, 120
-# The comparisons per precision; for the others float32 is enough.
+# The searches that are compared in each precision. Beam search is compared only in float32.
 QUANTIZATIONS = {"float32": ("greedy", "4 beams", "4 beams, defaults"), "int8": ("greedy",), "bfloat16": ("greedy",)}
 SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"num_beams": 1}, {"beam_size": 1, "min_decoding_length": 0}),
@@ -51,19 +51,19 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="folders of models that translate English")
-    parser.add_argument("--whisper", type=Path, nargs="*", default=[], help="folders of Whispers, converted or not")
-    parser.add_argument("--audio_dir", type=Path, help="recordings for them")
-    parser.add_argument("--recordings", type=int, default=12, help="how many of them")
+    parser.add_argument("--whisper", type=Path, nargs="*", default=[], help="folders of (converted) Whisper models")
+    parser.add_argument("--audio_dir", type=Path, help="folder of recordings for the Whisper models")
+    parser.add_argument("--recordings", type=int, default=12, help="number of recordings")
     parser.add_argument("--data_dir", type=Path, default=FOLDER.parents[2] / "shared/data")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     args = parser.parse_args()
     if args.whisper and args.audio_dir is None:
-        parser.error("--whisper needs --audio_dir")
+        parser.error("--whisper requires --audio_dir")
     return args
 
 
 def main(args: argparse.Namespace) -> None:
-    """Convert, export, compare, write the JSON after each row."""
+    """Convert and export the models, compare their tokens, and write the JSON after each row."""
     transformers.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     versions = {"ctranslate2": ctranslate2.__version__, "transformers": transformers.__version__}
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def convert_heads(source: Path, encoder: int | None, decoder: int | None, folder: Path) -> Path:
-    """Return the folder of a checkpoint with fewer heads; the source's where none are fewer."""
+    """Return the folder of a checkpoint with fewer heads, or `source` if the numbers of heads are unchanged."""
     fields = {"num_key_value_heads": decoder, "encoder_num_key_value_heads": encoder}
     fields = {name: heads for name, heads in fields.items() if heads is not None}
     if not fields:
@@ -116,7 +116,7 @@ def measure_translations(source: Path, args: argparse.Namespace) -> Iterator[dic
 
 @torch.no_grad()
 def measure_transcriptions(source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each precision of a Whisper: greedy transcripts."""
+    """Yield a row for each precision of a Whisper model, which transcribes greedily."""
     files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)[: args.recordings]
     model: Any = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source).eval()
     processor: Any = transformers.AutoProcessor.from_pretrained(source)
@@ -141,14 +141,14 @@ def measure_transcriptions(source: Path, args: argparse.Namespace) -> Iterator[d
 
 
 def cut_at_end_token(row: list[int], end: int) -> list[int]:
-    """Return the tokens before the end token."""
+    """Return the tokens before the end token, or all tokens if it does not occur."""
     return row[: row.index(end)] if end in row else row
 
 
 def make_result_row(
     source: Path, written: Any, search: str, expected: list[list[int]], actual: list[list[int]], target: Path
 ) -> dict[str, Any]:
-    """Return a row of the JSON."""
+    """Return a row of the JSON report."""
     return {
         "model": source.name,
         "encoder_heads": written.heads["encoder_num_key_value_heads"][1],

@@ -1,11 +1,12 @@
-"""Compare the decoding speed of T5 and Marian in Transformers and with the variants of this package, in one run.
+"""Compare the decoding speed of T5 and Marian in Transformers with that of the variants in this package, in one run.
 
-The variants are MHA, GQA, MQA, cached encoder outputs ("exact"), and cross-attention to a latent of them.
+The variants are MHA, GQA, MQA, cached encoder outputs ("exact"), and cross-attention to a latent of the encoder
+outputs.
 
-The weights are random, because speed does not depend on them. `generate` gets the encoder outputs, so the time is that
-of decoding, including the keys and values of the source. The time of the encoder, which the decoder's key/value heads
-do not affect, is a separate figure. Every figure is the median over the repeats, and everything runs with both
-allocator settings (`kept_memory.py`).
+The weights are random, because speed does not depend on them. `generate` is called with the encoder outputs, so the
+reported time is the decoding time, including the computation of the encoder keys and values. The time of the encoder
+is reported separately, because the decoder's key/value heads do not affect it. Every figure is the median over the
+repeats, and everything runs with both allocator settings (`kept_memory.py`).
 
 Example:
     python -m benchmarks.speed.decode --shape t5-small --batch_size 32 --source_length 1024 --threads 2
@@ -41,21 +42,22 @@ from hf_attn_variants.inspection.speed import FirstTokenTimer
 from hf_attn_variants.modeling.attention.latent_attention import EXPANDED_LATENTS, attend_to_latent
 from hf_attn_variants.modeling.transformers_internals import get_cache
 
-# The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
+# `num_layers` is the number of layers in the encoder, and also that in the decoder. "t5-large-attention" has a quarter
+# of the layers of T5-large.
 SHAPES = {
     "tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "vocab_size": 500},
     "t5-multi30k": {"d_model": 128, "d_kv": 16, "d_ff": 512, "num_heads": 8, "num_layers": 2, "vocab_size": 8000}
-    | {"feed_forward_proj": "gated-gelu"},  # that benchmarks/train/t5_multi30k.py trains
+    | {"feed_forward_proj": "gated-gelu"},  # the model that benchmarks/train/t5_multi30k.py trains
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6},
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 12},
     "t5-large": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 24},
     "t5-large-attention": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "num_layers": 6},
     "opus-mt": {"d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "vocab_size": 58101}
     | {"encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
-    | {"activation_function": "swish", "max_position_embeddings": 4096},  # a Marian; for long sources too
+    | {"activation_function": "swish", "max_position_embeddings": 4096},  # a Marian model, also for long sources
 }
 MARIANS = ("opus-mt",)
-# The names of cross-attentions in T5 and in Marian.
+# The names of the cross-attention modules in T5 and in Marian.
 CROSS_ATTENTION_NAMES = ("EncDecAttention", "encoder_attn")
 UPSTREAM = "upstream MHA"
 
@@ -67,39 +69,39 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
-    parser.add_argument("--num_layers", type=int, help="fewer layers than the shape has, where memory asks for it")
+    parser.add_argument("--num_layers", type=int, help="number of layers, to reduce the memory that a shape needs")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: MHA, 4, 2 and 1")
     parser.add_argument(
         "--cross_kv_lora_rank",
         type=int,
         nargs="*",
-        help="ranks of the cross-attention's latent; default: all of d_model (exact), a half, a quarter, an eighth",
+        help="ranks of the cross-attention latent; default: d_model (exact), and 1/2, 1/4 and 1/8 of it",
     )
     parser.add_argument(
-        "--equal_parameters", action="store_true", help="wider feed-forward layers where there are fewer K/V heads"
+        "--equal_parameters", action="store_true", help="widen the feed-forward layers if there are fewer K/V heads"
     )
     parser.add_argument("--batch_size", type=int, nargs="+", default=[32])
     parser.add_argument("--source_length", type=int, nargs="+", default=[1024])
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--num_beams", type=int, default=1)
-    parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
+    parser.add_argument("--padded", action="store_true", help="fill a quarter of every second source with padding")
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the decoding step (with --cache static)")
+    parser.add_argument("--compile", action="store_true", help="compile the decoding step (requires --cache static)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's")
+    parser.add_argument("--threads", type=int, help="number of CPU threads; default: that of torch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--skip_encoder", action="store_true", help="do not time the encoder")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
-    parser.add_argument("--run_name", help="the files' name; default: made of the settings")
+    parser.add_argument("--run_name", help="output file name without extension; default: made of the settings")
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
-        parser.error(f"--max_new_tokens must be at least 2, the first token and a step; got {args.max_new_tokens}")
+        parser.error(f"--max_new_tokens must be at least 2 (the first token and a step), got {args.max_new_tokens}")
     if args.compile and args.cache != "static":
-        parser.error("--compile needs --cache static: a growing cache would be compiled anew at each step")
+        parser.error("--compile requires --cache static, because a growing cache would be recompiled at each step")
     if args.shape in MARIANS and (args.equal_parameters or args.num_layers):
-        parser.error("--equal_parameters and --num_layers are for the shapes of T5")
+        parser.error("--equal_parameters and --num_layers require a T5 shape")
     heads = get_decoder_heads(SHAPES[args.shape])
     if args.num_key_value_heads is None:
         args.num_key_value_heads = sorted({heads, 4, 2, 1} - {k for k in (4, 2) if heads % k}, reverse=True)
@@ -110,7 +112,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every configuration, write the JSON and the plot, and return what the JSON holds."""
+    """Run every configuration, write the JSON and the plot, and return the contents of the JSON."""
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -137,13 +139,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a dictionary of the contestants, with equal random weights if their shapes agree."""
+    """Return {name: model} for the models to compare, with random weights."""
     fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
     heads, kind = get_decoder_heads(fields), "marian" if args.shape in MARIANS else "t5"
 
     def made(model_type: str, **overrides: Any) -> Any:
-        with torch.device(args.device):  # a GPU draws a large model's weights in no time
+        with torch.device(args.device):  # a GPU initializes the weights of a large model much faster than a CPU
             return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **fields | overrides))
 
     models = {UPSTREAM: made(kind)}
@@ -155,24 +157,24 @@ def build_models(args: argparse.Namespace) -> dict[str, Any]:
         models[name] = made(f"attn_variant_{kind}", cross_kv_lora_rank=rank)
     for model in models.values():
         model.eval().to(args.device, getattr(torch, args.dtype))
-        # Random weights may end a sentence at any step: let none end.
+        # With random weights, a sentence could end at any step, so the end token is disabled.
         model.generation_config.eos_token_id = None
         model.generation_config.forced_eos_token_id = None
         if args.compile:
-            # The limit is counted over all contestants, which share their code.
+            # All models share their code, so their compilations count toward the same limit.
             torch._dynamo.config.recompile_limit = 16 * len(models)
             model.forward = torch.compile(model.forward)
     return models
 
 
 def get_decoder_heads(fields: dict[str, Any]) -> int:
-    """Return the decoder's heads."""
+    """Return the number of query heads in the decoder."""
     return fields["num_heads"] if "num_heads" in fields else fields["decoder_attention_heads"]
 
 
 def compute_equal_feed_forward_size(fields: dict[str, Any], kv_heads: int) -> int:
-    """Return the d_ff at which a model of fewer key/value heads has as many parameters (arXiv:1911.02150, 4.1)."""
-    saved = fields["num_heads"] - kv_heads  # heads of K and V, in both attentions of each decoder layer
+    """Return the d_ff at which a model with fewer key/value heads has as many parameters (arXiv:1911.02150, 4.1)."""
+    saved = fields["num_heads"] - kv_heads  # key and value heads, in both attention modules of each decoder layer
     saved *= fields["d_kv"] * fields["d_model"] * 2 * 2 * fields["num_layers"]
     matrices = 3 if "gated" in fields.get("feed_forward_proj", "relu") else 2
     return fields["d_ff"] + round(saved / (matrices * fields["d_model"] * 2 * fields["num_layers"]))
@@ -185,7 +187,7 @@ def get_variant_name(kv_heads: int, heads: int) -> str:
 def make_source(
     model: Any, args: argparse.Namespace, batch_size: int, source_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what decoders are given of a source: random states [b, m, d_model], and the mask [b, m]."""
+    """Return random encoder outputs [b, m, d_model] and their mask [b, m]."""
     torch.manual_seed(0)
     states = torch.randn(batch_size, source_length, model.config.d_model, device=args.device)
     mask = torch.ones(batch_size, source_length, dtype=torch.long, device=args.device)
@@ -196,7 +198,7 @@ def make_source(
 
 @torch.no_grad()
 def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, source_length: int) -> list[dict]:
-    """Return one row for each contestant at one batch size and source length; ratios are to the first one's."""
+    """Return a row for each model at one batch size and source length, with ratios to the first model."""
     states, mask = make_source(next(iter(models.values())), args, batch_size, source_length)
     parts = {
         name: measure_kv_cache(decode(model, states, mask, args)[0], model, args) for name, model in models.items()
@@ -204,7 +206,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     usages: dict[str, list[Usage]] = {name: [] for name in models}
     for repeat in range(args.repeats):
-        # In turn, and each round from another one on: what else the machine does hits all alike.
+        # The models take turns, and each round starts with another model, so that other load affects all of them.
         for name in rotate_names(list(models), repeat):
             with UsageRecorder() as watch:
                 times[name].append(decode(models[name], states, mask, args)[1:])
@@ -252,7 +254,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, s
 
 
 def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.Namespace) -> tuple[Any, float, float]:
-    """Generate from the encoder's output; return the cache, the seconds to the first token and the seconds in all."""
+    """Generate from encoder outputs, and return the cache, the seconds to the first token and the total seconds."""
     first = FirstTokenTimer(args.device)
     synchronize(args.device)
     start = time.perf_counter()
@@ -271,10 +273,10 @@ def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.
 
 
 def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the bytes of a cache, and the time that the cross-attentions of one step, in all layers, take with it.
+    """Return the size of a cache in bytes, and the time that the cross-attention of all layers takes in one step.
 
-    The layers run one after another, so each finds its keys and values in memory and not in a processor's cache, as a
-    decoding step does where the key/value cache is large.
+    The layers run one after another, so each layer reads its keys and values from memory and not from the processor's
+    cache. A decoding step with a large key/value cache does the same.
     """
     layers = caches.cross_attention_cache.layers
     (memories, _, length, width), config = layers[0].keys.shape, model.config
@@ -283,7 +285,7 @@ def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[
     heads = config.num_attention_heads
     head_dim = getattr(config, "d_kv", config.d_model // heads)
     query = torch.randn(memories * args.num_beams, heads, 1, head_dim, **tensor_options)
-    # Upstream repeats the source's keys and values for each beam, and its T5 adds a position bias of zeros.
+    # Transformers repeats the encoder keys and values for each beam, and its T5 adds a position bias of zeros.
     is_upstream = not hasattr(config, "talking_heads")
     query = query[:memories] if is_upstream else query
     bias = (
@@ -293,7 +295,7 @@ def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[
     )
     attend = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     has_latent = getattr(config, "cross_kv_lora_rank", None) is not None
-    # Logits and weighted sums; a latent's queries and outputs are projected as well.
+    # The logits and the weighted sums. With a latent, the queries and outputs are projected as well.
     flops = 4 * query[..., 0].numel() * (length * width + (width * head_dim if has_latent else 0))
 
     def step() -> None:
@@ -308,7 +310,7 @@ def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[
     step()
     times = [measure_seconds(step, args.device) for _ in range(9)]
     sizes = [compute_cache_size(part) for part in (caches.self_attention_cache, caches.cross_attention_cache)]
-    # One latent is read by every layer.
+    # Every layer reads the same latent.
     read = sizes[1] * len(modules) if has_latent else sizes[1]
     return {
         "cache_bytes": sum(sizes),
@@ -320,23 +322,23 @@ def measure_kv_cache(caches: Any, model: Any, args: argparse.Namespace) -> dict[
 
 
 def get_key_value_projections(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Return the projections of keys and values of a cross-attention."""
+    """Return the key and value projections of a cross-attention module."""
     return (module.k, module.v) if hasattr(module, "k") else (module.k_proj, module.v_proj)
 
 
 def compute_cache_size(cache: Any) -> int:
-    """Return the bytes of the keys and values in a cache, including those that are cached with a short latent."""
+    """Return the bytes of the keys and values in a cache, including those that were expanded from latents."""
     expanded_tensors = [
         expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED_LATENTS, {}).values()
     ]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     tensors += [tensor for _, *pair, _ in expanded_tensors for tensor in pair]
-    # A latent that all layers show is kept once.
+    # A latent that all layers share is stored only once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def measure_encoder_seconds(model: Any, batch_size: int, source_length: int, args: argparse.Namespace) -> float:
-    """Return the seconds of one pass of upstream's encoder; all are multi-head (with wider layers if so asked)."""
+    """Return the seconds of one forward pass of a model's encoder."""
     ids = torch.randint(2, model.config.vocab_size, (batch_size, source_length), device=args.device)
     return measure_seconds(lambda: model.get_encoder()(input_ids=ids), args.device)
 
@@ -360,7 +362,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def is_same_setting(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two rows are of one model at one batch size and source length."""
+    """Return whether two rows have the same model, batch size and source length."""
     return all(row[name] == other[name] for name in ("model", "batch_size", "source_length"))
 
 
@@ -397,7 +399,8 @@ def save_plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> 
                     s=12,
                     color="C2",
                 )
-                # Names stay inside the panel: of large caches to the left; upstream's and those of latents below.
+                # To stay inside the panel, names of large caches are left of their points. Names of Transformers and
+                # of latents are below them.
                 place = (-6 if row["cache_bytes"] > middle else 6, -12 if latent or name == UPSTREAM else 5)
                 side = "right" if place[0] < 0 else "left"
                 axes.annotate(name, point, xytext=place, textcoords="offset points", fontsize=8, ha=side)
@@ -416,7 +419,7 @@ def save_plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> 
     device = results["machine"]["device"]
     device = f"CPU, {results['machine']['threads']} threads" if device == "cpu" else device
     title = [f"{args.shape}, {args.max_new_tokens} new tokens, {search}", f"{args.dtype}, {device}"]
-    title += ["small green dots: the same with memory kept"] if kept_rows else []
+    title += ["small green dots: fixed allocator setting"] if kept_rows else []
     figure.suptitle("\n".join(title) if len(sizes) == 1 else ", ".join(title), fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

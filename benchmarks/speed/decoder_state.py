@@ -1,9 +1,10 @@
-"""Measure the cache of a T5 decoder and the time of one more token, by length, with kernels and a softmax.
+"""Measure the cache size of a T5 decoder and the time per token at several lengths, with kernels and a softmax.
 
-The model has T5-small's shape and random weights, on which neither time nor bytes depend. Kernels need positions that
-are not a bias, so those models have sinusoids. They are compared with a softmax with sinusoids, and with Transformers'
-T5, which computes its bias in each step. The contestants take turns, one token each, and a time is the median over
-rounds. The bytes are those of self-attention in all layers.
+The model has the shape of T5-small. Its weights are random, because neither time nor cache size depends on them.
+Kernels do not support position biases, so the models with kernels have sinusoidal positions. They are compared with a
+softmax model with sinusoidal positions, and with the T5 of Transformers, which computes its bias in each step. The
+models take turns, with one token each, and a time is the median over rounds. The cache size is that of the
+self-attention in all layers.
 
 Example:
     python -m benchmarks.speed.decoder_state --num_threads 2
@@ -45,7 +46,7 @@ PEERS = {
 SOURCE, CHUNK_LENGTH = (
     64,
     512,
-)  # tokens of the source; of the decoder in one call, until it has read what is before a step
+)  # tokens of the source; tokens per decoder call while the cache is filled
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -60,7 +61,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models() -> dict[str, PreTrainedModel]:
-    """Return a dictionary of the contestants."""
+    """Return {name: model} for the models to compare."""
     shape = SHAPES["t5-small"]
     models = {UPSTREAM: T5ForConditionalGeneration(T5Config(**shape))}
     for name, fields in PEERS.items():
@@ -72,7 +73,7 @@ def make_models() -> dict[str, PreTrainedModel]:
 
 @torch.no_grad()
 def make_step_after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callable[[], None], int]:
-    """Return a step that decodes one token more after `length` others, and the bytes that are kept of these."""
+    """Return a step that decodes one token after `length` others, and the cache size of these in bytes."""
     tokens = torch.randint(2, model.config.vocab_size, (batch_size, length))
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
     cache = None
@@ -89,7 +90,7 @@ def make_step_after(model: PreTrainedModel, length: int, batch_size: int) -> tup
 
 
 def compute_cached_bytes(cache: Any) -> int:
-    """Return the bytes of a cache's layers: keys and values, or sums."""
+    """Return the bytes of all layers of a cache: their keys and values, or their kernel states."""
     num_bytes = 0
     for layer in cache.layers:
         is_state = isinstance(layer, KernelStateLayer)
@@ -99,7 +100,7 @@ def compute_cached_bytes(cache: Any) -> int:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each length, print the figures; returns the report."""
+    """Measure each length, write the JSON and print the figures after it, and return the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}

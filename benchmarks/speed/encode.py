@@ -1,6 +1,7 @@
-"""A forward pass of an encoder or a decoder as each variant, with memory held both ways and one JSON.
+"""Measure the time of a forward pass of an encoder or a decoder with each variant, with both allocator settings.
 
-The models have random weights. The Transformers class and the variants take turns, and the results are medians.
+The models have random weights. The Transformers class and the variants take turns, and each time is the median over
+rounds.
 
 Example:
     python -m benchmarks.speed.encode --threads 2 --run_name encode_bert-base_cpu
@@ -35,25 +36,25 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "in
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `arguments`."""
+    """Parse `arguments`, or by default the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", help="its config.json is read; default: BERT-base's shape")
-    parser.add_argument("--tiny", action="store_true", help="a tiny BERT, to see the script work")
+    parser.add_argument("--model_name_or_path", help="checkpoint with the config.json; default: BERT-base")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny BERT, to test the script")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--max_position_embeddings", type=int, help="give every model so many (default: its own)")
-    parser.add_argument("--attention_window", type=int, nargs="+", help="time these windows, and no other variants")
-    parser.add_argument("--attention_kernel", nargs="+", help="time these kernels; hybrid with each window")
+    parser.add_argument("--max_position_embeddings", type=int, help="override the field of the configuration")
+    parser.add_argument("--attention_window", type=int, nargs="+", help="time only variants with these windows")
+    parser.add_argument("--attention_kernel", nargs="+", help="time these kernels, and hybrids with each window")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--run_name", default="encode_bert-base_cpu", help="the file's name")
+    parser.add_argument("--run_name", default="encode_bert-base_cpu", help="name of the JSON file")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
     return parser.parse_args(arguments)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON and return what it holds."""
+    """Measure the forward passes, write the JSON, and return its contents."""
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     name, config = "BERT-base", transformers.BertConfig(**TINY if args.tiny else {}).to_dict()
@@ -84,20 +85,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def measure_passes(
     config: Mapping[str, Any], batch_size: int, length: int | None, rounds: int, **options: Any
 ) -> dict[str, Any]:
-    """Time a forward pass of each variant of a model that does not generate from an encoder, on the CPU.
+    """Time a forward pass of each variant of a model that is not a generating encoder-decoder, on the CPU.
 
     Args:
-        config: of the checkpoint (config.json).
-        batch_size: sequences at once.
-        length: tokens of each, or positions of audio; None: 128, for a Whisper its window.
-        rounds: timings of each variant, of which the median counts.
-        options: of `build_verified_models`, which chooses the variants.
+        config: the configuration of the checkpoint (config.json).
+        batch_size: the number of sequences.
+        length: the tokens or audio positions per sequence; None for 128, or for all positions of a Whisper model.
+        rounds: the number of timings of each variant, whose median is reported.
+        options: the arguments of `build_verified_models`, which select the variants.
 
     Returns:
-        The rows, the baseline first, with what they hold for, as JSON values.
+        The rows (the baseline first) and the settings of the measurement, as JSON values.
 
     Raises:
-        ValueError: as for `measure_speed`.
+        ValueError: in the same cases as `measure_speed`.
     """
     check_sizes(batch_size=batch_size, length=length, rounds=rounds)
     current = make_variant_config(config)

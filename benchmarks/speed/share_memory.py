@@ -1,8 +1,8 @@
-"""Compare `generate` of Transformers' models with and without `share_memory`, including the encoder, in one run.
+"""Compare `generate` of Transformers models with and without `share_memory`, including the encoder, in one run.
 
-The weights are random, because speed does not depend on them. The contestants are one model and copies of it that
-share their memory: keys and values once per sentence, and the encoder outputs once for all layers. Before the timing,
-all of them must generate the same tokens. A time is the median over rounds.
+The weights are random, because speed does not depend on them. The script compares a model with two copies of it that
+share memory. One copy stores the encoder keys and values once per sentence, and the other stores the encoder outputs
+once for all layers. The report states whether all models generate the same tokens. A time is the median over rounds.
 
 Example:
     python -m benchmarks.speed.share_memory --shape t5-small --batch_size 1 8 32 --source_length 64 512 --num_beams 1 4
@@ -30,13 +30,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--padded", action="store_true", help="a quarter of each second source is padding")
+    parser.add_argument("--padded", action="store_true", help="fill a quarter of every second source with padding")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     return parse_sizes(parser, arguments)
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the unchanged model, and copies that share their memory, by the contents of their caches."""
+    """Return the unchanged model and the copies that share memory, by name or by the contents of their caches."""
     model = make_random_model(args.shape).to(getattr(torch, args.dtype))
     kinds = (KEYS_AND_VALUES, ENCODER_OUTPUTS)
     return {UPSTREAM: model} | {kind: share_memory(copy.deepcopy(model), cross_cache=kind) for kind in kinds}
@@ -44,7 +44,7 @@ def make_models(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, length: int, beams: int) -> dict:
-    """Return the times of one size in milliseconds, and what each contestant has kept of the source, in bytes."""
+    """Return a row for one size: the times in milliseconds, and the size of each cross-attention cache in bytes."""
     torch.manual_seed(0)
     ids = torch.randint(2, models[UPSTREAM].config.vocab_size, (batch_size, length))
     mask = torch.ones_like(ids)
@@ -68,7 +68,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
 
 
 def compute_cached_bytes(cache: Any) -> int:
-    """Return the bytes that a cache holds of a source."""
+    """Return the size of the cross-attention cache in bytes."""
     layers = cache.cross_attention_cache.layers
     if all(holds_encoder_outputs(layer) for layer in layers):
         return layers[0].encoder_outputs.nbytes
@@ -76,17 +76,17 @@ def compute_cached_bytes(cache: Any) -> int:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each size, print the figures; returns the report."""
+    """Measure each size, write the JSON and print the figures after it, and return the report."""
     models = make_models(args)
     name = f"share_memory_{args.shape}_{args.dtype}_cpu"
     return measure_sizes(args, name, lambda *size: measure(models, args, *size), format_row)
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """Return what is printed of a row."""
+    """Return the text to print for a row."""
     times, ratios = row["milliseconds"], []
     for name, time in times.items():
-        marks = "" if row["same_tokens"][name] else ", OTHER TOKENS"
+        marks = "" if row["same_tokens"][name] else ", DIFFERENT TOKENS"
         ratios.append(f"{name} {time:.0f} ms ({times[UPSTREAM] / time:.2f}x{marks})")
     return ", ".join(ratios)
 

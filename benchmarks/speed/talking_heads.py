@@ -1,13 +1,14 @@
-"""Compare talking-heads attention with other functions in one run: time and memory, with and without backward pass.
+"""Compare the time and memory of talking-heads attention functions, with and without the backward pass, in one run.
 
-The peers are torch's fused multi-head attention ("sdpa", which mixes no heads and is the target), the talking-heads
+The peers are torch's fused multi-head attention ("sdpa", the baseline, which does not mix heads), the talking-heads
 formula ("naive"), the formula under torch.compile ("compiled", CUDA only), and this package's "blocked" and "triton"
-(CUDA only). There are also whole attention layers, with those of x-transformers if it is installed, and the training
-step of a BERT-base-shaped model with and without talking heads. The peers take turns within each round, so that other
-load affects all of them. Each time is the median over rounds. Memory is the peak that a call adds: the figure of the
-allocator on CUDA, and the growth of the resident size on a CPU, in one process per measurement.
+(CUDA only). The script also measures whole attention layers, with those of x-transformers if it is installed, and the
+training step of a BERT-base-shaped model with and without talking heads. The peers take turns within each round, so
+that other load affects all of them. Each time is the median over rounds. Memory is the increase of the peak during a
+call. On CUDA, the allocator reports it. On a CPU, it is the growth of the resident size, in one process per
+measurement.
 
-x-transformers without touching this environment's torch:
+To install x-transformers without changing torch in this environment:
     pip install --no-deps --target PEER x-transformers==2.31.10 torch-einops-utils einops einx loguru frozendict
 
 Example:
@@ -66,7 +67,11 @@ PARTS = ("errors", "times", "layers", "training_steps", "memory")
 
 
 def measure_times(peers: dict[str, Callable], shape, option: str, device: str, dtype, rounds: int) -> dict:
-    """Median milliseconds of each peer: {"forward" | "training": {peer: ms}}; None where it ran out of memory."""
+    """Return the median milliseconds of each peer, or None if it ran out of memory.
+
+    Returns:
+        {"forward" | "training": {peer: ms}, "usage": {"forward" | "training": {peer: page faults and system time}}}.
+    """
     times: dict = {"usage": {}}
     for mode in ("forward", "training"):
         inputs = make_inputs(shape, option, device, dtype)
@@ -76,7 +81,7 @@ def measure_times(peers: dict[str, Callable], shape, option: str, device: str, d
 
 
 def measure_errors(peers: dict[str, Callable], device: str, dtype: torch.dtype) -> dict:
-    """Relative errors of outputs and gradients against float64, on fresh inputs, of each talking-heads peer."""
+    """Return the relative errors of each talking-heads peer's outputs and gradients, compared with float64."""
     errors: dict[str, dict] = {}
     for shape in ((2, 12, 192, 64), (1, 24, 1500, 32)) if device == "cuda" else ((2, 12, 96, 64),):
         for option in ("plain", "causal", "bias"):
@@ -122,36 +127,36 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32; bfloat16 on CUDA"
     )
-    parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--num_threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--peers", nargs="+", default=["sdpa", "naive", "compiled", "blocked", "triton"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--num_shapes", type=int, help="only the first so many")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see the script work")
+    parser.add_argument("--num_shapes", type=int, help="measure only this number of shapes")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, to test the script")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
     add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
+        parser.error("--device cuda requires a GPU, but torch does not find one")
     is_complete = set(args.parts) == set(PARTS) and args.num_shapes is None and not args.tiny
     if not is_complete and (args.output_dir / f"talking_heads_{args.device}.json").exists():
-        parser.error(f"this measures a part, and {args.output_dir} has a report that it would replace: --output_dir")
+        parser.error(f"a partial run would replace the report in {args.output_dir}; set another --output_dir")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.peers = list(make_peers(args.device, args.peers))
     if not args.peers:
-        parser.error("--peers: none of them runs on this device")
+        parser.error("--peers must contain a peer that runs on the chosen device")
     return args
 
 
 def measure_parts(args: argparse.Namespace, report: dict) -> None:
-    """Measure what `args.parts` names, in `report`, which is written after each figure."""
+    """Measure the parts in `args.parts`, add the results to `report`, and write it after each result."""
     sizes = "tiny" if args.tiny else args.device
     dtype, peers = getattr(torch, args.dtype), make_peers(args.device, args.peers)
     if "errors" in args.parts:
         report["errors"] = measure_errors(peers, args.device, dtype)
     shapes = SHAPES[sizes][: args.num_shapes] if "times" in args.parts else []
-    # At 8,192 tokens the bias itself, which is n x n, would take all memory.
+    # At 8,192 tokens, the n x n bias itself would need too much memory.
     cells = [(o, shape) for o in args.options for shape in shapes if o != "bias" or shape[2] <= 4096]
     for option, shape in tqdm(cells, desc="attention"):
         row = {"shape": list(shape), "option": option}
@@ -166,7 +171,7 @@ def measure_parts(args: argparse.Namespace, report: dict) -> None:
         step_times, usage = measure_training_steps(**training, device=args.device, dtype=dtype, rounds=args.rounds)
         report["training_steps"] = training | {"milliseconds": step_times, "usage": {"milliseconds": usage}}
         _write(args, report)
-    if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
+    if "memory" in args.parts and args.memory != "kept":  # peaks cannot be measured with the fixed setting
         heads, lengths = MEMORY_HEADS[sizes], MEMORY_LENGTHS[sizes]
         if args.device == "cpu":
             report["peak_memory"] = measure_cpu_memory(args.peers, *heads, lengths, args.dtype, args.num_threads)
@@ -182,7 +187,7 @@ def _write(args: argparse.Namespace, report: dict) -> Path:
 
 
 def main(args: argparse.Namespace) -> dict:
-    """Measure, write the JSON and the plot, print the tables; returns the report."""
+    """Measure all parts, write the JSON and the plot, print the tables, and return the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     on_cuda, machine_info = args.device == "cuda", describe_machine(args.device)
@@ -200,8 +205,8 @@ def main(args: argparse.Namespace) -> dict:
         "workspace_bytes": triton_attention.WORKSPACE_BYTES if on_cuda else None,
         "rounds": args.rounds,
         "peers": args.peers,
-        "notes": "sdpa is multi-head attention without head mixing. With dropout or a trained bias, torch's CPU "
-        "kernel is the slow math one. Times: median milliseconds over rounds in which the peers take turns.",
+        "notes": "sdpa is multi-head attention without head mixing. With dropout or a trained bias, torch uses its "
+        "slow math kernel on a CPU. Times are median milliseconds over rounds in which the peers take turns.",
         "errors": {},
         "times": [],
         "layers": [],

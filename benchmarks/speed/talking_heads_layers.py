@@ -1,4 +1,4 @@
-"""Whole attention layers, x-transformers' too where it is installed, and training steps, for `talking_heads.py`."""
+"""Whole attention layers (also of x-transformers, if it is installed) and training steps, for `talking_heads.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import hf_attn_variants
 from benchmarks.speed.talking_heads_peers import make_peers, measure_interleaved, step_of
 
-try:  # a peer only: the package needs it for nothing
+try:  # an optional package that is used only for comparisons
     from x_transformers.x_transformers import Attention as PeerAttention
 except ImportError:
     PeerAttention = None
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.weights_proj = nn.Parameter(torch.eye(heads))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[b, n, h * d] to the same."""
+        """Return the outputs [b, n, h * d] of the layer for hidden states of the same shape."""
         query, key, value = (
             linear(states).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for linear in self.maps[:3]
         )
@@ -48,12 +48,12 @@ class Layer(nn.Module):
 
 
 def get_peer_version() -> str:
-    """The version of x-transformers, or "absent"."""
+    """Return the version of x-transformers, or "absent"."""
     return "absent" if PeerAttention is None else version("x-transformers")
 
 
 def make_layers(peers: dict[str, Callable], heads: int, head_dim: int) -> dict[str, nn.Module]:
-    """Every peer as a whole attention layer, and x-transformers' two."""
+    """Return a whole attention layer for each peer, and two layers of x-transformers if it is installed."""
     layers: dict[str, nn.Module] = {name: Layer(attend, heads, head_dim) for name, attend in peers.items()}
     if PeerAttention is not None:
         size = {"dim": heads * head_dim, "dim_head": head_dim, "heads": heads}
@@ -63,7 +63,11 @@ def make_layers(peers: dict[str, Callable], heads: int, head_dim: int) -> dict[s
 
 
 def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: str, dtype, rounds: int) -> dict:
-    """Median milliseconds of whole attention layers: {"forward" | "training": {layer: ms}}."""
+    """Return the median milliseconds of whole attention layers.
+
+    Returns:
+        {"forward" | "training": {layer: ms}, "usage": {"forward" | "training": {layer: page faults and system time}}}.
+    """
     b, h, n, d = shape
     states = torch.randn(b, n, h * d, device=device, dtype=dtype, requires_grad=True)
     layers = make_layers(make_peers(device, peers), h, d)
@@ -87,17 +91,20 @@ def measure_layers(peers: list[str], shape: tuple[int, int, int, int], device: s
 def measure_training_steps(
     layers: int, batch: int, length: int, device: str, dtype, rounds: int, **config_fields: int
 ) -> tuple[dict, dict]:
-    """Median milliseconds of a training step (forward, backward, AdamW) of BERT-base-shaped encoders, dropout 0.
+    """Return the median milliseconds of a training step (forward, backward, AdamW) of BERT-base-shaped encoders.
 
-    Without a language-model head and with a small vocabulary: what is left is what every layer costs, so that the
-    ratio does not shrink by what both models share. A whole 12-layer BERT-base is nearer to 1 than this.
+    The models have no dropout, no language-model head and a small vocabulary, so that the ratio of the times is mostly
+    that of the layers. The ratio for a whole 12-layer BERT-base is closer to 1.
 
     Args:
-        layers: of each model.
-        batch, length: of the random tokens; no padding.
-        device, dtype: where and in what.
-        rounds: in which the models take turns.
-        config_fields: sizes other than BERT-base's.
+        layers: the number of layers of each model.
+        batch, length: the size of the batch of random tokens, which has no padding.
+        device, dtype: the device and the data type of the models.
+        rounds: the number of rounds, in each of which the models take turns.
+        config_fields: configuration fields that differ from those of BERT-base.
+
+    Returns:
+        The times, and the page faults and system time, as `measure_interleaved` returns them.
     """
     ids = torch.randint(5, 1000, (batch, length), device=device)
     steps = {}

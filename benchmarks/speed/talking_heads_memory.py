@@ -1,8 +1,8 @@
-"""Peak memory that one attention call adds, for `talking_heads.py` and `sliding_window.py`.
+"""Measure the peak memory that one attention call adds, for `talking_heads.py` and `sliding_window.py`.
 
-On a CPU each measurement is a process of its own: the growth of its peak resident size. They are forked, since
-importing torch takes seconds, from one that has started no threads and allocated nothing large. On CUDA it is the
-allocator's figure.
+On a CPU, each measurement runs in its own process and is the growth of the peak resident size. Because importing torch
+takes seconds, these processes are forked from one that has not started threads or allocated large blocks. On CUDA, the
+allocator reports the peak.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_s
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("forward", "training")
-# Long enough for the measured path of a peer; the memory of its first run is not counted.
+# Lengths at which a warm-up takes the same path as the measurement. The memory of the warm-up is not counted.
 WARM_UP_LENGTHS = {"window": 1024}
 
 
 def measure_cpu_memory(
     peers: list[str], heads: int, head_dim: int, lengths: list[int], dtype: str, threads: int
 ) -> list[dict]:
-    """Measure every peer and mode at every length, one sequence each.
+    """Measure every peer and mode with one sequence of each length on a CPU.
 
     Returns:
-        Rows {"shape": [1, heads, n, head_dim], "forward": {peer: MiB}, "training": {peer: MiB}}.
+        A row for each length: {"shape": [1, heads, n, head_dim], "forward": {peer: MiB}, "training": {peer: MiB}}.
 
     Raises:
-        RuntimeError: a measurement failed (its message is on stderr).
+        RuntimeError: if a measurement failed (its message is on stderr).
     """
     points = [
         {"shape": [1, heads, length, head_dim], "mode": mode, "peer": peer}
@@ -46,7 +46,7 @@ def measure_cpu_memory(
     command = [sys.executable, "-m", "benchmarks.speed.talking_heads_memory", json.dumps(job)]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if run.returncode:
-        raise RuntimeError("a memory measurement failed: see above.")
+        raise RuntimeError("A memory measurement failed, see its message above.")
     rows = {length: {"shape": [1, heads, length, head_dim], **{mode: {} for mode in MODES}} for length in lengths}
     for point in map(json.loads, run.stdout.splitlines()):
         rows[point["shape"][2]][point["mode"]][point["peer"]] = point["mib"]
@@ -56,7 +56,7 @@ def measure_cpu_memory(
 def measure_cuda_memory(
     peers: dict[str, Callable], heads: int, head_dim: int, lengths: list[int], dtype: str
 ) -> list[dict]:
-    """The same on CUDA; None where a peer ran out of memory."""
+    """Measure the same on CUDA, with None if a peer ran out of memory."""
     rows = []
     for length in lengths:
         shape = (1, heads, length, head_dim)
@@ -116,7 +116,7 @@ def _run_job(job: dict) -> None:
             finally:
                 os._exit(status)
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"no memory figure for {point}")
+            sys.exit(f"error: cannot measure the memory of {point}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention functions that benchmarks compare, their inputs, and the timing of a step."""
+"""Attention functions that the benchmarks compare, their inputs, and the timing of a step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 
 WARM_UP_ROUNDS = 2
 WINDOW, GLOBAL_TOKENS = 256, 1
-HYBRID_WINDOW, MOST_TOKENS = 64, 2**14  # of hybrids, as in LoLCATs; of linformer
+HYBRID_WINDOW, MOST_TOKENS = 64, 2**14  # the window of hybrids, as in LoLCATs; the maximum length of linformer
 
 
 def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
-    """Each peer as a function of (query, key, value, P_l, P_w, bias, scaling, is_causal, dropout) -> [b, n, h, d]."""
+    """Return the peers that support the device, as functions with equal arguments and outputs [b, n, h, d].
+
+    The arguments are query, key, value, the projections P_l and P_w, bias, scaling, is_causal and dropout.
+    """
 
     def sdpa(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
-        # The mixing matrices go unused here.
+        # Multi-head attention does not use the talking-heads projections.
         output = F.scaled_dot_product_attention(query, key, value, bias, dropout, is_causal, scale=scaling)
         return output.transpose(1, 2)
 
@@ -50,7 +53,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         return attend
 
     def window(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
-        # As models call it: an attention without talking heads, and of a pattern.
+        # An attention module with a window and without talking heads, as the models pass it to this function.
         module = SimpleNamespace(
             config=SimpleNamespace(_output_attentions=False),
             projection_names=(),
@@ -64,7 +67,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         return sdpa_attention_forward(module, query, key, value, **options)[0]
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
-        # "window" does the same, except on CUDA if FlexAttention passed its trial.
+        # "window" does the same, except that it may use FlexAttention on CUDA.
         key_range = KeyRange.from_window(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
         return talking_heads_attention(
             query, key, value, None, bias, scaling=scaling, dropout=dropout, key_range=key_range
@@ -93,7 +96,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
 def make_kernel_module(
     name: str, heads: int, head_dim: int, is_causal: bool, features: int | None = None
 ) -> nn.Module:
-    """An attention without projections that has a kernel, as models call the attention function with one."""
+    """Return an attention module with a kernel and without projections, as the models pass it to their function."""
     module = nn.Module()
     module.register_parameter("like", nn.Parameter(torch.zeros(())))
     module.config = SimpleNamespace(_output_attentions=False)
@@ -108,7 +111,7 @@ def make_kernel_module(
 
 
 def make_inputs(shape: tuple[int, int, int, int], option: str, device: str, dtype: torch.dtype) -> dict:
-    """Fresh random inputs of one measurement, laid out as the models lay them out ([b, n, h, d], transposed)."""
+    """Return random inputs of one measurement, with the memory layout of the models ([b, n, h, d], transposed)."""
     b, h, n, d = shape
 
     def new(*size, dtype=dtype):
@@ -123,7 +126,7 @@ def make_inputs(shape: tuple[int, int, int, int], option: str, device: str, dtyp
 
 
 def make_step(attend: Callable, inputs: dict, training: bool) -> Callable[[], None]:
-    """One call of a peer, with its backward pass for training."""
+    """Return a function that calls a peer, with the backward pass for training."""
     leaves = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
     b, h, n, d = inputs["query"].shape
     d_output = torch.randn(b, n, h, d, device=leaves[0].device, dtype=leaves[0].dtype)
@@ -131,7 +134,14 @@ def make_step(attend: Callable, inputs: dict, training: bool) -> Callable[[], No
 
 
 def step_of(call: Callable, leaves: list[torch.Tensor], d_output: torch.Tensor, training: bool) -> Callable[[], None]:
-    """A step of `call`, which returns a tensor like `d_output`; for training with the gradients of `leaves`."""
+    """Return a function that runs `call`, and for training also computes the gradients of `leaves`.
+
+    Args:
+        call: a function that returns the outputs.
+        leaves: the tensors that need gradients.
+        d_output: the gradient of the outputs.
+        training: whether to run the backward pass.
+    """
 
     def step():
         with torch.set_grad_enabled(training):
@@ -145,13 +155,13 @@ def step_of(call: Callable, leaves: list[torch.Tensor], d_output: torch.Tensor, 
 
 
 def measure_milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
-    """Time one step: on CUDA the mean of `repeats` of them."""
+    """Return the time of one step, on CUDA as the mean of `repeats` steps."""
     if device == "cpu":
         start = time.perf_counter()
         step()
         return (time.perf_counter() - start) * 1e3
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    # A queue of work hides what Python takes to launch the next step, as in training.
+    # As in training, queued work hides the time that Python needs to launch the next step.
     torch.cuda._sleep(1_000_000)
     events[0].record()
     for _ in range(repeats):
@@ -164,10 +174,10 @@ def measure_milliseconds(step: Callable, device: str, repeats: int = 5) -> float
 def measure_interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
-    """Time steps, which take turns within each round (`get_round_order`).
+    """Time steps that take turns within each round (`get_round_order`).
 
     Returns:
-        Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
+        The median milliseconds of each step, or None if it ran out of memory, and its page faults and system time
         (`page_faults.summarize_usages`).
     """
     steps = dict(steps)

@@ -1,4 +1,4 @@
-"""Show the results of `talking_heads.py` and its targets as Markdown tables and as a plot."""
+"""Markdown tables and a plot of the results of `talking_heads.py`, with its targets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from benchmarks.kept_memory import make_claim
 from benchmarks.speed.talking_heads_layers import PEER
 
-# (b, h, n, d): what the blocked path's time may be at most, as a multiple of SDPA's, forward and training.
+# (b, h, n, d): the largest allowed time of the blocked path relative to SDPA, in the forward pass and in training.
 CPU_LIMITS = {(8, 12, 128, 64): (1.6, 2.0), (4, 12, 512, 64): (1.6, 2.0), (1, 12, 2048, 64): (2.2, 2.5)}
 OURS = "blocked"
-SPEED_UP = 4.0  # over the naive forward pass and over x-transformers' layer, at n = 512
-MEMORY_SHARE = 0.05  # of the naive peak at n = 4096
-STEP_LIMIT = 1.15  # a talking-heads BERT's training step, as a multiple of MHA's
+SPEED_UP = 4.0  # compared with the naive forward pass and the layer of x-transformers, at n = 512
+MEMORY_SHARE = 0.05  # the largest allowed share of the naive peak memory at n = 4096
+STEP_LIMIT = 1.15  # the largest allowed time of a training step with talking heads relative to MHA
 
 
 def list_targets(report: dict) -> list[dict]:
-    """Return each CPU target with what was measured: {"target", "limit", "measured", "met"}; GPU reports have none."""
+    """Return each CPU target with its result: {"target", "limit", "measured", "met"}. GPU reports have no targets."""
     return list(_iterate_targets(report)) if report["device"] == "cpu" else []
 
 
@@ -61,10 +61,12 @@ def format_tables(report: dict) -> str:
     parts = []
     for option in dict.fromkeys(row["option"] for row in report["times"]):
         rows = [row for row in report["times"] if row["option"] == option]
-        parts.append(_format_table(f"attention, {option} (ms; in brackets times SDPA's)", rows, "sdpa"))
+        parts.append(_format_table(f"attention, {option} (ms; in parentheses: time relative to SDPA)", rows, "sdpa"))
     if report["layers"]:
         parts.append(
-            _format_table("whole attention layer (ms; in brackets times the SDPA layer's)", report["layers"], "sdpa")
+            _format_table(
+                "whole attention layer (ms; in parentheses: time relative to the SDPA layer)", report["layers"], "sdpa"
+            )
         )
     if report["peak_memory"]:
         parts.append(_format_table("peak memory added (MiB)", report["peak_memory"], None))
@@ -102,7 +104,7 @@ def _format_cell(values: dict, peer: str, base: str | None) -> str:
 
 
 def save_plot(report: dict, path: Path) -> None:
-    """Draw times as multiples of SDPA's for each shape, whole layers, memory over the length, and training steps."""
+    """Plot times relative to SDPA for each shape, whole layers, memory by length, and training steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -121,7 +123,7 @@ def save_plot(report: dict, path: Path) -> None:
     _draw_steps(axes[5], report["training_steps"])
     title = f"Talking-heads attention, {report['device_name']}, {report['dtype']}"
     if report.get("kept"):
-        title += "; with memory kept and as it is: ours the slower, others the faster of both"
+        title += "; of both allocator settings, the slower time of blocked and the faster time of others"
     figure.suptitle(title, fontsize=14)
     temporary = path.with_name(f".tmp-{path.name}")
     figure.savefig(temporary, format="png", dpi=110)
@@ -135,9 +137,10 @@ def _with_kept(report: dict, part: str) -> list[dict]:
 
 
 def _get_plotted_ratio(row: dict, mode: str, peer: str) -> float:
-    """Return a peer's time relative to SDPA: of both settings, the longer for ours and the shorter for others.
+    """Return a peer's time relative to SDPA.
 
-    A report with one setting has one ratio.
+    If the report has both allocator settings, this is the larger ratio for blocked attention and the smaller ratio for
+    other peers.
     """
     if not row[mode].get(peer):
         return float("nan")

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of live models: a random encoder-decoder, and a report that grows by sizes."""
+"""Shared parts of the generation benchmarks: a random encoder-decoder, and a report with a row per size."""
 
 import argparse
 import itertools
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def make_random_model(shape: str) -> Any:
-    """Return a Transformers model with the sizes of a shape, which never generates the end token."""
+    """Return a Transformers model of a shape with random weights, for which the end token is disabled."""
     kind, fields = "marian" if shape in MARIANS else "t5", SHAPES[shape] | {"decoder_start_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
@@ -31,38 +31,39 @@ def make_random_model(shape: str) -> Any:
 
 
 def parse_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None, **defaults: Any) -> argparse.Namespace:
-    """Read the command line of a benchmark that calls `measure_sizes`, whose own flags the parser has.
+    """Add the arguments that `measure_sizes` needs to a benchmark's parser, and parse the command line.
 
     Args:
-        parser: with these.
-        arguments: what to read; None: the process's.
-        defaults: of flags added here, where they are others.
+        parser: the parser, which already has the benchmark's other arguments.
+        arguments: the arguments to parse, or None for the command line.
+        defaults: other default values of the arguments that are added here.
     """
-    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens of a text")
-    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of encoder-decoders")
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="of encoder-decoders")
+    parser.add_argument("--source_length", type=int, nargs="+", default=[64, 512], help="tokens per text")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="only for encoder-decoders")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="only for encoder-decoders")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num_threads", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
-    parser.add_argument("--run_name", help="the file's name; default: made of the shape")
+    parser.add_argument("--run_name", help="name of the JSON file; default: based on the shape")
     parser.set_defaults(**defaults)
     args = parser.parse_args(arguments)
     if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {args.rounds}")
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     return args
 
 
 def measure_sizes(
     args: argparse.Namespace, name: str, measure: Callable[[int, int, int], Row], format_row: Callable[[Row], str]
 ) -> Row:
-    """Measure each size, write the JSON after it, print its figures; returns the report.
+    """Measure each size, write the JSON and print the figures after it, and return the report.
 
     Args:
-        args: with `batch_size`, `source_length`, `num_beams`, `num_threads`, `output_dir` and `run_name`.
-        name: the file's, where nobody says another.
-        measure: returns the row of a size: sentences, tokens of a source, beams.
-        format_row: the line to print for a row.
+        args: the arguments, with `batch_size`, `source_length`, `num_beams`, `num_threads`, `output_dir` and
+            `run_name`.
+        name: the name of the JSON file if `run_name` is not set.
+        measure: a function from the batch size, the source length and the number of beams to the row of this size.
+        format_row: a function that returns the text to print for a row.
     """
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)

@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels of talking-heads attention for GPUs that need not be there, and tells what they take.
+"""Compile the Triton kernels of talking-heads attention for GPUs, and report their resources. No GPU is required.
 
-Forward and backward run on tensors without data ("meta"); each launch is recorded and compiled for the chosen compute
-capabilities, exactly as it would be there. cuobjdump then says how many registers a thread uses and how many bytes of
-stack (what did not fit into registers), and the kernel how much shared memory a block asks for. It shows that the
-kernels compile and fit; it says nothing of their speed. Needs triton (any build: `pip install triton`), not torch's
-CUDA build.
+The forward and backward passes run on tensors without data ("meta"). Each kernel launch is recorded and compiled for
+the chosen compute capabilities, exactly as on such a GPU. cuobjdump reports the registers per thread and the bytes on
+the stack, which do not fit into registers. The compiled kernel states the shared memory per block. The script shows
+that the kernels compile and fit, but does not measure their speed. It requires triton (`pip install triton`), but not
+the CUDA build of torch.
 
 Example:
     python -m benchmarks.speed.triton_resources --capabilities 80 90
@@ -25,7 +25,7 @@ from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks/speed/results/triton_resources.json"
-# Shared memory that one block may ask for, KiB, by compute capability: A100, consumer Ampere, Ada, Hopper
+# The maximum shared memory per block in KiB, by compute capability: A100, consumer Ampere, Ada, Hopper
 # (CUDA C++ programming guide, "technical specifications per compute capability").
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 HEADS = [(12, 12, 12), (32, 32, 32), (64, 64, 64), (8, 16, 12)]
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 HEAD_DIM = 64
-USAGE = {"registers": "REG", "stack_bytes": "STACK"}  # as cuobjdump writes them
+USAGE = {"registers": "REG", "stack_bytes": "STACK"}  # the names in the output of cuobjdump
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -51,7 +51,7 @@ POINTERS = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or `argv`."""
+    """Parse `argv`, or by default the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capabilities", nargs="+", type=int, choices=list(SHARED_KIB), default=[80, 90])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
@@ -62,7 +62,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compile all of it, write the JSON, print the table and return the rows; exits with 1 if something is too big."""
+    """Compile all kernels, write the JSON, print the table, and return the rows.
+
+    Raises:
+        SystemExit: if a kernel needs more shared memory than a block may have.
+    """
     import triton
 
     rows = []
@@ -72,7 +76,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for case in args.cases:
                     settings = CASES[case]
                     if len(set(heads)) > 1 and not (settings.get("logits", True) and settings.get("weights", True)):
-                        continue  # without one of the projections the numbers of heads around it are equal
+                        continue  # without a projection, the numbers of heads before and after it are equal
                     for name, launch in iterate_launches(DTYPES[dtype], length, heads, **settings):
                         for capability in args.capabilities:
                             row = {"dtype": dtype, "heads": heads, "length": length, "case": case, "kernel": name}
@@ -82,12 +86,12 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     atomic_write(args.output, json.dumps(result, indent=1) + "\n")
     print(format_table(rows))
     if too_big := [row for row in rows if row["shared_bytes"] > 1024 * SHARED_KIB[row["capability"]]]:
-        raise SystemExit(f"{len(too_big)} kernels ask for more shared memory than a block may have: {too_big[:3]}")
+        raise SystemExit(f"{len(too_big)} kernels need more shared memory than a block may have: {too_big[:3]}")
     return rows
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the Markdown table: the most that any launch takes, by kernel, dtype and capability."""
+    """Return a Markdown table with the largest resources of any launch, by kernel, dtype and capability."""
     lines = ["| kernel | dtype | compute capability | launches | registers a thread | stack bytes | shared KiB |"]
     lines.append("| --- " * 7 + "|")
     keys = dict.fromkeys((row["kernel"], row["dtype"], row["capability"]) for row in rows)
@@ -102,7 +106,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 class _Recorder:
-    """Stands where a kernel is launched and keeps the arguments of the first launch."""
+    """A replacement for a kernel that records the arguments of the first launch instead of running it."""
 
     def __init__(self, kernel: Any):
         self.kernel, self.arguments, self.options = kernel, None, {}
@@ -129,13 +133,17 @@ def iterate_launches(
     logits: bool = True,
     weights: bool = True,
 ) -> Iterator[tuple[str, _Recorder]]:
-    """Yield ("forward" or "backward", its recorded launch) for one call on tensors without data.
+    """Yield ("forward" or "backward", recorded launch) for one call on tensors without data.
 
     Args:
-        heads: h_k, h and h_v.
-        mask: "boolean" or "additive", [1, 1, n, n].
+        dtype: the data type of the queries, keys and values.
+        length: the number of tokens n.
+        heads: the numbers of heads h_k, h and h_v.
+        mask: the kind of the mask [1, 1, n, n], "boolean" or "additive", or None for no mask.
         bias: whether there is a position bias that needs a gradient.
-        logits, weights: whether there is P_l, P_w.
+        causal: whether the attention is causal.
+        dropout: the dropout probability.
+        logits, weights: whether there are the projections P_l and P_w.
     """
     from hf_attn_variants.modeling.ops import triton_attention as kernels
     from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
@@ -175,7 +183,7 @@ def iterate_launches(
 
 
 def measure_resources(launch: _Recorder, capability: int) -> dict[str, int]:
-    """Compile a launch; return registers a thread, stack bytes, shared bytes and warps."""
+    """Compile a launch, and return the registers per thread, stack bytes, shared bytes, warps and block size."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -183,7 +191,7 @@ def measure_resources(launch: _Recorder, capability: int) -> dict[str, int]:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        # As triton specialises a launch: absent pointers and ones are constants, multiples of 16 are noted.
+        # Triton specializes launches in the same way: None and 1 are constants, and multiples of 16 are marked.
         specialised = not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (specialised and type(value) is int and value == 1):
             signature[parameter.name], constants[index,] = "constexpr", value

@@ -37,11 +37,11 @@ def test_each_engine_has_rounds_and_texts(script, options):
 
 
 def test_invalid_inputs_raise_before_loading(script, options, tmp_path):
-    with pytest.raises(SystemExit, match="has 2 recordings; the largest batch takes 3"):
+    with pytest.raises(SystemExit, match="has 2 recordings, but a batch needs 3"):
         script.main(script.parse_args([*options, "--batch_size", "3"]))
     with pytest.raises(SystemExit, match=r"--checkpoint .*"):
         script.main(script.parse_args([*options, "--checkpoint", str(tmp_path / "nothing")]))
-    with pytest.raises(SystemExit, match="--engines 'int4': there are share_memory; int8;"):
+    with pytest.raises(SystemExit, match="--engines 'int4' is not available; choose from share_memory; int8;"):
         script.main(script.parse_args([*options, "--engines", "int4"]))
 
 
