@@ -40,9 +40,9 @@ def parse_part(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run one part of the GPU benchmark. benchmarks/gpu/run.py calls it.")
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--cells", nargs="*", default=[], help="words; only run cells with one in their names")
+    parser.add_argument("--cells", nargs="*", default=[], help="run only cells whose names contain one of these words")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file of the part")
-    parser.add_argument("--deadline", type=float, required=True, help="no cell starts later (seconds since 1970)")
+    parser.add_argument("--deadline", type=float, required=True, help="Unix time after which no cell starts")
     return parser.parse_args(arguments)
 
 

@@ -45,7 +45,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 @cache
 def make_contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the settings of `decode.py`, and the models by name."""
+    """Return the settings of `decode.py`, and a dictionary of the models."""
     width, heads = decode.SHAPES[shape]["d_model"], decode.get_decoder_heads(decode.SHAPES[shape])
     argv = ["--shape", shape, "--device", device, "--dtype", "bfloat16" if device == "cuda" else "float32"]
     argv += ["--num_key_value_heads", str(heads), "2", "1", "--cross_kv_lora_rank", str(width), str(width // 4)]

@@ -1,4 +1,4 @@
-"""Compare the talking-heads kernels with torch's fused attention, which mixes no heads, and with the compiled formula.
+"""Compare the talking-heads kernels with torch's fused attention (which does not mix heads) and the compiled formula.
 
 The sizes are BERT-base's 12 heads of 64 and about 16,384 tokens per call. The targets are at most three times the time
 of fused attention, five times the speed of the compiled formula, and memory that is linear in the length.

@@ -55,8 +55,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--cells", nargs="+", default=[], help="words; only run cells with one in their names")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time limit, including startup")
+    parser.add_argument("--cells", nargs="+", default=[], help="run only cells whose names contain one of these words")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts, including startup")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to check that all parts run")
     parser.add_argument("--retry", action="store_true", help="run failed cells again")
@@ -120,7 +120,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
         try:
             status = process.wait(timeout=max(1.0, deadline + GRACE_SECONDS / 2 - time.time()))
         except subprocess.TimeoutExpired:
-            print(f"{part}: stopped at the end of its time", flush=True)
+            print(f"{part}: stopped at its time limit", flush=True)
             return None
         finally:
             stop_group(process)

@@ -85,7 +85,7 @@ def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) ->
 
 
 def make_encoders() -> dict[str, PreTrainedModel]:
-    """Return our encoders and those of Transformers by name, in pairs that attend to the same tokens."""
+    """Return a dictionary of our encoders and those of Transformers, in pairs that attend to the same tokens."""
     shape, encoders = SHAPES["t5-small"], {}
     for name, fields in ENCODERS.items():
         widths = {"encoder_attention_window": 2 * RADIUS} if fields else {}

@@ -57,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--rows", type=int, nargs="+", help="queries per block to compare, for attention only")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of queries per block to compare")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--num_threads", type=int, default=2, help="number of CPU threads")
@@ -95,7 +95,7 @@ def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
 
 
 def get_layer_sizes(hidden_size: int) -> dict[str, Any]:
-    """Return the fields of a BERT with one layer without dropout. A hidden size of 768 is that of BERT-base."""
+    """Return the fields of a BERT with one layer and no dropout. A hidden size of 768 is that of BERT-base."""
     return {
         "hidden_size": hidden_size,
         "num_attention_heads": hidden_size // HEAD_DIM,
@@ -114,7 +114,7 @@ def make_bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
 
 
 def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
-    """Return the layers by name. Each layer is a function of states [1, n, hidden size] without dropout."""
+    """Return a dictionary of layers. Each layer is a function of states [1, n, hidden size] without dropout."""
     window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
     layers = {FULL: make_bert_layer(hidden_size), WINDOWED: make_bert_layer(hidden_size, **window)}
     layers[OURS] = layers[WINDOWED].attention.self

@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=["models", "trainings"], default=["models", "trainings"])
     parser.add_argument("--output_dir", type=Path, required=True, help="the folder for the archives")
-    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/golden", help="temporary files")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/golden", help="folder for temporary files")
     return parser.parse_args()
 
 

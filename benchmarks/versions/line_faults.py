@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=f"the file of the record (default: {RECORD.relative_to(ROOT)})")
     parser.add_argument("--compare", type=Path, help="an earlier record; its faults are tried again")
-    parser.add_argument("--folder", type=Path, help="the folder for copies and coverage; a later run resumes")
+    parser.add_argument("--folder", type=Path, help="folder for copies and coverage, from which a later run resumes")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of parallel copies")
     parser.add_argument("--count", type=int, default=100, help="number of faults")
     parser.add_argument("--seed", type=int, default=0)

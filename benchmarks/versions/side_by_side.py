@@ -40,7 +40,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
-    """Return the timed functions by name. Each function returns its outputs."""
+    """Return a dictionary of the timed functions. Each function returns its outputs."""
     import torch
     import transformers
 
@@ -183,7 +183,7 @@ def compare(before: Callable[[str | None], Any], after: Callable[[str | None], A
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         rows[name] = {"ratio": statistics.median(ratios), "middle_half": [low, high], "equal": equal, "seconds": pairs}
         ratio = f"{rows[name]['ratio']:.3f} ({low:.3f} to {high:.3f})"
-        print(f"{name}: now / before {ratio}, outputs {'equal' if equal else 'DIFFER'}", flush=True)
+        print(f"{name}: current / earlier time {ratio}, outputs {'equal' if equal else 'DIFFER'}", flush=True)
     return {"rounds": rounds, "rows": rows}
 
 

@@ -40,7 +40,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 KEPT = FOLDER / "repositories"
 OLDEST = (5, 15)
-# Relative to the largest logit. It allows for another order of float32 sums.
+# The tolerance is relative to the largest logit. It allows for another order of float32 sums.
 TOLERANCE = 1e-5
 # The expected cache lengths after each piece of a text (`PIECES` in `matrix_worker.py`).
 CACHE_LENGTHS = [3, 4, 5, 6, 7, 8, 9]
@@ -52,11 +52,11 @@ def parse_args() -> argparse.Namespace:
         epilog="example:" + __doc__.split("Example:")[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--versions", nargs="+", help="default: the last release of each minor version since 5.15")
+    parser.add_argument("--versions", nargs="+", help="versions (default: the last release of each minor since 5.15)")
     parser.add_argument(
         "--newest", action="store_true", help="use the newest tested version, the newest release and pre-release"
     )
-    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="reused by later runs")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="folder that later runs reuse")
     parser.add_argument(
         "--keep", metavar="NAME", help="archive the current repositories with latents and hybrids as NAME"
     )

@@ -162,7 +162,7 @@ def _record_quantized(kind: str, variant: str | None, dtype: str, generates: boo
 
 
 def _find_int8_backends() -> dict[str, Any]:
-    """Return the correct backends for int8 products on this processor by name, or none if their module has moved.
+    """Return the named backends whose int8 products are correct on this processor, or none if their module has moved.
 
     This function and `_use_fixed_backend` import an internal module, because the package would choose the fastest
     backend by time. All backends return the same bits. Therefore, if the module has moved, the records without a fixed
