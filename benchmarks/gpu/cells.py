@@ -1,10 +1,11 @@
-"""A part of the GPU run: cells, each measured once, in a JSON file that is whole after each of them.
+"""Run the cells of one part of the GPU benchmark, and write their results to a JSON file.
 
-What a cell returns is its result; what it raises is its result too, and the next one goes on. A cell that was begun
-and never ended (it hung, or took the process with it) is tried once more, then left.
+Each cell is measured once, and the file is complete after each cell. The result of a cell is its return value or its
+error. After an error, the next cell runs. A cell that started but did not finish, because it hung or because the
+process crashed, is tried once more.
 
-A part says how its process held memory, and each cell its page faults in all. It is not run both ways: torch keeps a
-GPU's memory itself, and these pages are the CPU's.
+The file contains the allocator setting of the process and the page faults of each cell. The parts do not run with both
+allocator settings, because torch manages the memory of the GPU itself, and the page faults are those of the CPU.
 """
 
 import argparse
@@ -28,20 +29,20 @@ from hf_attn_variants.files import atomic_write, load_json
 # The exit statuses of a part: all cells have a result, the time is up, or the device needs a new process.
 COMPLETE, UNFINISHED, DEVICE_LOST = 0, 3, 4
 MAX_TRIES = 2
-# After such an error every later call of the process fails.
+# After such an error, all later calls in the process fail.
 DEVICE_ERRORS = ("CUDA error", "device-side assert", "CUDNN_STATUS", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 Cells = dict[str, Callable[[], dict[str, Any]]]
 
 
 def parse_part(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return what `run.py` gives each part."""
-    parser = argparse.ArgumentParser(description="A part of benchmarks/gpu/run.py, which starts it.")
+    """Parse the arguments that `run.py` passes to each part."""
+    parser = argparse.ArgumentParser(description="Run one part of the GPU benchmark. benchmarks/gpu/run.py calls it.")
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--cells", nargs="*", default=[], help="only those whose name has one of these words")
-    parser.add_argument("--output", type=Path, required=True, help="the part's JSON")
-    parser.add_argument("--deadline", type=float, required=True, help="seconds since 1970: no cell begins after it")
+    parser.add_argument("--cells", nargs="*", default=[], help="run only cells whose names contain one of these words")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file of the part")
+    parser.add_argument("--deadline", type=float, required=True, help="Unix time after which no cell starts")
     return parser.parse_args(arguments)
 
 
@@ -49,7 +50,7 @@ def run_cells(args: argparse.Namespace, cells: Cells) -> int:
     """Measure the cells that have no result yet, write the JSON after each, and return the exit status.
 
     Raises:
-        SystemExit: if the file there is of another device, size or version.
+        SystemExit: if the existing file is from another device, size or version.
     """
     transformers.logging.set_verbosity_error()
     report = _load_report(args)
@@ -61,7 +62,7 @@ def run_cells(args: argparse.Namespace, cells: Cells) -> int:
         if cell["status"] != "begun":
             continue
         if cell["tries"] >= MAX_TRIES:
-            results[name] = cell | {"status": "failed", "error": f"it was begun {MAX_TRIES} times and never ended"}
+            results[name] = cell | {"status": "failed", "error": f"It was started {MAX_TRIES} times and never ended."}
             _write(args, report)
             continue
         if time.time() > args.deadline:
@@ -83,20 +84,20 @@ def run_cells(args: argparse.Namespace, cells: Cells) -> int:
 
 
 def compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return |got - want| / |want| of all numbers together, in float64 on the CPU."""
+    """Return |actual - expected| / |expected| over all elements, computed in float64 on the CPU."""
     actual, expected = (tensor.detach().to("cpu", torch.float64) for tensor in (actual, expected))
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def _measure_cell(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return a cell's result, or its error, and whether the device is lost."""
+    """Return the result or the error of a cell, and whether the device is lost."""
     try:
         return {"status": "done"} | measure(), False
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         place = traceback.extract_tb(error.__traceback__)[-1]
         location = f"{Path(place.filename).name}:{place.lineno}"
-    gc.collect()  # the traceback held its tensors
+    gc.collect()  # the traceback referred to tensors of the cell
     lost = any(mark in text for mark in DEVICE_ERRORS)
     if torch.cuda.is_available() and not lost:
         torch.cuda.empty_cache()
@@ -104,7 +105,7 @@ def _measure_cell(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any]
 
 
 def _load_report(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the report so far; only what was measured alike goes into one file."""
+    """Return the existing report or a new one. All cells of a file must be measured with the same settings."""
     machine_info = describe_machine(args.device)
     header = {"device": args.device, "tiny": args.tiny}
     header |= {"device_name": machine_info["device"]} | {
@@ -121,7 +122,7 @@ def _load_report(args: argparse.Namespace) -> dict[str, Any]:
     report = load_json(args.output)
     if report["made"] != header:
         sys.exit(
-            f"error: {args.output} was measured with {report['made']}, this is {header}: give another --output_dir"
+            f"error: {args.output} was measured with {report['made']}, not with {header}. Use another --output_dir."
         )
     return report
 
@@ -138,9 +139,9 @@ def _format_cell(cell: dict[str, Any]) -> str:
 
 
 def main(make_cells: Callable[[argparse.Namespace], Cells]) -> None:
-    """Run a part's cells as its process; ends with the exit status."""
+    """Run the cells of a part, and end the process with the exit status."""
     args = parse_part()
     status = run_cells(args, make_cells(args))
     sys.stdout.flush()
-    # A hung or broken device must not keep the process from its end.
+    # A hung or broken device must not prevent the process from ending.
     os._exit(status)

@@ -21,16 +21,16 @@ from hf_attn_variants.modeling.ops.blocked_attention import AttentionOperands
 HEADS, HEAD_DIM, TOKENS = 12, 64, 16384
 LENGTHS = (2048, 512, 8192)
 WORKSPACES = [2**20 * size for size in (64, 512)]
-# Block, warps, stages; forward of rows in several blocks, with and without zeros beyond the row.
+# Block, warps and stages. The forward pass has rows in several blocks, with and without zeros beyond the row.
 FORWARD = [(256, 4, 2), (256, 4, 3), (256, 4, 4), (128, 4, 3), (128, 2, 3), (64, 1, 3), (512, 8, 3)]
 BACKWARD = [(64, 1, 3), (64, 1, 2), (64, 2, 3), (128, 4, 2), (128, 4, 3), (32, 1, 3), (64, 1, 4)]
-FEW_ROUNDS = 3  # of these at the other lengths
+FEW_ROUNDS = 3  # the number of these choices at the other lengths
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """Where the time goes by length; then a cell a workspace; then a cell a launch."""
+    """Return the cells: the time of each kernel by length, then one cell per workspace and one per launch."""
     if not triton_attention.supports_device(torch.empty(0, device=args.device).device):
-        return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
+        return {"kernels": lambda: {"reason": f"The kernels do not support this device: {args.device}"}}
     cells: Cells = {}
     for n in LENGTHS:
         cells[f"{n}, parts"] = lambda n=n: measure_parts(n, args)
@@ -56,12 +56,12 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def make_launch_settings(choice: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the settings of a choice."""
+    """Return the launch settings for a block size and numbers of warps and stages."""
     return dict(zip(("BLOCK", "num_warps", "num_stages"), choice, strict=True))
 
 
 def make_passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """Return the forward and the backward pass of a call at a length."""
+    """Return functions for the forward and the backward pass of a call with a given length."""
     length, heads, dtype = (64, 2, torch.float32) if args.tiny else (n, HEADS, torch.bfloat16)
     shape = (max(1, (2 * length if args.tiny else TOKENS) // length), heads, length, HEAD_DIM)
     states = [torch.randn(shape, device=args.device, dtype=dtype) for _ in range(3)]
@@ -77,7 +77,7 @@ def make_passes(n: int, args: argparse.Namespace) -> dict[str, Callable[[], Any]
 
 @contextmanager
 def change_settings(**choices: Any) -> Iterator[None]:
-    """Have the kernels launched otherwise within the block."""
+    """Change launch settings of the kernels within the `with` block."""
     original_values = {name: getattr(triton_attention, name) for name in choices}
     try:
         for name, value in choices.items():
@@ -89,7 +89,7 @@ def change_settings(**choices: Any) -> Iterator[None]:
 
 
 def compare_settings(n: int, args: argparse.Namespace, **choices: Any) -> dict[str, Any]:
-    """Return milliseconds of both passes with a choice and without it, in turn."""
+    """Return the milliseconds of both passes with the default and the changed settings, which take turns."""
     steps = {}
     for name, step in make_passes(n, args).items():
 
@@ -102,7 +102,7 @@ def compare_settings(n: int, args: argparse.Namespace, **choices: Any) -> dict[s
 
 
 def measure_parts(n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return by pass the device's microseconds by kernel, and milliseconds that Python takes to launch them."""
+    """Return the device's microseconds per kernel and Python's milliseconds to launch them, for each pass."""
     row: dict[str, Any] = {}
     on_cuda = args.device == "cuda"
     activity = torch.profiler.ProfilerActivity

@@ -1,4 +1,4 @@
-"""Compare the talking-heads kernels with torch's fused attention, which mixes no heads, and with the compiled formula.
+"""Compare the talking-heads kernels with torch's fused attention (which does not mix heads) and the compiled formula.
 
 The sizes are BERT-base's 12 heads of 64 and about 16,384 tokens per call. The targets are at most three times the time
 of fused attention, five times the speed of the compiled formula, and memory that is linear in the length.
@@ -17,13 +17,13 @@ LENGTHS = (2048, 512, 8192, 1024, 4096, 16384)
 TOKENS = 16384
 HEADS, HEAD_DIM = 12, 64
 PEERS = ["sdpa", "triton", "compiled", "naive", "blocked"]
-# The compiler takes up to half a minute a peer and length.
+# The compiler takes up to half a minute per peer and length.
 COMPILED_LENGTHS = (2048, 512, 8192)
 MAX_FUSED_RATIO, MIN_COMPILED_RATIO = 3.0, 5.0
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """Times by length; memory by length; then causal calls, dropout, float16."""
+    """Return the cells: times by length, memory by length, then causal calls, dropout, a bias and float16."""
     lengths = (64, 32) if args.tiny else LENGTHS
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     cells: Cells = {}
@@ -39,12 +39,12 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def select_peers(n: int, device: str, tiny: bool) -> dict[str, Any]:
-    """Return the peers that are tried at a length."""
+    """Return the peers that are compared at a length."""
     return make_peers(device, [name for name in PEERS if name != "compiled" or n in COMPILED_LENGTHS or tiny])
 
 
 def measure_times(n: int, option: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds by peer, and our ratios with their targets."""
+    """Return the milliseconds of each peer, the ratios of ours to the others, and whether the targets are met."""
     heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
     shape = (max(1, (2 * n if args.tiny else TOKENS) // n), heads, n, head_dim)
     inputs = make_inputs(shape, option, args.device, getattr(torch, dtype))
@@ -66,7 +66,7 @@ def measure_times(n: int, option: str, dtype: str, args: argparse.Namespace) -> 
 
 
 def measure_memory(n: int, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the MiB that a call of one sequence adds."""
+    """Return the additional peak MiB of a call with one sequence."""
     names = ["sdpa", "triton", "naive", "blocked"]
     heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
     return measure_memory_row(make_peers(args.device, names), heads, head_dim, n, dtype, args.device)

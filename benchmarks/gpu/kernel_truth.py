@@ -1,7 +1,7 @@
-"""The talking-heads kernels against the formula in float64: outputs and gradients, under masks, biases and dropout.
+"""Compare the talking-heads kernels with the formula in float64: outputs and gradients, masks, biases and dropout.
 
-On CUDA it is Triton's kernels that are tried; without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1), and
-where there is no Triton the blocked path takes their place, to see that all of this runs.
+On CUDA, the Triton kernels are tested. Without a GPU, they run in Triton's interpreter (TRITON_INTERPRET=1). Without
+Triton, the blocked backend replaces them, to check that this script runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ NAMES = ("query", "key", "value", "bias", "P_l", "P_w")
 
 
 class Case(NamedTuple):
-    """One call: heads of logits, softmax, values, and those that keys and values have; rows, keys; mask; bias."""
+    """A call: the heads of logits, softmax, outputs, key states and value states; rows, keys, mask and bias."""
 
     heads: tuple[int, int, int, int, int]
     n: int
@@ -49,7 +49,7 @@ CASES = {
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """A cell a case and number format; then dropout."""
+    """Return one cell per case and number format, then the cells with dropout."""
     cells: Cells = {}
     dtypes = [dtype for dtype in DTYPES if args.device == "cuda" or dtype != "bfloat16" or get_backend() == "blocked"]
     for name, case in CASES.items():
@@ -65,7 +65,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def get_backend() -> str:
-    """Return the path that is tried."""
+    """Return the name of the tested backend."""
     return (
         "triton"
         if triton_attention.supports_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -74,7 +74,7 @@ def get_backend() -> str:
 
 
 def make_inputs(case: Case, device: str, dtype: str, head_dim: int) -> list[torch.Tensor | None]:
-    """Return query, key, value, bias, P_l and P_w, which want gradients; the projections near the identity."""
+    """Return query, key, value, bias, P_l and P_w, which require gradients. P_l and P_w are close to the identity."""
     h_k, h, h_v, key_heads, value_heads = case.heads
 
     def new(*shape: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def make_inputs(case: Case, device: str, dtype: str, head_dim: int) -> list[torc
 
 
 def make_mask(kind: str | None, n: int, m: int, device: str) -> tuple[torch.Tensor | None, bool, torch.Tensor]:
-    """Return the mask that the kernels are given, whether the call is causal, and both as what the formula adds."""
+    """Return the mask for the kernels, whether the call is causal, and both as an additive mask for the formula."""
     causal = kind is not None and kind.startswith("causal")
     allowed = torch.ones(n, m, dtype=torch.bool, device=device)
     allowed, mask = allowed.tril() if causal else allowed, None
@@ -103,7 +103,7 @@ def make_mask(kind: str | None, n: int, m: int, device: str) -> tuple[torch.Tens
         mask = torch.arange(m, device=device) < lengths  # [b, 1, 1, m]
     elif kind == "rows":
         mask = torch.rand(BATCH, 1, n, m, device=device) > 0.3
-        mask[0, :, n // 2] = False  # a row that reads nothing
+        mask[0, :, n // 2] = False  # a row that attends to nothing
     allowed = allowed if mask is None else allowed & mask
     return (
         mask,
@@ -140,10 +140,10 @@ def measure_errors(case: Case, device: str, dtype: str, tiny: bool) -> dict[str,
 
 
 def measure_dropout(device: str, dtype: str, n: int) -> dict[str, Any]:
-    """Return what dropout does: the share of weights kept, the kept ones' error, and errors of output and gradient.
+    """Return the share of weights that dropout keeps, and the errors of these weights, the output and the gradient.
 
-    Values that are the identity show the weights themselves; with the same seed the same are dropped, so that output
-    and values' gradient follow from these.
+    With the identity as values, the outputs are the weights themselves. The same seed drops the same weights, from
+    which the expected output and the expected gradient of the values are computed.
     """
     rate, backend = 0.25, get_backend()
     case = Case((12, 12, 12, 12, 12), n, n)

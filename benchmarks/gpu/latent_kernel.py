@@ -1,4 +1,4 @@
-"""Compare kernels for one query per head and a latent, as in a decoding step: our Triton kernels, torch, the formula.
+"""Compare kernels for one query per head and a latent, as in decoding: our Triton kernels, torch and the formula.
 
 Multi-head attention to separate keys and values of every head reads 2 h d numbers per token, and attention to a latent
 reads r. The sizes are those of cross-attention in T5-base, T5-large and Whisper base. "Reading" is the time that the
@@ -32,7 +32,7 @@ LIMITS = {"bfloat16": 1e-2, "float16": 2e-3}
 
 
 class Case(NamedTuple):
-    """Memories, rows that read each (heads times beams), heads, keys, width."""
+    """The number of latents, the rows that read each latent (heads times beams), the heads, keys and width."""
 
     memories: int
     rows: int
@@ -62,9 +62,9 @@ TRUTH = {
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """Truth by case and number format; then times by case."""
+    """Return the cells: the errors by case and number format, then the times by case."""
     if not supports_device(torch.empty(0, device=args.device).device):
-        return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
+        return {"kernels": lambda: {"reason": f"The kernels do not support this device: {args.device}"}}
     cells: Cells = {}
     for name, (case, mask) in TRUTH.items():
         for dtype in LIMITS if args.device == "cuda" else ("float16",):
@@ -79,14 +79,14 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def make_inputs(case: Case, dtype: str, device: str) -> tuple[Tensor, Tensor]:
-    """Return queries [b, 1, n, r] and a latent [b, 1, m, r]; the logits differ as a trained model's do."""
+    """Return queries [b, 1, n, r] and a latent [b, 1, m, r]. Their logits vary like those of a trained model."""
     query = 3 * torch.randn(case.memories, 1, case.rows, case.width, device=device)
     latent = torch.randn(case.memories, 1, case.keys, case.width, device=device)
     return query.to(getattr(torch, dtype)), latent.to(getattr(torch, dtype))
 
 
 def measure_errors(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the error against the formula in float64."""
+    """Return the relative error of the kernels, compared with the formula in float64."""
     case = case._replace(keys=35, width=min(case.width, 48)) if args.tiny else case
     query, latent = make_inputs(case, dtype, args.device)
     mask, added = None, torch.zeros((), dtype=torch.float64, device=args.device)
@@ -107,7 +107,7 @@ def measure_errors(case: Case, kind: str | None, dtype: str, args: argparse.Name
 
 
 def measure_compiled_error() -> dict[str, Any]:
-    """Return the largest error of replays of a compiled call, each with other numbers."""
+    """Return the errors of repeated calls of a compiled function, each with different inputs."""
     torch._dynamo.reset()
     case, scaling, errors = TRUTH["plain"][0], 0.05, []
     compiled = torch.compile(lambda *call: attend_to_one_latent(*call, scaling=scaling), mode="reduce-overhead")
@@ -120,15 +120,16 @@ def measure_compiled_error() -> dict[str, Any]:
 
 
 def attend_with_products(query: Tensor, latent: Tensor, scaling: float) -> Tensor:
-    """Return what two products and a softmax make."""
+    """Attend to a latent with two matrix products and a softmax."""
     weights = torch.softmax((query * scaling) @ latent.mT, -1, dtype=torch.float32)
     return weights.to(latent.dtype) @ latent
 
 
 def measure_times(case: Case) -> dict[str, Any]:
-    """Return microseconds by way, failures, and those of reading the latent once.
+    """Return the microseconds of each contestant, the failures, and the microseconds of reading the latent once.
 
-    Replays of a CUDA graph are timed, as of a compiled step; "launching" is what Python takes to launch ours.
+    The times are those of replays of a CUDA graph, as in a compiled step. "launching" is the time that Python needs to
+    launch our kernels.
     """
     query, latent = make_inputs(case, "bfloat16", "cuda")
     scaling = case.width**-0.5
@@ -160,7 +161,7 @@ def measure_times(case: Case) -> dict[str, Any]:
             launch = LaunchSettings(*best[:-1], programs)
             measure(str(list(launch)), partial(run_latent_kernels, query, latent, None, scaling, launch), row)
     row["reading_microseconds"] = 1e6 * latent.numel() * latent.element_size() / measure_read_bandwidth("cuda")
-    attend_to_one_latent(query[:1], latent[:1], scaling=scaling)  # compiled, and tried
+    attend_to_one_latent(query[:1], latent[:1], scaling=scaling)  # the first call compiles and checks
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(20):
@@ -170,13 +171,13 @@ def measure_times(case: Case) -> dict[str, Any]:
 
 
 def measure(name: str, contestant: Callable[[], Tensor], row: dict[str, Any]) -> None:
-    """Put the median time of a contestant's replays into the row, or the reason why it is missing."""
+    """Add the median time of a contestant's replays to the row, or the error if it fails."""
     from triton.testing import do_bench_cudagraph
 
     if name in row["microseconds"]:
         return
     try:
-        contestant()  # compiled, and tried
+        contestant()  # the first call compiles and checks
         with torch.cuda.stream(torch.cuda.Stream()):
             row["microseconds"][name] = 1e3 * do_bench_cudagraph(contestant, rep=20, return_mode="median")
     except Exception as error:

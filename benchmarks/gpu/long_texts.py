@@ -1,8 +1,8 @@
 """Compare attention of linear cost with fused full attention, up to 65,536 tokens, like `sliding_window.py`.
 
 The cells measure attention (12 heads of 64), a layer of BERT-base, and memory. The contestants are windows with
-FlexAttention, if it agrees with the blocks, windows in blocks, and each `attention_kernel` of the package. First, one
-cell per kind checks whether FlexAttention agrees.
+FlexAttention (if its outputs agree with those of the blocks), windows in blocks, and each `attention_kernel` of the
+package. The first cells check whether FlexAttention agrees.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from benchmarks.long.sliding_window import (
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
 
-try:  # an older package only has windows
+try:  # older versions of the package only have windows
     from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 except ImportError:
     KERNELS = ()
@@ -36,7 +36,7 @@ WINDOWS = [*PEERS, "window in blocks"]
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """A cell a length and kind."""
+    """Return the cells that check FlexAttention, then one cell per length and kind of measurement."""
     measures = {"attention": measure_attention, "layers": measure_layers, "memory": measure_memory}
     agreement = {
         f"FlexAttention, {dtype}{', bias' * bias}{', padding' * bias}": lambda dtype=dtype, bias=bias: (
@@ -57,9 +57,9 @@ def _get_num_heads_and_dtype(args: argparse.Namespace) -> tuple[int, str]:
 
 
 def compare_backends(args: argparse.Namespace, dtype: str, bias: bool) -> dict[str, Any]:
-    """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and if not, why."""
+    """Return whether FlexAttention agrees with the blocks, forward and (on CUDA) backward, and the reason if not."""
     if args.tiny:
-        return {"reason": "not tried: on a CPU it has no gradients"}
+        return {"reason": "The check was skipped, because FlexAttention has no gradients on a CPU."}
     kind = flex_windows.FlexCallKind(
         device=torch.empty(0, device=args.device).device,
         dtype=getattr(torch, dtype),
@@ -77,7 +77,7 @@ def compare_backends(args: argparse.Namespace, dtype: str, bias: bool) -> dict[s
 
 
 def measure_attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of full attention and of windows."""
+    """Return the milliseconds of full attention and of windows."""
     heads, dtype = _get_num_heads_and_dtype(args)
     inputs = make_inputs((1, heads, n, HEAD_DIM), "plain", args.device, getattr(torch, dtype))
     peers = make_peers(args.device, WINDOWS)
@@ -85,7 +85,7 @@ def measure_attention(n: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of whole layers: full, windows, Longformer's, and each kernel's."""
+    """Return the milliseconds of whole layers: full attention, windows, Longformer and each kernel."""
     heads, dtype = _get_num_heads_and_dtype(args)
     size = heads * HEAD_DIM
     layers_by_name = make_layers(size, n)
@@ -99,13 +99,13 @@ def measure_layers(n: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _get_kernel_fields(kernel: str, n: int) -> dict[str, Any]:
-    """Return the fields of a kernel: linformer sums over the positions there are, a hybrid has a window."""
+    """Return the fields of a kernel. Linformer needs the number of positions, and the hybrid needs a window."""
     fields = {"attention_kernel": kernel, "max_position_embeddings": n}
     return fields | ({"attention_window": WINDOW} if kernel == "hybrid" else {})
 
 
 def measure_memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the MiB that a call of attention adds."""
+    """Return the additional peak MiB of a call of attention."""
     heads, dtype = _get_num_heads_and_dtype(args)
     return measure_memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
 

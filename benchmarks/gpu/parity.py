@@ -1,8 +1,8 @@
 """Compare every architecture with Transformers on the device, and every variant with the CPU.
 
-Half precision differs by rounding. The limit is 1.5 times the distance of Transformers' half-precision model from its
-float32 model. The architectures are those of the tests, at their tiny sizes. `real` ones have heads of 64 and 512
-tokens, for which other kernels are used.
+In half precision, outputs differ by rounding. The limit is 1.5 times the distance between the half-precision and the
+float32 model of Transformers. The architectures are those of the tests, at their tiny sizes. The `real` cells have
+heads of 64 and 512 tokens, for which other kernels are used.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from benchmarks.gpu.cells import Cells, compute_relative_error, main
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
-# The limit of float32 covers another order of sums. For half precision it is a multiple of the error of
+# The limit of float32 covers another order of sums. For half precision, it is a multiple of the error of
 # Transformers, plus two roundings, because few values can be close to float32 by chance.
 FLOAT32_LIMIT, MAX_UPSTREAM_RATIO, ABSOLUTE_TOLERANCES = 2e-5, 1.5, {"bfloat16": 2**-7, "float16": 2**-10}
-# The limits of a variant compared with itself on the CPU in float32.
+# The limits for a variant, which is compared with itself on the CPU in float32.
 VARIANT_LIMITS = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
 REAL_LENGTH, REAL_BATCH = 512, 4
@@ -35,7 +35,7 @@ REAL_ARCHITECTURES = {
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """One cell an architecture and number format, then the real sizes, then a variant and format each."""
+    """Return one cell per architecture and number format, then the real sizes, then one per variant and format."""
     cells: Cells = {}
     for architecture in ALL_ARCHITECTURES:
         for dtype in DTYPES:
@@ -93,7 +93,7 @@ def measure_architecture_parity(architecture: Architecture, device: str, dtype: 
 
 
 def make_pair(architecture: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
-    """Return upstream's model of a head and ours, with the same weights."""
+    """Return the Transformers model with a given head and ours, with the same weights."""
     upstream = architecture.make_upstream_model(head)
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(
         architecture.make_config(head=head, **fields)
@@ -112,14 +112,18 @@ def to_device(batch: dict[str, Any], device: str, dtype: str = "float32") -> dic
 
 
 def compute_outputs(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors that a model answers with."""
+    """Return all outputs of a model that are tensors."""
     return {name: value for name, value in model(**batch).items() if isinstance(value, torch.Tensor)}
 
 
 def compare(
     variant_model: Any, upstream: Any, batch: dict[str, Any], exact: dict[str, torch.Tensor], with_gradients: bool
 ) -> dict[str, tuple[float, float]]:
-    """Return by output our error and upstream's; float32 has none but ours, against upstream's."""
+    """Return our error and that of Transformers for each output.
+
+    With gradients (in float32), our error is relative to Transformers, whose error is 0. Otherwise, both errors are
+    relative to `exact`.
+    """
     with torch.set_grad_enabled(with_gradients):
         variant_outputs, upstream_outputs = compute_outputs(variant_model, batch), compute_outputs(upstream, batch)
     errors = {}
@@ -141,7 +145,7 @@ def compare(
         variant_outputs = {
             name: tensors.grad for name, tensors in variant_model.named_parameters() if name in upstream_outputs
         }
-        # A shared head has the gradient of all its copies: it is compared in no other shape.
+        # Only gradients with equal shapes are compared, because a shared head has the gradient of all its copies.
         common_names = [
             name for name in variant_outputs if variant_outputs[name].shape == upstream_outputs[name].shape
         ]
@@ -154,12 +158,12 @@ def compare(
 
 
 def get_limit(dtype: str, of_upstream: float) -> float:
-    """Return the error that ours may have."""
+    """Return the limit of our error, given the error of Transformers."""
     return FLOAT32_LIMIT if dtype == "float32" else MAX_UPSTREAM_RATIO * of_upstream + ABSOLUTE_TOLERANCES[dtype]
 
 
 def generates_same_tokens(variant_model: Any, upstream: Any, batch: dict[str, Any]) -> bool | None:
-    """Return whether both generate the same, greedily and by beams; None where the model does not generate."""
+    """Return whether both generate the same tokens, greedily and with beams, or None without an encoder-decoder."""
     if not (variant_model.can_generate() and variant_model.config.is_encoder_decoder):
         return None
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "input_features") if name in batch}
@@ -171,7 +175,10 @@ def generates_same_tokens(variant_model: Any, upstream: Any, batch: dict[str, An
 
 
 def measure_real_parity(architecture: Architecture, device: str, dtype: str) -> dict[str, Any]:
-    """Return errors at a real shape, padded to 512 tokens: multi-head, and grouped heads against repeated heads."""
+    """Return the errors at a real shape, padded to 512 tokens, of multi-head attention and of grouped heads.
+
+    The grouped heads are compared with a Transformers model that has copies of each key/value head.
+    """
     head, errors = next(iter(architecture.heads)), {}
     ids = torch.randint(5, 32000, (REAL_BATCH, REAL_LENGTH), device=device)
     lengths = torch.tensor([REAL_LENGTH, REAL_LENGTH - 100, REAL_LENGTH // 2, 20], device=device)
@@ -199,7 +206,7 @@ def measure_real_parity(architecture: Architecture, device: str, dtype: str) -> 
 
 
 def make_shared_heads(architecture: Architecture, head: str, kv_heads: int) -> tuple[Any, Any]:
-    """Return upstream's model whose key/value heads are alike in groups, and ours, which has one of each."""
+    """Return a Transformers model with equal key/value heads in each group, and ours with one head per group."""
     upstream, wide = make_pair(architecture, head)
     torch.manual_seed(0)
     variant_model = getattr(hf_attn_variants, f"AttnVariant{head}")(
@@ -225,7 +232,7 @@ def make_shared_heads(architecture: Architecture, head: str, kv_heads: int) -> t
 
 
 def measure_variant_parity(architecture: Architecture, variant: str, device: str, dtype: str) -> dict[str, Any]:
-    """Return the error of a variant's outputs, on the device in a dtype, against the CPU's in float32."""
+    """Return the errors of a variant on the device in a dtype, relative to its outputs on the CPU in float32."""
     head = BASE_HEADS[architecture.name]
     model, batch = architecture.make_model(head, variant), architecture.make_batch(head)
     with torch.no_grad():

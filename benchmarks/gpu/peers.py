@@ -1,4 +1,4 @@
-"""Attention functions side by side, each of which may fail without taking the others along."""
+"""Measure the time and memory of attention functions. A function that fails does not affect the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ MODES = ("forward", "training")
 def time_side_by_side(
     make_step: Callable[[Any, bool], Callable[[], None]], peers: dict[str, Any], device: str
 ) -> dict:
-    """Return median milliseconds: {"forward" | "training": {peer: ms}, "failures": {mode: {peer: error}}}.
+    """Return the median milliseconds: {"forward" | "training": {peer: ms}, "failures": {mode: {peer: error}}}.
 
     Args:
         make_step: A function from a peer, and whether to run the backward pass, to one step.
@@ -42,7 +42,7 @@ def time_side_by_side(
 def measure_memory_row(
     peers: dict[str, Any], heads: int, head_dim: int, length: int, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Return the MiB that a call adds at its peak, forward and training, by peer; see `talking_heads_memory`."""
+    """Return the additional peak MiB of a call, {mode: {peer: MiB}} (see `talking_heads_memory`)."""
     if device == "cpu":
         return measure_cpu_memory(list(peers), heads, head_dim, [length], dtype, 1)[0]
     return measure_cuda_memory(peers, heads, head_dim, [length], dtype)[0]

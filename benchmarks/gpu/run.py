@@ -1,11 +1,11 @@
-"""All that this package has to ask of a GPU, by one command: resumable, the most important parts first.
+"""Run all GPU benchmarks with one command, the most important parts first.
 
-Each part is a process, and writes a JSON file that is whole after each of its cells: what was measured is kept when
-the time is up, a kernel hangs or the machine goes, and the same command with the same --output_dir goes on. A failure
-is a cell's result, and the next cell goes on; --retry tries the failed ones again. A part that used less than its
-share of the minutes leaves the rest to the others.
+Each part runs in a separate process and writes a JSON file that is complete after each cell. Finished cells are
+therefore not lost if the time is up, a kernel hangs or the machine stops. The same command with the same --output_dir
+continues. After a failed cell, the next cell runs. --retry runs failed cells again. If a part uses less than its share
+of the minutes, the other parts get the rest.
 
-It needs torch, triton and transformers, and no network: weights are random, of real shapes.
+The benchmarks need torch, triton and transformers, and no network. The models have random weights and real shapes.
 
 Example:
     python -m benchmarks.gpu.run --output_dir build/gpu --minutes 25
@@ -28,23 +28,23 @@ from hf_attn_variants.files import atomic_write, load_json
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-# Each part, its minutes of 25, and what it shows; in order of importance.
+# The parts in order of importance, with their minutes of 25 and their descriptions.
 PARTS: dict[str, tuple[float, str]] = {
-    "parity": (3, "every architecture against upstream, in float32, bfloat16 and float16"),
-    "kernel_truth": (3, "the talking-heads kernels against the formula"),
-    "latent_kernel": (1.5, "the kernel that reads a latent once, against the formula, and its time beside torch's"),
-    "kernel_settings": (1.5, "how the kernels are best launched, and where their time goes"),
-    "kernel_speed": (4.5, "the same beside fused attention and the compiled formula: time and memory"),
-    "decoding": (6, "T5-base and T5-large: tokens a second, memory, largest batch"),
-    "long_texts": (3, "windows and kernels linear in the length, to 65,536 tokens"),
-    "training_steps": (2.5, "training steps: tokens a second, share of the peak"),
+    "parity": (3, "every architecture compared with Transformers, in float32, bfloat16 and float16"),
+    "kernel_truth": (3, "the talking-heads kernels compared with the formula"),
+    "latent_kernel": (1.5, "the kernel that reads a latent once, compared with the formula and the speed of torch"),
+    "kernel_settings": (1.5, "launch settings of the talking-heads kernels, and the time of each kernel"),
+    "kernel_speed": (4.5, "time and memory of these kernels, fused attention and the compiled formula"),
+    "decoding": (6, "T5-base and T5-large: tokens per second, memory and largest batch"),
+    "long_texts": (3, "windows and kernels of linear cost, up to 65,536 tokens"),
+    "training_steps": (2.5, "training steps: tokens per second and share of the peak speed"),
     "training_loop": (1.5, "the training loop in mixed precision, killed and resumed"),
 }
-# A part whose process ends by itself without being complete is started again so often at most.
+# The maximum number of starts of a part whose process ends before the part is complete.
 MAX_STARTS = 60
 # Seconds after the deadline in which a process can finish its cell.
 GRACE_SECONDS = 20
-# A part is not started for less: its imports take some.
+# A part does not start with less time, because its imports take several seconds.
 MIN_SECONDS = 30
 
 
@@ -55,28 +55,28 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--cells", nargs="+", default=[], help="only those whose name has one of these words")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for all of it, starting up included")
+    parser.add_argument("--cells", nargs="+", default=[], help="run only cells whose names contain one of these words")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts, including startup")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: to see that all of it runs")
-    parser.add_argument("--retry", action="store_true", help="try the cells again that failed")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to check that all parts run")
+    parser.add_argument("--retry", action="store_true", help="run failed cells again")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "build/gpu")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
         parser.error(f"--minutes must be more than 0, got {args.minutes}")
     if args.device == "cpu" and not args.tiny:
-        parser.error("--device cpu is for --tiny alone: real shapes would take it days")
+        parser.error("--device cpu requires --tiny, because real shapes would take days.")
     return args
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parts, and print and write their results. Return 0 if every cell has a result without a failure."""
+    """Run the parts, and print and write a summary. Return 0 if all cells succeeded and reached their targets."""
     deadline = time.time() + 60 * args.minutes
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.retry:
         for part in args.parts:
             remove_failures(args.output_dir / f"{part}.json")
-    # In a second round what the others left over goes to the parts that were not done in their share.
+    # In the second round, parts that did not finish get the time that the other parts left over.
     problems: dict[str, str] = {}
     for share_of_all in (False, True):
         for part in args.parts:
@@ -105,7 +105,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
     A lost device or a crash of the interpreter only loses the cell that was running.
 
     Returns:
-        Why it could not begin, if it could not.
+        The reason if the part could not start or did not finish, otherwise None.
     """
     output = args.output_dir / f"{part}.json"
     command = [sys.executable, str(HERE / f"{part}.py"), "--device", args.device, "--output", str(output)]
@@ -120,13 +120,13 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
         try:
             status = process.wait(timeout=max(1.0, deadline + GRACE_SECONDS / 2 - time.time()))
         except subprocess.TimeoutExpired:
-            print(f"{part}: stopped at the end of its time", flush=True)
+            print(f"{part}: stopped at its time limit", flush=True)
             return None
         finally:
             stop_group(process)
         before_any_cell = not output.exists() or output.stat().st_mtime < started
         if before_any_cell and status:
-            # Its import failed, or it does not accept the existing file; stderr has the error.
+            # The imports failed, or the existing file has other settings. The error is on stderr.
             return f"ended with status {status} before its first cell"
         if summarize_part(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
             return None
@@ -134,7 +134,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
 
 
 def stop_group(process: subprocess.Popen) -> None:
-    """End a part with what it started, if anything is left of them."""
+    """Kill the process group of a part if it still exists."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -143,7 +143,7 @@ def stop_group(process: subprocess.Popen) -> None:
 
 
 def summarize_part(folder: Path, part: str) -> dict[str, Any]:
-    """Return a part's numbers of cells, and whether all have a result."""
+    """Return the numbers of cells of a part, and whether all cells have a result."""
     path = folder / f"{part}.json"
     report = load_json(path) if path.exists() else {"cells": {}, "cells_in_all": 0}
     cells, in_all = report["cells"].values(), report.get("cells_in_all", 0)
@@ -155,7 +155,7 @@ def summarize_part(folder: Path, part: str) -> dict[str, Any]:
 
 
 def remove_failures(path: Path) -> None:
-    """Take the failed cells out of a part's file."""
+    """Remove all cells without a successful result from the file of a part."""
     if path.exists():
         report = load_json(path)
         report["cells"] = {name: cell for name, cell in report["cells"].items() if cell["status"] == "done"}

@@ -1,7 +1,8 @@
-"""The package's training loop in mixed precision: does it learn, and does a killed run go on as one that was not?
+"""Check that the training loop learns in mixed precision, and that killed runs resume like uninterrupted ones.
 
-Texts count upwards, so that a masked token follows from its neighbours. Each run is a process; SIGKILL comes inside a
-step, or when a checkpoint is about to be renamed. On a CPU the resumed run has the same bits; a GPU's sums may differ.
+The texts count upwards, so that a masked token follows from its neighbors. Each run is a separate process. SIGKILL
+comes inside a step, or when a checkpoint is about to be renamed. On a CPU, the resumed run must have the same bits. On
+a GPU, the order of sums may differ.
 """
 
 import argparse
@@ -27,15 +28,15 @@ from hf_attn_variants.training.engine.settings import TrainingSettings
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 WORDS, LENGTH, MASK = 64, 32, 1
-# The loss of the last steps is to be below this share of the first ones'.
+# The loss of the last steps must be below this share of the loss of the first steps.
 LEARNED = 0.7
-# Whether the signal comes in a checkpoint, and after which share of the steps, with four checkpoints.
+# Whether the signal comes during a checkpoint, and after which share of the steps. A run has four checkpoints.
 KILLS = {"in a step": (False, 0.65), "in a checkpoint": (True, 0.5)}
 CLOSE = 2e-2
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """A cell a precision: it learns; then both kills in each."""
+    """Return one cell per precision that checks learning, then the cells of the killed runs."""
     precisions = ("bf16", "fp16", "no") if args.device == "cuda" else ("no",)
     cells: Cells = {
         f"learns, {precision}": lambda precision=precision: measure_learning(precision, args)
@@ -50,7 +51,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def make_examples(count: int) -> list[dict[str, torch.Tensor]]:
-    """Return texts that count upwards, a sixth of their tokens masked."""
+    """Return texts that count upwards, with a sixth of their tokens masked."""
     generator = torch.Generator().manual_seed(0)
     examples = []
     for _ in range(count):
@@ -62,7 +63,7 @@ def make_examples(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, kill: str | None) -> None:
-    """Train in this process; `kill` names one of `KILLS`."""
+    """Train in this process. `kill` is a key of `KILLS`, or None."""
     steps = 12 if tiny else 200
     if kill is not None:
         in_checkpoint, share = KILLS[kill]
@@ -93,16 +94,16 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
 
 
 def run(folder: Path, precision: str, args: argparse.Namespace, resume: bool = False, kill: str | None = None) -> int:
-    """Train in a process of its own; return its exit status.
+    """Train in a separate process, and return its exit status.
 
     Raises:
-        RuntimeError: if it failed otherwise than by the kill.
+        RuntimeError: if the exit status is not 0, or not that of SIGKILL if `kill` is given.
     """
     call = f"train({str(folder)!r}, {args.device!r}, {precision!r}, {args.tiny}, {resume}, {kill!r})"
     command = [sys.executable, "-c", f"from training_loop import train; {call}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != (-signal.SIGKILL if kill else 0):
-        raise RuntimeError(f"the run ended with {done.returncode}: {done.stderr[-1500:]}")
+        raise RuntimeError(f"The run ended with status {done.returncode}: {done.stderr[-1500:]}")
     return done.returncode
 
 
@@ -113,7 +114,7 @@ def read_losses(folder: Path) -> list[float]:
 
 
 def measure_learning(precision: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the first and last losses of a run, and its results."""
+    """Return the mean losses of the first and the last steps of a run, and its results."""
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder) / "run", precision, args)
         run_losses = read_losses(Path(folder) / "run")
@@ -124,7 +125,7 @@ def measure_learning(precision: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_killed_run(precision: str, kill: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return how far the losses of a killed and resumed run are from those of a whole one."""
+    """Return the largest difference between the losses of a resumed and an uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
         uninterrupted, cut = Path(folder) / "whole", Path(folder) / "cut"
         run(uninterrupted, precision, args)

@@ -1,6 +1,7 @@
-"""Measure training steps in bfloat16 and float16: tokens per second, and the share of a matrix product's speed (MFU).
+"""Measure training steps in bfloat16 and float16: tokens per second, and model FLOPs utilization (MFU).
 
-BERT-base trains on masked tokens and T5-base on targets, with the attention of Transformers and ours in turn.
+MFU is relative to the measured speed of a large matrix product. BERT-base trains on masked tokens and T5-base on
+targets, with the attention of Transformers and ours in turn.
 """
 
 import argparse
@@ -28,7 +29,7 @@ CONTESTANTS: dict[str, dict[str, Any] | None] = {
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """A cell a model and number format."""
+    """Return one cell per model and number format."""
     cells: Cells = {}
     for dtype in ("bfloat16", "float16") if args.device == "cuda" else ("bfloat16",):
         for kind in ("bert", "t5"):
@@ -37,7 +38,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 
 def make_model(kind: str, fields: dict[str, Any] | None, args: argparse.Namespace) -> torch.nn.Module:
-    """Return a model of random weights in training mode."""
+    """Return a model with random weights in training mode."""
     shape = BERT | (TINY_BERT if args.tiny else {}) if kind == "bert" else SHAPES["tiny" if args.tiny else "t5-base"]
     shape = shape | ({"dropout_rate": 0.0, "decoder_start_token_id": 0} if kind == "t5" else {})
     model_type = kind if fields is None else f"attn_variant_{kind}"
@@ -48,7 +49,7 @@ def make_model(kind: str, fields: dict[str, Any] | None, args: argparse.Namespac
 
 
 def make_batch(kind: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """Return random tokens without padding; of BERT 15 % are to be found."""
+    """Return random tokens without padding. For BERT, 15 % of the tokens have labels."""
     b, n, t = (2, 16, 8) if args.tiny else (32, 512, 128)
     ids = torch.randint(5, 400, (b, n), device=args.device)
     if kind == "t5":
@@ -59,7 +60,7 @@ def make_batch(kind: str, args: argparse.Namespace) -> dict[str, torch.Tensor]:
 def make_training_step(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Return one step: forward, backward, AdamW; float16 by a loss scaler."""
+    """Return a function that runs one step: forward, backward and AdamW, with a loss scaler for float16."""
     device = batch["input_ids"].device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
@@ -76,19 +77,19 @@ def make_training_step(
 
 
 def measure_matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
-    """Return the best speed of a large matrix product: less than a data sheet promises, and what a program gets."""
-    size = 8192 if device == "cuda" else 1024  # enough work to fill it
+    """Return the best speed of a large matrix product, which is more realistic than that of a data sheet."""
+    size = 8192 if device == "cuda" else 1024  # enough work for the whole device
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
-        (left @ right)[0, 0].item()  # a number is read only when the device is done
+        (left @ right)[0, 0].item()  # reading a number waits for the device
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 
 
 def measure_speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds per step, tokens per second and MFU of each contestant."""
+    """Return the milliseconds per step, tokens per second and MFU of each contestant."""
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
     steps = {name: make_training_step(model, batch, number_format) for name, model in models.items()}

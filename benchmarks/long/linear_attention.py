@@ -1,11 +1,11 @@
 """Compare linear attention with torch's fused softmax in one run: time, memory, decoding steps, and random estimates.
 
-The contestants take turns within each round, and each time is the median over rounds. The queries, keys and values are
-inputs (12 heads of 64, batch 1), and the call computes the features. Memory is the peak that a call adds, in one
-process per measurement. A decoding step is one token of 12 heads after other tokens. A softmax then reads their keys
-and values, and a kernel reads its sums. "Estimates" is the error of the mean weights of favor and rfa on unit vectors,
-by the number of random vectors. "Models" is one pass of a BERT-base with random weights and batch 1: kernels in all
-layers, kernels in all layers except two (`--kept`), and Transformers.
+The contestants take turns within each round, and each time is the median over rounds. The inputs are queries, keys and
+values (12 heads of 64, batch 1), and the call computes the features. Memory is the additional peak memory of a call,
+in one process per measurement on a CPU. A decoding step processes one token of 12 heads after other tokens: the
+softmax reads their keys and values, and a kernel reads its sums. "Estimates" are the errors of favor and rfa on unit
+vectors, by the number of random vectors. "Models" is one pass of a BERT-base with random weights and batch 1: kernels
+in all layers, kernels in all layers except two (`--kept`), and Transformers.
 
 Example:
     python -m benchmarks.long.linear_attention --num_threads 2
@@ -47,14 +47,14 @@ from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 from hf_attn_variants.reference.linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
-# Names of parts in the report, if they differ.
+# The names of parts in the report, if they differ from the names in `PARTS`.
 REPORTED = {"memory": "peak_memory"}
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
-# Only measured on request. The hybrid has a window of 64, and linformer is only for encoders.
+# These peers are only measured on request. The hybrid has a window of 64, and linformer is only for encoders.
 OTHERS = ["hybrid", "linformer"]
 VECTORS = (32, 64, 128, 256, 512, 1024)
 DRAWS = 20
-# How many times as fast as fused softmax hedgehog is to be, forward, by length.
+# The targets by length: the forward speed of hedgehog relative to the fused softmax.
 GOALS = {512: 1.0, 4096: 5.0}
 
 
@@ -64,11 +64,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("--peers", nargs="+", choices=[*PEERS, *OTHERS], default=PEERS)
     parser.add_argument("--heads", type=int, default=HEADS)
-    parser.add_argument("--kept", type=int, nargs="+", default=[1, 2], help="of models: layers with a softmax")
-    parser.add_argument("--num_layers", type=int, default=12, help="of models")
+    parser.add_argument("--kept", type=int, nargs="+", default=[1, 2], help="softmax layers in the models part")
+    parser.add_argument("--num_layers", type=int, default=12, help="number of layers in the models part")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--num_threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
@@ -76,7 +76,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_attention(length: int, option: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of a softmax and of kernels: {"forward" | "training": {peer: ms}}."""
+    """Return the milliseconds of a softmax and of kernels: {"forward" | "training": {peer: ms}}."""
     inputs = make_inputs((1, args.heads, length, HEAD_DIM), option, args.device, getattr(torch, args.dtype))
     names = [name for name in args.peers if not (option == "causal" and name == "linformer")]
     peers, row = make_peers(args.device, names), {"length": length, "usage": {}}
@@ -88,7 +88,7 @@ def measure_attention(length: int, option: str, args: argparse.Namespace) -> dic
 
 @torch.no_grad()
 def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of one token after `length` others, and the bytes that are kept of these: {peer: ...}."""
+    """Return the milliseconds of one token after `length` others, and the bytes of the cache: {peer: ...}."""
     dtype = getattr(torch, args.dtype)
 
     def states(count: int) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of a pass of whole encoders: {contestant: ms}."""
+    """Return the milliseconds of one pass of whole encoders: {contestant: ms}."""
     shape = {"num_attention_heads": args.heads, "hidden_size": args.heads * HEAD_DIM}
     shape |= {"intermediate_size": 4 * args.heads * HEAD_DIM, "num_hidden_layers": args.num_layers}
     shape |= {"max_position_embeddings": length}
@@ -136,9 +136,10 @@ def measure_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_estimates(head_dim: int = HEAD_DIM, count: int = 64) -> list[dict[str, Any]]:
-    """Return relative errors of estimates of exp(q k), of unit vectors, a row for each number of random vectors.
+    """Return the relative errors of estimates of exp(q k) for unit vectors, one row per number of random vectors.
 
-    Of rfa exp(q k - 1). Root mean squares, over pairs and draws, of the difference divided by the exact value.
+    rfa estimates exp(q k - 1). The errors are root mean squares, over pairs and draws, of the difference divided by
+    the exact value.
     """
     query, key = (torch.nn.functional.normalize(torch.randn(1, 1, count, head_dim), dim=-1) for _ in range(2))
     exact, rows = (query @ key.mT).exp(), []
@@ -155,9 +156,9 @@ def measure_estimates(head_dim: int = HEAD_DIM, count: int = 64) -> list[dict[st
 
 
 def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return phi(q) phi(k) as the formulas have it, of vectors drawn by the module's seed."""
+    """Return phi(q) phi(k) as defined by the formulas, with random vectors from the seed of the module."""
     init_kernel(module)
-    if module.kernel.name == "favor":  # the package leaves out factors that the weights' sums take out
+    if module.kernel.name == "favor":  # the package omits factors that the normalization cancels
         return favor_features(query, module.kernel_vectors) @ favor_features(key, module.kernel_vectors).mT
     queries, (keys, _) = (
         module.kernel.compute_query_features(module, query, 1.0),
@@ -167,7 +168,7 @@ def _estimate(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -
 
 
 def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what was to be reached, with what was measured, for the lengths that were."""
+    """Return the targets and the measured values for the measured lengths."""
     target_rows = []
     for row in report["attention"]:
         goal = GOALS.get(row["length"])
@@ -179,7 +180,7 @@ def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each length, print the figures; returns the report."""
+    """Measure all parts, write the JSON file after each length, print the figures, and return the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     arguments = {name: str(value) for name, value in vars(args).items() if name not in NOT_SHOWN}
@@ -192,7 +193,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     report |= {REPORTED.get(part, part): [] for part in PARTS}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"linear_attention_{args.device}.json"
-    if "memory" in args.parts and args.memory != "kept":  # of peaks, which kept memory hides
+    if "memory" in args.parts and args.memory != "kept":  # a fixed allocator setting hides peaks
         on_cpu = args.device == "cpu"
         peers = args.peers if on_cpu else make_peers(args.device, args.peers)
         other_settings = (args.dtype, args.num_threads) if on_cpu else (args.dtype,)

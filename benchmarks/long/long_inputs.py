@@ -2,11 +2,11 @@
 
 all-MiniLM-L6-v2 encodes Wikipedia articles, which are split in the middle. The first half, or eight passages of 64
 tokens of it, must retrieve the second half (at most 4,096 tokens) among all second halves by the cosine of embeddings
-(means over tokens). The scores are accuracy at one and the mean reciprocal rank, and Spearman's correlation on the
-STS-B dev set, which shows the loss on short text. The articles come from the last three training shards, and all
-fitting and training uses the other shards. User commands make the models, which are kept in --work_dir. Encoding runs
-in bfloat16 (the rows contain its distance from float32), and STS-B in float32. The script writes the JSON after each
-row and keeps existing rows.
+(means over tokens). The scores are accuracy at one, the mean reciprocal rank, and Spearman's correlation on the STS-B
+dev set, which shows the loss of quality on short text. The articles come from the last three training shards, and all
+fitting and training uses the other shards. The commands of this package make the models, which are stored in
+--work_dir. Encoding runs in bfloat16 (the rows contain its distance from float32), and STS-B in float32. The script
+writes the JSON file after each row and does not measure existing rows again.
 
 Example:
     python -m benchmarks.long.long_inputs --work_dir long --readings truncated chunks window
@@ -33,12 +33,12 @@ from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.inspection import similarity_spearman
 
 ROOT = Path(__file__).resolve().parents[2]
-SET_ASIDE = 3  # shards, the last ones
+SET_ASIDE = 3  # the number of last shards from which the articles come
 SHORTEST, LONGEST = 2_000, 8_000  # tokens of an article
 POSITIONS, OLD_POSITIONS = 4_096, 512
-PASSAGES, PASSAGE = 8, 64  # of a first half, and their tokens
-LEAST_CHARACTERS = 2 * SHORTEST  # of an article with as many tokens: shorter ones need not be tokenized
-COMPARED = 4  # halves that are also encoded in float32
+PASSAGES, PASSAGE = 8, 64  # the number of passages of a first half, and the tokens of a passage
+LEAST_CHARACTERS = 2 * SHORTEST  # shorter articles are not tokenized, as they have too few tokens
+COMPARED = 4  # the number of halves that are also encoded in float32
 KEY = ("reading", "articles", "seed")
 
 Ids = list[int]
@@ -46,21 +46,22 @@ Encode = Callable[[Ids], torch.Tensor]
 
 WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "256", "--num_global_tokens", "1")
 INTERPOLATED = ("--position_extension", "interpolated")
-# MiniLM with pieces is the teacher of the model with windows: on articles, and on lines to keep short text.
-TRAINING_TEXTS = 320  # of each
+# MiniLM, which reads pieces, is the teacher of the model with windows. The training texts are articles, and single
+# lines that preserve the quality on short text.
+TRAINING_TEXTS = 320  # the number of articles, and of lines
 UPTRAINING = (
     *("--objective", "embedding", "--teacher_max_length", "256", "--max_length", "1024", "--trainable", "all"),
     *("--learning_rate", "1e-4", "--max_train_steps", "300", "--per_device_train_batch_size", "2"),
     *("--group_by_length", "--per_device_eval_batch_size", "2", "--eval_steps", "150", "--mixed_precision", "bf16"),
 )
 UPTRAINED = ", uptrained"
-# Ways to read a text with MiniLM -> tokens per piece, and number of pieces; None: all.
+# Ways to read a text with the original MiniLM: the tokens per piece, and the number of pieces (None for all).
 PIECES: dict[str, tuple[int, int | None]] = {
     "truncated": (OLD_POSITIONS, 1),
     "chunks": (OLD_POSITIONS, None),
     "chunks of 256": (256, None),
 }
-# How at once -> the flags of the conversion.
+# Ways to read a text at once: the flags of the conversion.
 READINGS: dict[str, tuple[str, ...]] = {
     "full": (),
     "full, interpolated": INTERPOLATED,
@@ -71,16 +72,16 @@ ALL = [*PIECES, *READINGS, f"window{UPTRAINED}"]
 
 
 def read_articles(shard: Path) -> list[str]:
-    """Return the articles of a gzipped shard, an empty line between them."""
+    """Return the articles of a gzipped shard, which are separated by empty lines."""
     with gzip.open(shard, "rt", encoding="utf-8") as file:
         return file.read().split("\n\n")
 
 
 def iterate_long_articles(shards: Sequence[Path], tokenizer: Any, count: int, seed: int) -> Iterator[Ids]:
-    """Draw articles of `SHORTEST` to `LONGEST` tokens, as many from each shard; yield their tokens.
+    """Draw articles of `SHORTEST` to `LONGEST` tokens evenly from all shards, and yield their tokens.
 
     Raises:
-        ValueError: if a shard has too few.
+        ValueError: if a shard has too few articles of this length.
     """
     for i, shard in enumerate(shards):
         share = count // len(shards) + (i < count % len(shards))
@@ -101,11 +102,14 @@ def iterate_long_articles(shards: Sequence[Path], tokenizer: Any, count: int, se
 
 
 def make_encoder(model: torch.nn.Module, tokenizer: Any, length: int, pieces: int | None = None) -> Encode:
-    """Return the function that embeds a text's tokens: [D], of length 1.
+    """Return a function that embeds the tokens of a text as a unit vector [D].
 
     Args:
-        length: tokens that the model reads at once, [CLS] and [SEP] among them.
-        pieces: how many such pieces of a text are read; None = all. Their embeddings are averaged by their lengths.
+        model: the encoder.
+        tokenizer: the tokenizer of the encoder.
+        length: the number of tokens that the model reads at once, including [CLS] and [SEP].
+        pieces: the number of such pieces that are read, or None for all. The embedding of a text is the mean over its
+            pieces, weighted by their lengths.
     """
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
 
@@ -127,17 +131,17 @@ def encode_all(encode: Encode, texts: Sequence[Ids], autocast: bool = True) -> t
 
 
 def split_into_passages(ids: Ids) -> list[Ids]:
-    """Return `PASSAGES` passages of a text, evenly spread."""
+    """Return `PASSAGES` evenly spaced passages of a text."""
     step = (len(ids) - PASSAGE) / (PASSAGES - 1)
     return [ids[round(i * step) : round(i * step) + PASSAGE] for i in range(PASSAGES)]
 
 
 def compute_retrieval_scores(queries: torch.Tensor, documents: torch.Tensor) -> dict[str, float]:
-    """Return how often a query finds its own one of `others` first, and the mean of 1 / its rank.
+    """Return the accuracy at one and the mean reciprocal rank with which queries retrieve their own documents.
 
     Args:
-        queries: [q * n, D], q of each in turn.
-        documents: [n, D].
+        queries: the embeddings of the queries, [q * n, D], with q consecutive queries per document.
+        documents: the embeddings of the documents, [n, D].
     """
     own_indices = torch.arange(len(queries)) // (len(queries) // len(documents))
     cosines = queries @ documents.T
@@ -149,7 +153,7 @@ def compute_retrieval_scores(queries: torch.Tensor, documents: torch.Tensor) -> 
 
 
 def draw_training_texts(shards: Sequence[Path], seed: int) -> list[str]:
-    """Draw articles of `SHORTEST` tokens or nearly as many, and as many lines, of shards; each text on one line."""
+    """Draw articles of about `SHORTEST` tokens or more, and as many lines, from shards. Each text is on one line."""
     generator = random.Random(seed)
     articles = [article for shard in shards for article in read_articles(shard) if len(article) >= 4 * SHORTEST]
     texts = [" ".join(article.split()) for article in generator.sample(articles, TRAINING_TEXTS)]
@@ -159,7 +163,7 @@ def draw_training_texts(shards: Sequence[Path], seed: int) -> list[str]:
 
 
 def make_model(reading: str, subject: SentenceEncoder, work_dir: Path, seed: int) -> Path:
-    """Return the folder of a reading's model, made unless it is there."""
+    """Return the folder of the model for a way of reading. Make the model if it does not exist."""
     if reading in PIECES:
         return subject.source
     folder = work_dir / reading.replace(", ", "-").replace(" ", "_")
@@ -178,7 +182,7 @@ def make_model(reading: str, subject: SentenceEncoder, work_dir: Path, seed: int
 
 
 def measure(reading: str, subject: SentenceEncoder, halves: Sequence[tuple[Ids, Ids]], model: Any) -> dict[str, Any]:
-    """Score a reading's model; seconds are those of the processor."""
+    """Score the model for a way of reading. Seconds are CPU times."""
     encode = make_encoder(model, subject.tokenizer, *PIECES.get(reading, (POSITIONS,)))
     started = time.process_time()
     first, second = (encode_all(encode, half) for half in zip(*halves, strict=True))
@@ -195,7 +199,7 @@ def measure(reading: str, subject: SentenceEncoder, halves: Sequence[tuple[Ids, 
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    """Measure the rows that are not in the output file, write and print each new row, and return all rows."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.num_threads)
     check_data_dir(args.data_dir, *SentenceEncoder.reads)
@@ -223,11 +227,11 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readings", nargs="+", choices=ALL, default=ALL, metavar="READING", help=f"of {ALL}")
-    parser.add_argument("--articles", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the articles that are drawn; default: %(default)s")
+    parser.add_argument("--readings", nargs="+", choices=ALL, default=ALL, metavar="READING", help=f"from {ALL}")
+    parser.add_argument("--articles", type=int, default=200, help="number of articles (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn articles (default: %(default)s)")
     parser.add_argument("--num_threads", type=int, default=1)
-    parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder of the models; existing ones are reused")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/long/results/long_inputs.json")
     return parser.parse_args(argv)

@@ -1,10 +1,10 @@
 """Compare one window of 4,096 tokens with windows of 384 for questions about articles, with one fine-tuned reader.
 
 The paragraphs of each article of SQuAD's dev set are joined up to 4,096 tokens, with a few of its questions. The
-reader is a BERT that `attn-variants squad` fine-tuned on single paragraphs. It reads the article without changes in
-windows of 384 that share 128 tokens. Converted to 4,096 positions and to attention in windows of 256, it reads the
-article in one pass (the tokens of the question are global: docs/sparse.md). Nothing is trained in between. Seconds are
-CPU times. The script writes the JSON after each row and keeps existing rows.
+reader is a BERT that `attn-variants squad` fine-tuned on single paragraphs. The original reader reads an article in
+windows of 384 tokens that overlap by 128. Converted to 4,096 positions and to attention in windows of 256, it reads
+the article in one pass (the tokens of the question are global: docs/sparse.md). The converted reader is not trained.
+Seconds are CPU times. The script writes the JSON file after each row and does not measure existing rows again.
 
 Example:
     python -m benchmarks.long.long_questions --model runs/squad --work_dir long
@@ -28,12 +28,12 @@ from hf_attn_variants.commands.training import squad as squad_command
 ROOT = Path(__file__).resolve().parents[2]
 DEV = "squad/dev-v1.1.json"
 POSITIONS = 4_096
-ROOM = 80  # tokens of the question (at most 64) and special tokens
+ROOM = 80  # for the tokens of the question (at most 64) and special tokens
 GAP = "\n"  # between two paragraphs
 KEY = ("reading", "questions", "seed")
 LONGER = ("--max_position_embeddings", str(POSITIONS))
 WINDOW = (*LONGER, "--attention_pattern", "sliding_window", "--attention_window", "256", "--num_global_tokens", "1")
-# How an article is read -> the flags of the conversion, if any; tokens of a pass, and how many two of them share.
+# The ways to read an article: the flags of the conversion, the tokens per pass, and the overlap of two passes.
 READINGS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "windows of 384": ((), 384, 128),
     "one window": (WINDOW, POSITIONS, 128),
@@ -43,13 +43,13 @@ READINGS: dict[str, tuple[tuple[str, ...], int, int]] = {
 
 
 def join_articles(content: dict[str, Any], tokenizer: Any, tokens: int, questions: int, seed: int) -> dict[str, Any]:
-    """Return SQuAD's JSON with each article as one paragraph.
+    """Return the data of SQuAD with each article as one paragraph.
 
     Args:
-        content: SQuAD's JSON.
-        tokens: of an article, cut after the last paragraph that fits.
-        questions: how many are drawn of all articles, as many of each.
-        seed: which ones.
+        content: the data of SQuAD's JSON file.
+        tokens: the maximum number of tokens of an article, which ends after the last paragraph that fits.
+        questions: the number of questions, which are drawn evenly from all articles.
+        seed: the seed of the random questions.
     """
     articles = []
     for number, article in enumerate(content["data"]):
@@ -74,7 +74,7 @@ def join_articles(content: dict[str, Any], tokenizer: Any, tokens: int, question
 
 
 def measure(reading: str, model: Path, questions: Path, work_dir: Path, mixed_precision: str) -> dict[str, Any]:
-    """Convert the reader, if asked for, and let it answer."""
+    """Convert the reader if this way of reading requires it, and measure its answers."""
     flags, length, stride = READINGS[reading]
     name = reading.replace(", ", "-").replace(" ", "_")
     if flags:
@@ -95,7 +95,7 @@ def measure(reading: str, model: Path, questions: Path, work_dir: Path, mixed_pr
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    """Measure the rows that are not in the output file, write and print each new row, and return all rows."""
     check_data_dir(args.data_dir, DEV)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     content = json.loads((args.data_dir / DEV).read_text(encoding="utf-8"))
@@ -120,10 +120,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a BERT fine-tuned by `attn-variants squad`")
     parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS)[:2], metavar="READING")
-    parser.add_argument("--questions", type=int, default=144, help="over all articles; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions that are drawn; default: %(default)s")
+    parser.add_argument("--questions", type=int, default=144, help="number of questions (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions (default: %(default)s)")
     parser.add_argument("--mixed_precision", default="bf16", choices=["no", "bf16"])
-    parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder of the models; existing ones are reused")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/long/results/long_questions.json")
     return parser.parse_args(argv)

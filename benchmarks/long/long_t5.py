@@ -1,13 +1,13 @@
-"""Measure a T5 whose encoder uses windows, on text that fits into them: translations before and after a training.
+"""Measure the translations of a T5 whose encoder uses windows, on texts that fit into them.
 
 The models are the unchanged T5 of shared/data/checkpoints, and two variants of it. One has windows of 128 tokens in
-its encoder, half of them longer than any caption. The other has windows and summaries of 16 tokens (LongT5's
-transient-global attention), whose norm and bias are new. It is scored without training and after a short distillation.
-The scores are BLEU (greedy) and loss on the Multi30k validation set. The script writes the JSON after each row and
-keeps existing rows.
+its encoder. Half of a window is longer than any caption. The other variant has windows and summaries of 16 tokens
+(LongT5's transient-global attention), whose norm and bias are new. It is scored without training and after a short
+distillation. The scores are BLEU (greedy) and loss on the Multi30k validation set. The script writes the JSON file
+after each row and does not measure existing rows again.
 
-The second part times one pass of an encoder of T5-small's shape (random weights, batch 1) by the number of tokens. The
-contestants are Transformers' T5 and LongT5 with equal windows and blocks. Times are medians over rounds in which the
+The second part times one pass of an encoder of T5-small's shape (random weights, batch 1) by the number of tokens. It
+also times T5 and LongT5 in Transformers with equal windows and blocks. Times are medians over rounds in which the
 contestants take turns, in milliseconds.
 
 Example:
@@ -39,7 +39,7 @@ from hf_attn_variants.files import atomic_write
 ROOT = Path(__file__).resolve().parents[2]
 KEY = ("encoder", "steps")
 SUMMARIES = "transient global"
-# The attention of the encoder -> its fields.
+# The fields of each kind of encoder attention.
 ENCODERS: dict[str, dict[str, Any]] = {
     "everything": {},
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 128},
@@ -51,15 +51,16 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
-# Upstream's encoders that read the same in a pass; they read 127 tokens on each side, as a window of 254 does.
+# The encoders of Transformers that attend to the same tokens in a pass. They read 127 tokens on each side, like a
+# window of 254 tokens.
 RADIUS = 127
 UPSTREAM = {"everything": "T5", "windows": "LongT5, local", SUMMARIES: "LongT5, transient global"}
 OF_PASSES = ("lengths", "rounds", "num_threads")
-MOST_FULL = 8_192  # tokens of full attention: T5's bias and logits have their square for each head
+MOST_FULL = 8_192  # tokens of full attention: the size of T5's bias and logits grows with their square
 
 
 def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) -> Path:
-    """Return the folder of a T5 with this encoder, trained for so many steps; made unless it is there."""
+    """Return the folder of a T5 with this encoder after a number of training steps. Reuse an existing training."""
     folder = work_dir / f"{encoder.replace(' ', '_')}-{steps}"
     if steps == 0:
         torch.manual_seed(0)
@@ -99,7 +100,7 @@ def make_encoders() -> dict[str, PreTrainedModel]:
 
 
 def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time one pass of each encoder by length; write after each length, print all, return the rows."""
+    """Time one pass of each encoder for each length, write and print each row, and return all rows."""
     torch.manual_seed(0)
     encoders, rows = make_encoders(), []
     for length in args.lengths:
@@ -126,7 +127,7 @@ def time_passes(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure the parts that are asked for."""
+    """Measure the selected parts."""
     torch.set_num_threads(args.num_threads)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if "quality" in args.parts:
@@ -136,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def translate(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the file does not have, write it after each row, print all; returns the rows."""
+    """Measure the rows that are not in the output file, write and print each new row, and return all rows."""
     check_data_dir(args.data_dir, *Translator.reads)
     subject = Translator(args.data_dir)
     rows = json.loads(args.output.read_text())["runs"] if args.output.is_file() else []
@@ -157,11 +158,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["quality", "passes"], default=["quality"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="of the passes")
-    parser.add_argument("--rounds", type=int, default=3, help="of the passes")
-    parser.add_argument("--steps", type=int, default=100, help="of the distillation; default: %(default)s")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="lengths of the passes")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the passes")
+    parser.add_argument("--steps", type=int, default=100, help="distillation steps (default: %(default)s)")
     parser.add_argument("--num_threads", type=int, default=1)
-    parser.add_argument("--work_dir", type=Path, required=True, help="keeps the models; those that it has are used")
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder of the models; existing ones are reused")
     parser.add_argument("--data_dir", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/long/results/long_t5.json")
     add_memory_argument(parser)

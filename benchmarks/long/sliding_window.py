@@ -1,9 +1,9 @@
 """Compare attention in windows with torch's fused full attention and Transformers' Longformer layer, in one run.
 
-The contestants take turns within each round, and each time is the median over rounds. The queries, keys and values are
-inputs (12 heads of 64, batch 1, a window of 128 on each side and 1 global token). The whole layers are BERT-base's,
-and self-attention with its projections compared with Longformer's, which also has projections of global tokens. Memory
-is the peak that a call adds, in one process per measurement.
+The contestants take turns within each round, and each time is the median over rounds. The inputs are queries, keys and
+values (12 heads of 64, batch 1, a window of 128 on each side and 1 global token). The script also measures whole
+layers of BERT-base, and compares their self-attention (with projections) with that of Longformer, which has more
+projections for global tokens. Memory is the additional peak memory of a call, in one process per measurement on a CPU.
 
 Example:
     python -m benchmarks.long.sliding_window --num_threads 2
@@ -47,7 +47,8 @@ PARTS = ("attention", "layers", "memory")
 PEERS = ["sdpa", "window"]
 FULL, WINDOWED = "BERT layer", "BERT layer, window"
 OURS, LONGFORMER = "self-attention, window", "Longformer's self-attention"
-# At 4,096 tokens: the speedup, forward and in training; that of Longformer's layer; and relative memory.
+# The targets at 4,096 tokens: the speed relative to full attention (forward and in training), the speed relative to
+# Longformer's layer, and the memory relative to full attention.
 GOALS = {"forward": 5.0, "training": 4.0, "longformer": 2.0, "memory": 1.5}
 GOAL_LENGTH, SHORT_LENGTH = 4096, 1024
 
@@ -56,22 +57,25 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--rows", type=int, nargs="+", help="try these numbers of queries in a block, attention alone")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of queries per block to compare")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--num_threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--num_threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden_size", type=int, default=HEADS * HEAD_DIM, help="of the layers; heads of 64")
+    parser.add_argument("--hidden_size", type=int, default=HEADS * HEAD_DIM, help="hidden size of the layers")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
     args = parser.parse_args(arguments)
     if min(args.lengths) % WINDOW or args.hidden_size % HEAD_DIM:
-        parser.error(f"--lengths must be multiples of {WINDOW}, as Longformer's layer asks, and --hidden_size of 64")
+        parser.error(
+            f"--lengths must be multiples of {WINDOW}, which Longformer requires. "
+            "--hidden_size must be a multiple of 64."
+        )
     return args
 
 
 def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of full attention and of windows: {"forward" | "training": {peer: ms}}."""
+    """Return the milliseconds of full attention and of windows: {"forward" | "training": {peer: ms}}."""
     inputs = make_inputs((1, heads, length, HEAD_DIM), "plain", args.device, getattr(torch, args.dtype))
     peers, row = make_peers(args.device, PEERS), {"length": length, "usage": {}}
     for mode in MODES:
@@ -81,7 +85,7 @@ def measure_attention(length: int, heads: int, args: argparse.Namespace) -> dict
 
 
 def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
-    """Return `measure_attention` for each number of queries in a block."""
+    """Return the results of `measure_attention` for each number of queries per block."""
     original, results = key_ranges.QUERIES_PER_BLOCK, []
     for rows in args.rows or ():
         key_ranges.QUERIES_PER_BLOCK = (rows,)
@@ -91,7 +95,7 @@ def measure_rows(args: argparse.Namespace, heads: int) -> list[dict[str, Any]]:
 
 
 def get_layer_sizes(hidden_size: int) -> dict[str, Any]:
-    """Return the fields of a BERT of one layer, BERT-base's where the states are 768 wide; without dropout."""
+    """Return the fields of a BERT with one layer and no dropout. A hidden size of 768 is that of BERT-base."""
     return {
         "hidden_size": hidden_size,
         "num_attention_heads": hidden_size // HEAD_DIM,
@@ -104,13 +108,13 @@ def get_layer_sizes(hidden_size: int) -> dict[str, Any]:
 
 
 def make_bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
-    """Return the layer of our BERT with these fields: a function of states [1, n, hidden size]."""
+    """Return a layer of this package's BERT with these fields: a function of states [1, n, hidden size]."""
     config = hf_attn_variants.AttnVariantBertConfig(**get_layer_sizes(hidden_size), **fields)
     return hf_attn_variants.AttnVariantBertModel(config, add_pooling_layer=False).encoder.layer[0]
 
 
 def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
-    """Return a dictionary of layers, each a function of states [1, n, hidden size] without dropout."""
+    """Return a dictionary of layers. Each layer is a function of states [1, n, hidden size] without dropout."""
     window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
     layers = {FULL: make_bert_layer(hidden_size), WINDOWED: make_bert_layer(hidden_size, **window)}
     layers[OURS] = layers[WINDOWED].attention.self
@@ -120,7 +124,7 @@ def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
 
 
 class Longformer(nn.Module):
-    """Upstream's layer as its model calls it, with the global token first."""
+    """The Longformer layer of Transformers as its model calls it, with the global token first."""
 
     def __init__(self, layer: nn.Module, length: int) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class Longformer(nn.Module):
         self.register_buffer("mask", torch.zeros(1, length).index_fill(1, torch.arange(GLOBAL_TOKENS), 10000.0))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, n, hidden size] to the same."""
+        """Return the outputs for states [1, n, hidden size], in the same shape."""
         return self.layer(
             states,
             attention_mask=self.mask,
@@ -139,7 +143,7 @@ class Longformer(nn.Module):
 
 
 def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds of whole layers: {"forward" | "training": {layer: ms}}."""
+    """Return the milliseconds of whole layers: {"forward" | "training": {layer: ms}}."""
     dtype, row = getattr(torch, args.dtype), {"length": length, "usage": {}}
     states = torch.randn(1, length, args.hidden_size, device=args.device, dtype=dtype, requires_grad=True)
     layers = {name: module.to(args.device, dtype) for name, module in make_layers(args.hidden_size, length).items()}
@@ -150,7 +154,7 @@ def measure_layers(length: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> Callable[[], None]:
-    """Return one call of a layer, with its backward pass for training."""
+    """Return a function that calls a layer, with the backward pass for training."""
 
     def call() -> torch.Tensor:
         output = layer(states)
@@ -160,7 +164,7 @@ def make_layer_step(layer: nn.Module, states: torch.Tensor, training: bool) -> C
 
 
 def compute_growth_exponent(rows: list[dict[str, Any]], mode: str, peer: str) -> float | None:
-    """Return the exponent of the length by which time grows, from a line fitted to logarithms of both; 1 = linear."""
+    """Return the exponent with which time grows with the length (1 is linear), from a line fitted to logarithms."""
     rows = [row for row in rows if row["length"] >= SHORT_LENGTH and row[mode][peer] is not None]
     if len(rows) < 2:
         return None
@@ -170,7 +174,7 @@ def compute_growth_exponent(rows: list[dict[str, Any]], mode: str, peer: str) ->
 
 
 def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what was to be reached, with what was measured, for the lengths that were."""
+    """Return the targets and the measured values for the measured lengths."""
     target_rows = []
     for row in report["attention"]:
         for mode in MODES:
@@ -198,7 +202,7 @@ def list_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write the JSON after each length, print the figures; returns the report."""
+    """Measure all parts, write the JSON file after each length, print the figures, and return the report."""
     torch.manual_seed(0)
     torch.set_num_threads(args.num_threads)
     transformers.logging.set_verbosity_error()
@@ -209,7 +213,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     report |= {"attention": [], "layers": [], "peak_memory": [], "rows": []}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / f"sliding_window_{args.device}.json"
-    if "memory" in args.parts and not args.rows and args.memory != "kept":  # of peaks, which kept memory hides
+    if "memory" in args.parts and not args.rows and args.memory != "kept":  # a fixed setting hides peaks
         measured = measure_cpu_memory if args.device == "cpu" else measure_cuda_memory
         peers = PEERS if args.device == "cpu" else make_peers(args.device, PEERS)
         other_settings = (args.dtype, args.num_threads) if args.device == "cpu" else (args.dtype,)

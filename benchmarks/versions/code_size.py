@@ -1,6 +1,6 @@
 """Count the lines of code of the package and of its tests, and compare them with an earlier count.
 
-Blank lines, comments and docstrings do not count. The complexity of a function is one more than the number of its
+Blank lines, comments and docstrings are not counted. The complexity of a function is one more than the number of its
 branches: conditions, loops, exception handlers, `and` and `or`, `match` cases, and the conditions of comprehensions.
 
 Example:
@@ -28,17 +28,17 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: that of this file)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: the one with this file)")
     parser.add_argument("--output", type=Path, help="a JSON file for the counts")
-    parser.add_argument("--compare", type=Path, help="an earlier JSON file, to print the changes")
+    parser.add_argument("--compare", type=Path, help="an earlier JSON file for a comparison")
     parser.add_argument(
-        "--remote_code", action="store_true", help="print the code that ships with checkpoints, by mechanism"
+        "--remote_code", action="store_true", help="only print the size of the remote code for each mechanism"
     )
     return parser.parse_args()
 
 
 def find_docstring_lines(tree: ast.Module) -> set[int]:
-    """Return the numbers of the lines on which docstrings are."""
+    """Return the line numbers of all docstrings."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None:
@@ -47,7 +47,7 @@ def find_docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def list_own_nodes(function: ast.AST) -> list[ast.AST]:
-    """Return the nodes of a function without those of functions in it."""
+    """Return the nodes of a function, except those of nested functions."""
     nodes = []
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, FUNCTIONS):
@@ -56,7 +56,7 @@ def list_own_nodes(function: ast.AST) -> list[ast.AST]:
 
 
 def compute_complexity(function: ast.AST) -> int:
-    """Return one more than the number of branches of a function, without those of functions in it."""
+    """Return one more than the number of branches of a function, without those of nested functions."""
     count = 1
     for node in list_own_nodes(function):
         count += isinstance(node, BRANCHES)
@@ -66,7 +66,7 @@ def compute_complexity(function: ast.AST) -> int:
 
 
 def count_text(text: str) -> Counter[str]:
-    """Return the sums of the text of a file: lines of code, characters of lines, functions and their complexity."""
+    """Return the totals of a source file: lines of code, characters, functions and their complexity."""
     tree = ast.parse(text)
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -87,7 +87,7 @@ def count_text(text: str) -> Counter[str]:
 
 
 def count(root: Path) -> dict[str, dict[str, float]]:
-    """Return a row for each part of the repository and for each folder in it."""
+    """Return a row for each part of the repository, and for each folder of the package and the tests."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for part in PARTS:
         for path in sorted((root / part).rglob("*.py")):
@@ -106,7 +106,7 @@ def count(root: Path) -> dict[str, dict[str, float]]:
 
 
 def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
-    """Return the files, lines of code and lines of the code that ships with each architecture, for each mechanism."""
+    """Return the numbers of files, code lines and lines of the remote code, for each architecture and mechanism."""
     from hf_attn_variants.modeling.fields.composition import MECHANISMS
     from hf_attn_variants.modeling.remote_code import get_code_files
     from hf_attn_variants.registration import ARCHITECTURES
@@ -123,7 +123,7 @@ def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print the counts, with the change since an earlier count."""
+    """Print the counts, together with those of an earlier JSON file if there is one."""
     if args.remote_code:
         for architecture, counts in count_remote_code().items():
             for mechanism, (files, code_lines, lines) in counts.items():

@@ -1,11 +1,11 @@
 """Make the archives of tests/golden with the current code: repositories, conversions and unfinished trainings.
 
 tests/golden/test_golden.py checks that every later version loads them with the same outputs, and resumes the trainings
-with the same bits. Therefore the archives are made once, and not again if a test fails. Each training is a complete
-run, and the archive contains its checkpoint of step 3 and its last weights.
+with the same bits. Therefore the archives are made only once. Do not make them again if a test fails. Each training is
+a complete run, and the archive contains its checkpoint of step 3 and its last weights.
 
-The script takes a minute on one core. It uses one thread, like the tests. Trainings end with the same bits only with
-the same torch, CPU and number of threads, and elsewhere with similar weights.
+The script takes a minute on one core. It uses one thread, like the tests. Trainings end with the same bits only if
+torch, the CPU and the number of threads are the same. Otherwise, the weights are similar.
 
 Example:
     python -m benchmarks.versions.golden_artefacts --output_dir build/golden
@@ -19,7 +19,7 @@ from contextlib import chdir
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Below the size that this project's files may have.
+# The limit is below the maximum size of a file in this repository.
 MOST_BYTES = 1_400_000
 
 
@@ -30,16 +30,16 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=["models", "trainings"], default=["models", "trainings"])
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the archives go")
-    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/golden", help="emptied first")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the folder for the archives")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/golden", help="folder for temporary files")
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make the archives of the parts that are asked for.
+    """Make the archives of the selected parts.
 
     Raises:
-        ValueError: if one is larger than a file of this project may be.
+        ValueError: if an archive has more than `MOST_BYTES` bytes.
     """
     from fixtures.golden import pack
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         pack(folder, archive)
         print(f"{archive}: {archive.stat().st_size} bytes")
         if archive.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{archive} has {archive.stat().st_size} bytes; at most {MOST_BYTES} are wanted")
+            raise ValueError(f"{archive} has {archive.stat().st_size} bytes, but at most {MOST_BYTES} are allowed")
 
 
 def make_models(folder: Path) -> None:
@@ -71,14 +71,14 @@ def make_models(folder: Path) -> None:
 
 
 def make_trainings(folder: Path) -> None:
-    """Make the trainings."""
+    """Run the trainings, and save their checkpoints and weights."""
     from fixtures.golden_trainings import save_trainings
 
     save_trainings(folder)
 
 
 def prepare_process() -> None:
-    """Have this process import what the tests do, as they do: no network, one thread, little said."""
+    """Set up this process like the tests: import paths, no network, one thread, and only errors in the log."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch

@@ -1,8 +1,8 @@
 """Record which single-line faults in the package are caught by the tests, and compare the record with an earlier one.
 
 The script works in copies of the repository. It runs the default tests once with branch coverage, to learn which tests
-execute which lines. Then it puts one fault at a time into a copy, and runs tests that execute the faulty line. A fault
-is identified by its function and the text of its line, so that it is found again after the code has moved.
+execute which lines. Then it inserts one fault at a time into a copy, and runs tests that execute the faulty line. A
+fault is identified by its function and the text of its line, so that it can be found after the code has moved.
 
 The interpreter needs `coverage` and `pytest-cov` in addition to the requirements of the tests.
 
@@ -40,17 +40,17 @@ QUICK = ["-q", "-n", "0", "--tb=no", "-rfE", "-p", "no:cov"]
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help=f"the record (default: {RECORD.relative_to(ROOT)})")
-    parser.add_argument("--compare", type=Path, help="an earlier record, whose faults are tried again")
-    parser.add_argument("--folder", type=Path, help="keeps copies and coverage here; a second run resumes from them")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="copies that are tested at a time")
-    parser.add_argument("--count", type=int, default=100, help="faults")
+    parser.add_argument("--output", type=Path, help=f"the file of the record (default: {RECORD.relative_to(ROOT)})")
+    parser.add_argument("--compare", type=Path, help="an earlier record; its faults are tried again")
+    parser.add_argument("--folder", type=Path, help="folder for copies and coverage, from which a later run resumes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of parallel copies")
+    parser.add_argument("--count", type=int, default=100, help="number of faults")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def run_pytest_process(copy: Path, arguments: list[str]) -> None:
-    """Run pytest in a copy and exit with its status; the process has been forked after the imports."""
+    """Run pytest in a copy of the repository and exit with its status. The process is forked after the imports."""
     import pytest
 
     os.setsid()
@@ -66,7 +66,7 @@ def run_pytest_process(copy: Path, arguments: list[str]) -> None:
 
 
 def run_pytest(copy: Path, arguments: list[str], timeout: float | None = None) -> tuple[int | None, str]:
-    """Run pytest in a copy and return its exit status (None after a timeout) with its output."""
+    """Run pytest in a copy of the repository. Return its exit status (None after a timeout) and its output."""
     process = multiprocessing.get_context("forkserver").Process(target=run_pytest_process, args=(copy, arguments))
     process.start()
     process.join(timeout)
@@ -78,7 +78,7 @@ def run_pytest(copy: Path, arguments: list[str], timeout: float | None = None) -
 
 
 class Measurement:
-    """Copies of the repository, the coverage of its tests and their times."""
+    """Copies of the repository, and the coverage and durations of its tests."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.first, self.pristine = folder / "copies/0", folder / "pristine"
@@ -93,11 +93,11 @@ class Measurement:
             options = [f"--cov={PACKAGE}", "--cov-branch", "--cov-context=test", f"--cov-report=json:{report}"]
             options += [f"--numprocesses={processes}", f"--junitxml={times}", "--override-ini=junit_family=xunit1"]
             print(run_pytest(self.first, options)[1][-2000:], flush=True)
-        import coverage  # type: ignore[import-not-found]  # only this benchmark needs it
+        import coverage  # type: ignore[import-not-found]  # required only here
 
         self.data = coverage.CoverageData(str(folder / "coverage.sqlite"))
         self.data.read()
-        self.seconds = {}  # of the tests that passed
+        self.seconds = {}  # the durations of the tests that passed
         for case in xml.etree.ElementTree.parse(times).iter("testcase"):
             if case.get("file") and not len(case):
                 self.seconds[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time", 0))
@@ -110,13 +110,15 @@ class Measurement:
             copy = folder / f"copies/{number}"
             if not copy.exists():
                 shutil.copytree(self.first, copy, symlinks=True)
-            shutil.copytree(self.pristine, copy, dirs_exist_ok=True)  # a run may have been interrupted
+            shutil.copytree(self.pristine, copy, dirs_exist_ok=True)  # remove faults of interrupted runs
             self.copies.put(copy)
 
     def batches(self, file: str, line: int, excluded: set[str], earlier: str | None) -> tuple[int, list[list[str]]]:
-        """Return how many tests execute a line, and batches of them; without any, of those of the matching folder.
+        """Return the number of tests that execute a line, and batches of tests to run.
 
-        The first batches have the fastest tests of each file. `earlier`, which caught the fault before, is the first.
+        If no test executes the line, the batches contain the tests of the matching folder. The first batches contain
+        the fastest tests of each file. If `earlier`, the test that caught the fault before, is one of the tests, it is
+        the only test of the first batch.
         """
         contexts = self.data.contexts_by_lineno(str(self.first / file)).get(line, [])
         names = {context.rsplit("|", 1)[0] for context in contexts} & self.seconds.keys()
@@ -139,7 +141,7 @@ class Measurement:
         return covering, by_file
 
     def run(self, fault: Fault, excluded: set[str]) -> Fault:
-        """Return whether tests catch a fault, the test that does, and the number of tests that execute the line."""
+        """Return whether the tests catch a fault, which test catches it, and how many tests execute the line."""
         places = self.index.get((fault["function"], fault["line"]), [])
         if len(places) != 1:
             return {"caught": None, "by": "line is gone"}
@@ -164,13 +166,13 @@ class Measurement:
             self.restore(copy, {file})
 
     def restore(self, copy: Path, files: set[str]) -> None:
-        """Make files of a copy correct again and return the copy to the others."""
+        """Restore files of a copy and return the copy to the queue."""
         for file in files:
-            shutil.copy2(self.pristine / file, copy / file)  # with its time, to which its bytecode belongs
+            shutil.copy2(self.pristine / file, copy / file)  # copy2 keeps the time, so the cached bytecode fits
         self.copies.put(copy)
 
     def unrelated(self, faults: list[Fault]) -> set[str]:
-        """Return the tests that fail without the faults too, because they read the files or are not stable."""
+        """Return the tests that also fail without the faults, because they read the source files or are flaky."""
         names = {fault["by"] for fault in faults if fault["by"] in self.seconds}
         files = {self.index[fault["function"], fault["line"]][0][0] for fault in faults if fault["by"] in names}
         copy = self.copies.get()
@@ -183,7 +185,7 @@ class Measurement:
 
 
 def measure_branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the branches and statements of each folder of the package, and the percentages that tests execute."""
+    """Return the numbers of branches and statements in each folder of the package, and the percentages covered."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for name, file in files.items():
         inside = Path(name).relative_to(PACKAGE).parts
@@ -199,7 +201,7 @@ def measure_branch_coverage(files: dict[str, Any]) -> dict[str, dict[str, float]
 
 
 def format_summary(record: dict[str, Any]) -> str:
-    """Return a table with a line per folder, and the faults that no test catches."""
+    """Return a table with one line per folder, and the faults that no test catches."""
     lines = [f"{'folder':<14}{'faults':>8}{'caught':>8}{'gone':>8}{'branch coverage':>17}"]
     for folder in FOLDERS:
         rows = [row["caught"] for row in record["faults"] if row["file"].split("/")[1] == folder]
@@ -210,12 +212,12 @@ def format_summary(record: dict[str, Any]) -> str:
 
 
 def describe(row: Fault) -> str:
-    """Return a line about a fault."""
+    """Return one line that describes a fault."""
     return f"  {row['file']}, {row['function']}: {row['line']}  ->  {row['fault']}  ({row['kind']})"
 
 
 def list_losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
-    """Return the faults that only the earlier tests caught, and the folders that lost over a point of coverage."""
+    """Return the faults that only earlier tests caught, and the folders that lost more than a point of coverage."""
     messages = [describe(row) for row in record["faults"] if row.get("earlier") and row["caught"] is False]
     for folder, row in earlier["branch_coverage"].items():
         row_now = record["branch_coverage"].get(folder)
@@ -225,14 +227,14 @@ def list_losses(earlier: dict[str, Any], record: dict[str, Any]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Try the faults, write the record and print it; return 1 if the comparison finds losses."""
+    """Try the faults, then write the record and print a summary. Return 1 if the comparison finds losses."""
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="line_faults_"))).resolve()
     (folder / "copies").mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     output = args.output or (folder / "line_faults.json" if args.compare else RECORD)
-    print(f"copies and coverage are in {folder}; the record is {output}", flush=True)
+    print(f"Copies and coverage are in {folder}. The record is {output}", flush=True)
     measurement = Measurement(folder, args.processes)
     earlier = json.loads(args.compare.read_text(encoding="utf-8")) if args.compare else None
     if earlier:
@@ -243,7 +245,7 @@ def main(args: argparse.Namespace) -> int:
     commit = subprocess.run(["git", "-C", str(measurement.first), "rev-parse", "HEAD"], stdout=subprocess.PIPE)
     record = {"commit": commit.stdout.decode().strip(), "seed": args.seed, "branch_coverage": measurement.branches}
     record["faults"] = faults
-    if output.exists():  # results of a run that was interrupted
+    if output.exists():  # reuse the results of an interrupted run
         done = {tuple(row.values())[:5]: row for row in json.loads(output.read_text(encoding="utf-8"))["faults"]}
         for row in faults:
             row |= done.get(tuple(row.values())[:5], {})

@@ -1,4 +1,4 @@
-"""Single-line faults that `line_faults.py` puts into the package, and how it finds their lines again."""
+"""Single-line faults for `line_faults.py`, and functions that find their lines in changed code."""
 
 import ast
 import random
@@ -10,10 +10,10 @@ from typing import Any
 
 PACKAGE = "hf_attn_variants"
 FOLDERS = ("modeling", "conversion", "training", "shared_memory", "quantization", "export")
-LEAST = 10  # faults per folder
+LEAST = 10  # the minimum number of faults per folder
 Fault = dict[str, Any]
 Spot = tuple[int, int, int, str, str]
-EMPTY = ("None", "False")  # None instead of these changes nothing in most cases
+EMPTY = ("None", "False")  # replacing them by None rarely has an effect
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 OPERATORS: dict[type[ast.AST], tuple[str, ...]] = {
     **{ast.Lt: ("<", "<=", ">="), ast.LtE: ("<=", "<", ">"), ast.Gt: (">", ">=", "<="), ast.GtE: (">=", ">", "<")},
@@ -34,12 +34,12 @@ def iterate_functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Fu
 
 
 def is_text(node: ast.expr) -> bool:
-    """Return whether an expression is a text, to which operators mean something else."""
+    """Return whether an expression is a string or bytes, for which operators have another meaning."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 
 def is_left_out(node: ast.AST) -> bool:
-    """Return whether no faults are made in a node: errors, messages, imports for type checkers, GPU kernels."""
+    """Return whether a node gets no faults: errors, messages, imports for type checkers and GPU kernels."""
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
     if isinstance(node, ast.Call):
@@ -47,12 +47,12 @@ def is_left_out(node: ast.AST) -> bool:
     if isinstance(node, Functions):
         return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
     if isinstance(node, ast.keyword):
-        return node.arg == "strict"  # it matters only if the code is wrong elsewhere
+        return node.arg == "strict"  # it only has an effect if other code is wrong
     return isinstance(node, ast.Raise | ast.JoinedStr)
 
 
 def iterate_mutations(node: ast.AST, lines: list[bytes]) -> Iterator[Spot]:
-    """Yield the faults of a node and of all nodes in it as line, first byte, last byte, new text and kind."""
+    """Yield the faults of a node and its descendants as line, first byte, last byte, new text and kind."""
 
     def text(part: ast.expr) -> str:
         return lines[part.lineno - 1][part.col_offset : part.end_col_offset].decode()
@@ -107,7 +107,7 @@ def iterate_mutations(node: ast.AST, lines: list[bytes]) -> Iterator[Spot]:
 
 
 def make_line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
-    """Return where each line of each function is: file, line number, and the first line of its statement."""
+    """Return the places of each line of each function: file, line number, and first line of its statement."""
     index = defaultdict(list)
     for path in sorted((root / PACKAGE).rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -127,7 +127,7 @@ def make_line_index(root: Path) -> dict[tuple[str, str], list[tuple[str, int, in
 
 
 def choose_faults(root: Path, count: int, seed: int) -> list[Fault]:
-    """Return random faults of lines that are unique in functions of their name, at least `LEAST` per folder."""
+    """Return random faults of lines that are unique among functions of the same name, at least `LEAST` per folder."""
     index = make_line_index(root)
     candidates: dict[str, dict[tuple[str, str], list[Fault]]] = {folder: defaultdict(list) for folder in FOLDERS}
     for folder in FOLDERS:

@@ -1,4 +1,4 @@
-"""Run one cell of `transformers_matrix.py`: save or load repositories of every architecture with one Transformers.
+"""Run one cell of `transformers_matrix.py`: save or load repositories with one version of Transformers.
 
 `save FOLDER` needs this package and its tests on the path. `load FOLDER` runs only the code in the repositories. Both
 print JSON as their last line.
@@ -23,20 +23,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {"num_key_value_heads": 4},
     "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16},
     "talking": {"talking_heads": "both"},
-    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},  # a decoder of it keeps no cache
+    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},  # no cache in decoders
     "window": {"attention_pattern": "sliding_window", "attention_window": 4},
     "hedgehog": {"num_key_value_heads": 4, "attention_kernel": "hedgehog"},
     "hybrid": {"attention_kernel": "hybrid", "attention_window": 4},
 }
 WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "RobertaForCausalLM", "ElectraForCausalLM")
 NEW_TOKENS = 6
-# The lengths of calls with a cache: several tokens, then single tokens.
+# The numbers of tokens in consecutive calls with a cache.
 PIECES = (3, 1, 1, 1, 1, 1, 1)
-SEARCHES = {"greedy": 1, "tokens": 2}  # beams
+SEARCHES = {"greedy": 1, "tokens": 2}  # numbers of beams
 
 
 def save(folder: Path) -> dict[str, Any]:
-    """Save a repository for each architecture and variant, with inputs and outputs; return their names."""
+    """Save a repository with inputs and outputs for each architecture and variant, and return their names."""
     from architectures import ARCHITECTURES
     from relatives import RELATIVES
 
@@ -62,7 +62,7 @@ def save(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Load each repository of a folder by its own code; return how its outputs differ, or the error."""
+    """Load each repository of a folder with its remote code, and return how its outputs differ or the error."""
     sys.modules["hf_attn_variants"] = None  # type: ignore[assignment]
     return {
         "transformers": transformers.__version__,
@@ -81,12 +81,12 @@ def _make_fields(row: Any, variant: str) -> dict[str, Any]:
     if "talking_heads" in fields and "encoder_attention_heads" in row.tiny:
         fields["encoder_attention_heads"] = 12  # talking heads need equal heads in encoder and decoder
     if "attention_kernel" in fields and row.name in ("t5", "umt5"):
-        fields["position_embedding_type"] = "sinusoidal"  # a kernel adds no relative bias
+        fields["position_embedding_type"] = "sinusoidal"  # kernels cannot add a relative bias
     return fields
 
 
 def _make_coarse(model: Any) -> None:
-    # Few distinct numbers, so that an archive of the repositories is small.
+    # With few distinct numbers, an archive of the repositories is small.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * 16).round() / 16)
@@ -97,7 +97,7 @@ def _can_generate(model: Any) -> bool:
 
 
 def _cache_name() -> str:
-    """Return what this transformers calls the cache: asked of itself, since this package is not to be imported."""
+    """Return the name of the cache in this version of Transformers, without importing this package."""
     names = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
     return "cache" if "cache" in names else "past_key_values"
 
@@ -109,11 +109,11 @@ def _keeps_cache(model: Any) -> bool:
 
 @torch.no_grad()
 def _compute_outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
-    """Return the logits and, of a model that writes, the tokens of each search."""
+    """Return the logits and, if the model generates text, the tokens of each search."""
     outputs = {"logits": model(**inputs).logits.contiguous()}
     if _can_generate(model):
         encoder_inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-        if not model.config.is_encoder_decoder:  # a prompt cannot be padded on the right
+        if not model.config.is_encoder_decoder:  # a prompt must not be padded on the right
             encoder_inputs = {"input_ids": encoder_inputs["input_ids"]}
         options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         for name, beams in SEARCHES.items():
@@ -123,7 +123,7 @@ def _compute_outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any
 
 @torch.no_grad()
 def _compare_cached_steps(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return how logits of each step through a cache differ from those of one pass, and the length of that cache."""
+    """Return the largest difference between the logits of cached steps and of one pass, and the cache lengths."""
     is_pair, name = model.config.is_encoder_decoder, _cache_name()
     text = "decoder_input_ids" if is_pair else "input_ids"
     source = {key: value for key, value in inputs.items() if key != text} if is_pair else {}
@@ -146,11 +146,11 @@ def _compare_repository(repository: Path) -> dict[str, Any]:
             warnings.simplefilter("always")
             outputs = _compute_outputs(model, inputs)
             cached = _compare_cached_steps(model, inputs) if _can_generate(model) and _keeps_cache(model) else {}
-        if cached:  # what a kept repository says nothing of
+        if cached:  # the repositories do not contain these tokens
             saved |= {
                 f"uncached {name}": value for name, value in _compute_outputs(model, inputs, use_cache=False).items()
             }
-    except Exception as error:  # whatever a version makes of it is the result
+    except Exception as error:  # any error is a result of the matrix
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     row: dict[str, Any] = {
         "largest_difference": float((outputs["logits"] - saved["logits"]).abs().max()),
@@ -171,7 +171,7 @@ def _load_repository(repository: Path) -> Any:
     auto_class = getattr(transformers, places[config.architectures[0]])
     model, info = auto_class.from_pretrained(repository, trust_remote_code=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{len(missing)} tensors were not loaded, {missing[0]} for one")
+        raise ValueError(f"{len(missing)} tensors were not loaded, for example {missing[0]}.")
     return model.eval()
 
 

@@ -1,22 +1,22 @@
-"""Record what the package computes, and compare it with an earlier record, to the bit.
+"""Record the outputs of the package, and compare them bit by bit with an earlier record.
 
-A change that must change nothing is shown by this comparison. The parts are:
+The comparison checks that a refactoring does not change any output. The parts are:
 
 - `models`: outputs, gradients, attentions and generated tokens of every architecture with every mechanism.
 - `shared_memory`: generation after `share_memory`, with each form of its cache.
-- `quantized`: `quantize` with each path of an int8 product, and in bfloat16.
+- `quantized`: `quantize` with each backend for int8 products, and in bfloat16.
 - `conversions`: the folders that `convert` writes, for each method.
 - `trainings`: two steps of each training command, a resume from the first step, and the card of the result.
-- `exports`: checkpoints without this package, CTranslate2 models, and outputs of ONNX graphs.
-- `cards`: generated model cards of many histories; `--cards_dir` also writes their texts.
-- `tables` and `helps`: what `inspect` prints, and the help of all commands.
+- `exports`: checkpoints that do not need this package, CTranslate2 models, and outputs of ONNX graphs.
+- `cards`: generated model cards for many histories of checkpoints. `--cards_dir` also writes their texts.
+- `tables` and `helps`: the output of `inspect`, and the help texts of all commands.
 
-Everything goes through console commands and public names, so that a record survives a change of the modules. The
-models, data and tables come from the `tests` folder of this checkout. If they have changed, run this file from a
-checkout of the commit that made the record, and name the new code by `--tree`.
+The recording uses console commands and public names, so that a record stays valid if modules change. The models, data
+and tables come from the `tests` folder of this checkout. If they have changed, run this file from a checkout of the
+commit that made the record, and pass the checkout with the new code as `--tree`.
 
-Digests depend on the order in which a processor adds numbers. They are equal between two runs on one type of
-processor, with the same versions of torch and Transformers and with one thread. The record states all of these.
+Digests depend on the order in which a processor adds numbers. Two runs have equal digests on the same type of
+processor, with the same versions of torch and Transformers, and with one thread. The record contains these settings.
 
 Example:
     python -m benchmarks.versions.recorded_outputs --output build/after.json \\
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each part: its module in `recorded`, and its function.
+# The module in `recorded` and the function of each part.
 PARTS = {
     "models": ("inference", "models"),
     "shared_memory": ("inference", "shared_memory"),
@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def prepare_process(tree: Path) -> dict[str, Any]:
-    """Import the package of a tree without a network and with one thread; return what digests depend on."""
+    """Import the package of a checkout, offline and with one thread, and return the settings that affect digests."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "100"}
     sys.path.insert(0, str(tree.resolve()))
     sys.path.append(str(ROOT / "tests"))
@@ -81,7 +81,7 @@ def prepare_process(tree: Path) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Print the items of each part that differ, and return how many there are."""
+    """Print the items of each part that differ, and return their number."""
     number = 0
     for part, records in after.items():
         old = before.get(part, {})
@@ -97,7 +97,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Record, and compare with an earlier record."""
+    """Record the selected parts, and compare them with an earlier record if there is one."""
     made_by, records = prepare_process(args.tree), dict[str, Any]()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for part in args.parts:
@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> None:
         try:
             function = getattr(importlib.import_module(f"benchmarks.versions.recorded.{module}"), name)
             records[part] = function(args.cards_dir) if inspect.signature(function).parameters else function()
-        except (ImportError, AttributeError) as error:  # the tree has no such name any more
+        except (ImportError, AttributeError) as error:  # the checkout does not have this name
             records[part] = {"error": f"{type(error).__name__}: {error}"}
             print(f"  {records[part]['error']}", flush=True)
         print(f"{part}: {len(records[part])} items, {time.perf_counter() - start:.0f} s", flush=True)
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
             if name in made_by and name != "code" and made_by[name] != value
         }
         if other_trees:
-            print(f"The earlier record was made with {other_trees}, so that digests may differ for this reason.")
+            print(f"The earlier record was made with {other_trees}. Digests may differ for this reason.")
         sys.exit(bool(compare(before, records)))
 
 

@@ -1,8 +1,9 @@
 """Compare the speed of the current code with an earlier commit: decoding, windows, talking heads and training.
 
-Each commit runs in a separate process on one thread. The processes take turns, and the first one changes. A time is
-the CPU time of the process, which other load hardly affects. The ratio is that of neighboring pairs. The models are
-random and equal in both commits, and their outputs must be equal to the bit.
+Each version runs in a separate process on one thread. The processes take turns, and the process that starts a round
+changes. Times are CPU times of the process, which other load hardly affects. Each ratio is the median over the pairs
+of times of all rounds. The models have the same random weights in both versions, and their outputs must have equal
+bits.
 
 Example:
     python -m benchmarks.versions.side_by_side --before 48fcfa1^ --rounds 20
@@ -25,21 +26,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
 T5 = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 1000}
-# How many times less there is to do.
+# The divisor of the input lengths and of the number of new tokens.
 SIZES = {"small": 4, "large": 1}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", required=True, help="a commit of this repository")
+    parser.add_argument("--before", required=True, help="the earlier commit")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--size", choices=SIZES, default="large", help="small: for tests")
-    parser.add_argument("--output", type=Path, help="a JSON of the times")
+    parser.add_argument("--size", choices=SIZES, default="large", help="size of the inputs; tests use small")
+    parser.add_argument("--output", type=Path, help="a JSON file for the report")
     return parser.parse_args(arguments)
 
 
 def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
-    """Return a dictionary of the timed functions, which return their outputs."""
+    """Return a dictionary of the timed functions. Each function returns its outputs."""
     import torch
     import transformers
 
@@ -88,9 +89,9 @@ def make_tasks(size: str) -> dict[str, Callable[[], Any]]:
 
 
 def serve(size: str) -> None:
-    """Print which code runs and which tasks exist; then run each task whose name is read from stdin.
+    """Print the path of the package and the names of the tasks, then run each task whose name is read from stdin.
 
-    The answer contains the CPU seconds of the task and a digest of its outputs.
+    For each task, the function prints the CPU seconds and a digest of the outputs.
     """
     import hf_attn_variants
 
@@ -106,11 +107,12 @@ def serve(size: str) -> None:
 
 @contextmanager
 def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
-    """Start a process that imports the package of a folder; yields what asks it, with None for its tasks' names.
+    """Start a process that imports the package from a folder, and yield a function that sends requests to it.
 
-    It starts in a folder without the package, which would come before that one.
+    The function runs the task with a given name. With None, it returns the names of all tasks. The current folder of
+    the process must not contain the package, because Python would import that one.
     """
-    # Both use the current benchmark, and the package of their folder.
+    # Both processes run the current version of this file with the package of their folder.
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['serve'](sys.argv[2])"
     command = [sys.executable, "-c", program, __file__, size]
     environment = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
@@ -119,7 +121,7 @@ def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]
     )
     input_pipe, output_pipe = process.stdin, process.stdout
     if input_pipe is None or output_pipe is None:
-        raise RuntimeError("a process without pipes")
+        raise RuntimeError("The process has no pipes.")
 
     def ask(task: str | None) -> Any:
         if task is not None:
@@ -127,11 +129,11 @@ def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]
             input_pipe.flush()
         line = output_pipe.readline()
         if not line:
-            raise SystemExit(f"the process of {code} ended; its error is above")
+            raise SystemExit(f"The process of {code} ended. Its error is printed above.")
         said_now = json.loads(line)
         if task is None:
             if Path(said_now["package"]).parent != code:
-                raise SystemExit(f"the process of {code} runs the code of {said_now['package']}")
+                raise SystemExit(f"The process of {code} imported the package from {said_now['package']}")
             return said_now["tasks"]
         return said_now
 
@@ -143,8 +145,8 @@ def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Time both, print the median of the pairs' ratios with its middle half, and return the report."""
-    # Not at the file's top: a process with an earlier commit reads it, and that has other files.
+    """Time both versions, print the medians and the middle halves of the ratios, and return the report."""
+    # These imports are not at the top, because a process with an earlier commit may not have these modules.
     from benchmarks.machine import describe_machine
     from benchmarks.page_faults import describe_memory
     from hf_attn_variants.files import atomic_write
@@ -164,10 +166,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(before: Callable[[str | None], Any], after: Callable[[str | None], Any], rounds: int) -> dict[str, Any]:
-    """Return the seconds of each task in both, and whether outputs are equal."""
+    """Return the seconds of each task in both versions, and whether the outputs are equal."""
     names = before(None)
     if after(None) != names:
-        raise SystemExit("the two processes have other tasks")
+        raise SystemExit("The two processes have different tasks.")
     rows: dict[str, Any] = {}
     for name in names:
         pairs, equal = [], True
@@ -175,13 +177,13 @@ def compare(before: Callable[[str | None], Any], after: Callable[[str | None], A
             order = (before, after) if number % 2 else (after, before)
             answers = {ask: ask(name) for ask in order}
             equal &= answers[before]["digest"] == answers[after]["digest"]
-            if number:  # the first warms up
+            if number:  # the first round warms up
                 pairs.append((answers[before]["seconds"], answers[after]["seconds"]))
         ratios = sorted(new / old for old, new in pairs)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         rows[name] = {"ratio": statistics.median(ratios), "middle_half": [low, high], "equal": equal, "seconds": pairs}
         ratio = f"{rows[name]['ratio']:.3f} ({low:.3f} to {high:.3f})"
-        print(f"{name}: now / before {ratio}, outputs {'equal' if equal else 'DIFFER'}", flush=True)
+        print(f"{name}: current / earlier time {ratio}, outputs {'equal' if equal else 'DIFFER'}", flush=True)
     return {"rounds": rounds, "rows": rows}
 
 

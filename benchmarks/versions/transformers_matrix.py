@@ -1,13 +1,17 @@
-"""Check that repositories with our code load with equal outputs under every supported Transformers.
+"""Check that repositories with remote code have the same outputs under every supported version of Transformers.
 
 The package saves tiny repositories of every architecture and variant under the oldest and the newest version, with
-inputs, logits and tokens. Each version loads them with the code inside them, in a process that cannot import this
-package, and compares the logits. For generating models it also compares the logits of each step through a cache with
-those of one pass, the length of that cache, and the tokens of greedy search and two beams with a cache, without one,
-and from the time of saving. Each version is installed with its requirements in a separate folder, over the Python and
-torch that run this script. Repositories that a release kept (`--keep NAME`) are loaded too.
+inputs, logits and tokens. Each version loads the repositories with the code inside them, in a process that cannot
+import this package, and compares the logits. For models that generate text, it also compares
 
-The script needs a package index, and takes about forty minutes on one core.
+- the logits of steps with a cache, with those of one pass,
+- the length of the cache, with the number of tokens,
+- the tokens of greedy search and of two beams, with and without a cache, with the saved tokens.
+
+Each version is installed with its requirements in a separate folder, and uses the Python and torch that run this
+script. Repositories that an earlier release archived (`--keep NAME`) are loaded too.
+
+The script needs a package index and takes about forty minutes on one core.
 
 Example:
     python -m benchmarks.versions.transformers_matrix
@@ -36,9 +40,9 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 KEPT = FOLDER / "repositories"
 OLDEST = (5, 15)
-# Relative to the largest logit, for another order of float32 sums.
+# The tolerance is relative to the largest logit. It allows for another order of float32 sums.
 TOLERANCE = 1e-5
-# After each piece of a text that is read through it (`PIECES` of the worker).
+# The expected cache lengths after each piece of a text (`PIECES` in `matrix_worker.py`).
 CACHE_LENGTHS = [3, 4, 5, 6, 7, 8, 9]
 
 
@@ -48,15 +52,15 @@ def parse_args() -> argparse.Namespace:
         epilog="example:" + __doc__.split("Example:")[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--versions", nargs="+", help="of transformers (default: the last of each minor from 5.15 on)")
+    parser.add_argument("--versions", nargs="+", help="versions (default: the last release of each minor since 5.15)")
     parser.add_argument(
-        "--newest", action="store_true", help="the newest version that was run, and the newest ones: pre-releases too"
+        "--newest", action="store_true", help="use the newest tested version, the newest release and pre-release"
     )
-    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="kept between runs")
+    parser.add_argument("--work_dir", type=Path, default=ROOT / "build/matrix", help="folder that later runs reuse")
     parser.add_argument(
-        "--keep", metavar="NAME", help="archive today's repositories with latents and hybrids for later runs"
+        "--keep", metavar="NAME", help="archive the current repositories with latents and hybrids as NAME"
     )
-    parser.add_argument("--check", action="store_true", help="end with status 1 unless all are the same")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if any outputs differ")
     parser.add_argument("--output_dir", type=Path, default=FOLDER / "results")
     return parser.parse_args()
 
@@ -89,7 +93,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_same(row: dict[str, Any]) -> bool:
-    """Say whether a repository gave what it gave when it was saved, through a cache too, and warned of nothing."""
+    """Return whether a repository has the saved outputs, also with a cache, and causes no warnings."""
     if "error" in row or "warnings" in row:
         return False
     differences = (row["largest_difference"], row.get("steps_difference", 0.0))
@@ -100,7 +104,7 @@ def is_same(row: dict[str, Any]) -> bool:
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """Return the Markdown table of docs/compatibility.md: loaded with, and by what was saved the ones that agree."""
+    """Return the Markdown table of docs/compatibility.md: the repositories that agree, for each pair of versions."""
     savers = list(dict.fromkeys(row["saved_by"] for row in results["rows"]))
     lines = ["| loaded with transformers | " + " | ".join(f"saved by {name}" for name in savers) + " |"]
     lines.append("|" + " --- |" * (len(savers) + 1))
@@ -114,7 +118,7 @@ def format_table(results: dict[str, Any]) -> str:
 
 
 def list_published_versions() -> list[str]:
-    """Return the last version of each minor that the package index has, the oldest first."""
+    """Return the last release of each minor version in the package index, the oldest first."""
     releases = [release for release in _list_versions() if OLDEST <= release.release[:2] < (6, 0)]
     return [
         str(max(release for release in releases if release.release[:2] == minor)) for minor in _list_minors(releases)
@@ -122,7 +126,7 @@ def list_published_versions() -> list[str]:
 
 
 def get_newest_versions() -> list[str]:
-    """Return the last version of the newest minor that was run, the newest version, and the newest pre-release."""
+    """Return the last release of the newest tested minor version, the newest release, and the newest pre-release."""
     final, newest = _list_versions(), _list_versions("--pre")
     run = [release for release in final if release.release[:2] <= tuple(map(int, NEWEST_TESTED.split(".")))]
     return list(dict.fromkeys(str(max(release)) for release in (run, final, newest)))
@@ -140,7 +144,7 @@ def _list_versions(*options: str) -> list[Version]:
 
 
 def install_version(version: str, work_dir: Path) -> Path:
-    """Return the folder that holds a version of transformers and what it needs; install it the first time."""
+    """Return the folder with a version of Transformers and its requirements, and install them the first time."""
     folder = work_dir / f"transformers-{version}"
     if not folder.is_dir():
         print(f"installing transformers {version} ...", flush=True)
@@ -162,7 +166,7 @@ def install_version(version: str, work_dir: Path) -> Path:
 
 
 def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[str, Any]:
-    """Save into, or load from, a folder under a version of transformers, in a process of its own."""
+    """Save repositories to a folder or load them from it, in a separate process with a version of Transformers."""
     path = [install_version(version, work_dir), *([ROOT, ROOT / "tests"] if action == "save" else [])]
     home = work_dir / "home"
     shutil.rmtree(home, ignore_errors=True)
@@ -178,12 +182,12 @@ def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[s
         raise SystemExit(f"transformers {version}, {action}:\n{done.stderr[-3000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
     if Version(result["transformers"]) != Version(version):
-        raise SystemExit(f"asked for transformers {version}, found {result['transformers']}")
+        raise SystemExit(f"Expected transformers {version}, got {result['transformers']}")
     return result
 
 
 def keep(folder: Path, name: str) -> None:
-    """Archive the repositories of a folder with latents and with hybrids, of each architecture, under a name."""
+    """Archive the repositories of all architectures with latents and with hybrids under a name."""
     KEPT.mkdir(exist_ok=True)
     with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
         paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]
@@ -192,7 +196,7 @@ def keep(folder: Path, name: str) -> None:
 
 
 def unpack_kept_repositories(work_dir: Path) -> dict[str, Path]:
-    """Return the folders of kept repositories, unpacked, by what saved them."""
+    """Unpack the archived repositories, and return their folders by the name of the archive."""
     folders = {}
     for path in sorted(KEPT.glob("*.tar.xz")):
         name = path.name.removesuffix(".tar.xz")

@@ -46,6 +46,6 @@ def test_golden_archives_are_made(monkeypatch, tmp_path):
     assert expected["logits"].shape == (3, 9, 9) and expected["tokens"].shape == (3, 7)
     assert (tmp_path / "models/repositories/bart-gqa/modeling_attn_variant_bart.py").is_file()
     assert list_folders(out / "trainings.tar.xz") == {"ner": ["model", "out"]}
-    with pytest.raises(ValueError, match="bytes; at most 9 are wanted"):
+    with pytest.raises(ValueError, match="bytes, but at most 9 are allowed"):
         monkeypatch.setattr(maker, "MOST_BYTES", 9)
         maker.main(argparse.Namespace(parts=["trainings"], output_dir=out, work_dir=tmp_path / "work"))

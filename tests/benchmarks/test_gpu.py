@@ -68,7 +68,7 @@ def test_cell_that_times_out_is_tried_twice(load, part):
             cells.run_cells(part, {"hangs": stopped, "works": dict})
         assert read_cells(part) == {"hangs": {"status": "begun", "tries": tries}}
     assert cells.run_cells(part, {"hangs": stopped, "works": dict}) == cells.COMPLETE
-    assert read_cells(part)["hangs"]["error"] == "it was begun 2 times and never ended"
+    assert read_cells(part)["hangs"]["error"] == "It was started 2 times and never ended."
     assert read_cells(part)["works"]["status"] == "done"
 
 

@@ -20,7 +20,7 @@ T5 = "convert t5 --num_key_value_heads 2 --kv_lora_rank 8 --cross_kv_lora_rank 8
 SQUAD = "--train_file questions.json --validation_file questions.json --max_query_length 8"
 WINDOW = "--encoder_attention_pattern sliding_window --encoder_attention_window 8"
 TABLE = "--train_file table.csv --validation_file table.csv --label_column label --text_columns text"
-# Each history: the commands that make the checkpoint, then `push` with the checkpoint and its flags.
+# Each history contains the commands that make the checkpoint, and then `push` with the checkpoint and its flags.
 HISTORIES: dict[str, str] = {
     "converted": f"{BERT}; push converted",
     "converted-calibrated": f"convert coarse-bert --num_key_value_heads 2 {FIT} --output_dir fitted; push fitted",
@@ -63,7 +63,7 @@ def _add_secrets(folder: Path) -> None:
     (folder / "all_results.json").write_text(json.dumps(results), encoding="utf-8")
 
 
-# The changes of a folder that no command makes.
+# Changes to checkpoint folders that no command makes.
 EDITS: dict[str, Callable[[Path], object]] = {
     "secrets": _add_secrets,
     "source-terms": lambda folder: (folder / "README.md").write_text(f"---\n{TERMS}\n---\n# Source\n"),
@@ -72,10 +72,10 @@ EDITS: dict[str, Callable[[Path], object]] = {
 
 
 def cards(texts: Path | None) -> Record:
-    """Return the records of the card of each history.
+    """Return the records of the model cards of all histories.
 
     Args:
-        texts: the folder that the scrubbed cards are written to; None: they are not written.
+        texts: the folder to which the scrubbed cards are written, or None to not write them.
     """
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
@@ -89,14 +89,14 @@ def cards(texts: Path | None) -> Record:
 
 
 def generate_card(folder: Path, *flags: str) -> str:
-    """Return the card that `push` generates for a checkpoint, scrubbed."""
+    """Return the scrubbed card that `push` generates for a checkpoint."""
     card = Path("card.md")
     run("push", folder, "--repo_id", "somebody/model", "--dry_run", "--save_card", card, *flags)
     return scrub(card.read_text(encoding="utf-8"))
 
 
 def digest_card_sections(card: str) -> Record:
-    """Return the digest of each section of a card, by its title."""
+    """Return the digests of the sections of a card, with the titles as keys."""
     head, *sections = card.split("\n## ")
     return {"head": digest(head)} | {section.split("\n")[0]: digest(section) for section in sections}
 

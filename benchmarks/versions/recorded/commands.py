@@ -23,7 +23,7 @@ FIT, FIT_PAIRS = f"{LINES} --fit_steps 4", f"{LINE_PAIRS} --fit_steps 4"
 BOTH = "--num_key_value_heads 2 --encoder_num_key_value_heads 1"
 LATENTS = "--kv_lora_rank 8 --encoder_kv_lora_rank 6 --cross_kv_lora_rank 10"
 METHODS = ("mean", "first", "random")
-# Each conversion: the source (a folder of `make_checkpoints` or an earlier conversion) and the flags.
+# Each conversion has an original model (a folder of `make_checkpoints` or an earlier conversion) and flags.
 CONVERSIONS: dict[str, str] = {
     f"{kind}-{method}": f"coarse-{kind} {flags} --method {method}"
     for kind, flags in {"bert": "--num_key_value_heads 2", "t5": BOTH, "bart": BOTH}.items()
@@ -116,7 +116,7 @@ STEPS = (
     "--max_train_steps 2 --checkpointing_steps 1 --logging_steps 1 --per_device_train_batch_size 3 "
     "--learning_rate 1e-2 --cpu --disable_tqdm --output_dir out"
 )
-# The libraries that each form of an export needs, and the checkpoints that are exported to it.
+# The libraries that each export format needs, and the checkpoints that are exported to it.
 EXPORTS = {"transformers": (), "ctranslate2": ("ctranslate2",), "onnx": ("onnxruntime", "onnxscript")}
 EXPORTED = {
     "transformers": ("bert-svd", "bert-mean", "t5-svd", "t5-calibrated", "whisper-mean"),
@@ -138,7 +138,7 @@ def conversions() -> Record:
 
 
 def trainings() -> Record:
-    """Return the records of two steps of each training, and of the second step after a resume from the first."""
+    """Return the records of two steps of each training, and of the second step after resuming from the first."""
     with in_empty_folder():
         make_checkpoints()
         make_data()
@@ -146,14 +146,14 @@ def trainings() -> Record:
 
 
 def exports() -> Record:
-    """Return the records of checkpoints without this package, of CTranslate2 models and of ONNX graphs' outputs."""
+    """Return the records of exported Transformers checkpoints, CTranslate2 models and outputs of ONNX graphs."""
     with in_empty_folder():
         make_checkpoints()
         for writer in ("t5", "bart", "marian"):
             save_writer(Path(f"writer-{writer}"), writer, "gqa")
         for libraries in EXPORTS.values():
             if missing := [library for library in libraries if importlib.util.find_spec(library) is None]:
-                print(f"  Exports that need {', '.join(missing)} are left out.", flush=True)
+                print(f"  Exports that need {', '.join(missing)} are skipped.", flush=True)
         forms = [form for form, libraries in EXPORTS.items() if all(map(importlib.util.find_spec, libraries))]
         items = [f"{form}, {source}" for form in forms for source in EXPORTED[form]]
         return record_each(items, lambda item: _record_export(*item.split(", ")))
@@ -167,13 +167,13 @@ def tables() -> Record:
 
 
 def helps() -> Record:
-    """Return the records of all commands' help."""
+    """Return the records of the help texts of all commands."""
     commands = importlib.import_module("hf_attn_variants.cli").COMMANDS
     return record_each(commands, lambda name: {"help": digest(run(name, "--help"))})
 
 
 def _convert(name: str) -> str:
-    """Make a folder of `CONVERSIONS`, after its source, and return the digest of what the command prints."""
+    """Run a conversion of `CONVERSIONS`, after that of its original model, and return the digest of the output."""
     source, *flags = shlex.split(CONVERSIONS[name])
     if source in CONVERSIONS and not Path(source).exists():
         _convert(source)
@@ -181,7 +181,7 @@ def _convert(name: str) -> str:
 
 
 def _run(line: str, *more: str) -> str:
-    """Run a command whose checkpoint may be one of `CONVERSIONS`."""
+    """Run a command. If its checkpoint is one of `CONVERSIONS`, run that conversion first."""
     command, source, *flags = shlex.split(line)
     if source in CONVERSIONS and not Path(source).exists():
         _convert(source)
@@ -211,7 +211,7 @@ def _record_export(form: str, source: str) -> Record:
 
 
 def _record_graph_outputs(folder: Path) -> Record:
-    """Return digests of the outputs of each ONNX graph, for random inputs."""
+    """Return the digests of the inputs of each ONNX graph, and of its outputs for random inputs."""
     import onnxruntime
 
     records: Record = {}

@@ -41,16 +41,16 @@ VOLATILE_TEXT = (
     (re.compile(r"(hf[_-]attn[_-]variants|version|release) v?\d+\.\d+\.\d+[\w.]*"), r"\1 VERSION"),
     (re.compile(r"digest [0-9a-f]{16}"), "digest DIGEST"),
 )
-# A longer value is stored as its digest.
+# Longer values are stored as digests.
 MOST_CHARACTERS = 32
 
 
 class MissingCommand(Exception):
-    """The tree does not have a command."""
+    """Raised if the recorded checkout does not have a command."""
 
 
 def digest(*values: Any) -> str:
-    """Return a digest of tensors, to the bit, and of values that JSON can hold."""
+    """Return a digest of the exact bits of tensors, and of values that can be stored as JSON."""
     hasher = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -62,14 +62,14 @@ def digest(*values: Any) -> str:
 
 
 def scrub(text: str) -> str:
-    """Return a text without the parts that differ between two runs."""
+    """Replace the parts of a text that differ between two runs by placeholders."""
     for pattern, replacement in VOLATILE_TEXT:
         text = pattern.sub(replacement, text)
     return text
 
 
 def record_json(value: Any) -> Record:
-    """Return a record of each field of a JSON object: the value if it is short, else its digest."""
+    """Return a record of each field of a JSON object: the value if it is short, otherwise its digest."""
     fields = _remove_volatile(value)
     fields = fields if isinstance(fields, dict) else {"content": fields}
     return {
@@ -79,7 +79,7 @@ def record_json(value: Any) -> Record:
 
 
 def record_folder(folder: Path) -> Record:
-    """Return the records of the files in a folder, without code, pictures, checkpoints and the README.md."""
+    """Return the records of the files in a folder, except code, images, Markdown files and subfolders."""
     records: Record = {}
     for path in sorted(entry for entry in folder.iterdir() if entry.is_file()):
         if path.suffix == ".safetensors":
@@ -100,7 +100,7 @@ def run(*argv: Any) -> str:
     """Run a console command in this process and return the text that it printed.
 
     Raises:
-        MissingCommand: if the tree does not have the command.
+        MissingCommand: if the checkout does not have the command.
         RuntimeError: if the command fails.
     """
     printed = io.StringIO()
@@ -118,14 +118,14 @@ def run(*argv: Any) -> str:
 
 
 def record_each(items: Iterable[str], make: Callable[[str], Record]) -> Record:
-    """Return the records of items; the error is the only record of an item that fails."""
+    """Return the records of all items. If an item fails, its only record is the error."""
     records: Record = {}
     for item in items:
         print(f"  {item}", flush=True)
         try:
             record = make(item)
         except MissingCommand as error:
-            print(f"    This tree does not have the command {error}.", flush=True)
+            print(f"    This checkout does not have the command {error}.", flush=True)
             continue
         except Exception as error:
             record = {"error": f"{type(error).__name__}: {scrub(str(error)).strip()[:300]}"}

@@ -54,7 +54,7 @@ def models() -> Record:
 
 
 def shared_memory() -> Record:
-    """Return the records of generation after `share_memory`, for Transformers' own encoder-decoders."""
+    """Return the records of generation after `share_memory`, for the encoder-decoders of Transformers."""
     items = {f"{name}, {form}": (name, form) for name in FAMILIES for form in ("keys_and_values", "encoder_outputs")}
 
     def generated(item: str) -> Record:
@@ -66,7 +66,7 @@ def shared_memory() -> Record:
 
 
 def quantized() -> Record:
-    """Return the records of `quantize`: for each path of an int8 product, and in bfloat16."""
+    """Return the records of `quantize` with each backend for int8 products, and in bfloat16."""
     paths = {
         f"{kind}, {name}": (kind, path) for kind in ("bert", "t5") for name, path in _find_int8_backends().items()
     }
@@ -162,10 +162,11 @@ def _record_quantized(kind: str, variant: str | None, dtype: str, generates: boo
 
 
 def _find_int8_backends() -> dict[str, Any]:
-    """Return the correct paths of an int8 product on this processor with their names; none if the module has moved.
+    """Return the named backends whose int8 products are correct on this processor, or none if their module has moved.
 
-    This and `_use_fixed_backend` import an internal module, because the fastest path is chosen by time.
-    All paths return the same bits, so the records without a fixed path still compare a tree whose module has moved.
+    This function and `_use_fixed_backend` import an internal module, because the package would choose the fastest
+    backend by time. All backends return the same bits. Therefore, if the module has moved, the records without a fixed
+    backend can still be compared.
     """
     try:
         module: Any = importlib.import_module("hf_attn_variants.quantization.int8_weight")
@@ -176,7 +177,7 @@ def _find_int8_backends() -> dict[str, Any]:
             for path in module._find_correct_backends(engine, bits)
         }
     except (ImportError, AttributeError) as error:
-        print(f"  No path of int8 products is fixed: {error}", flush=True)
+        print(f"  The backend of int8 products cannot be fixed: {error}", flush=True)
         return {}
 
 

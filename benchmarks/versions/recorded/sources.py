@@ -1,4 +1,4 @@
-"""Tiny checkpoints and data in the working directory, for the commands that are recorded."""
+"""Tiny checkpoints and data in the working directory, for the recorded commands."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar",
 
 
 def make_checkpoints() -> None:
-    """Save multi-head models of two layers: three with coarse weights, and those that the commands train."""
+    """Save multi-head models with two layers: three with coarse weights, and those that the commands train."""
     text = "\n".join(make_lines_of_words(120))
     Path("text.txt").write_text(text + "\n", encoding="utf-8")
     for kind in ("bert", "t5", "bart"):
