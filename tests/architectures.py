@@ -11,7 +11,7 @@ import hf_attn_variants
 
 BATCH, LENGTH, CHOICES, VOCABULARY = 3, 9, 2, 60
 
-# Every kind of variant; the head counts suit the twelve heads of the tiny configurations.
+# Every kind of variant, with head counts that suit the twelve heads of the tiny configurations.
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {},
     "gqa": {"num_key_value_heads": 4},

@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread because two workers share the machine, no network, and no leftover output."""
+"""Settings for all tests: one thread (because two workers share the machine), no network access and little output."""
 
 import gc
 import os

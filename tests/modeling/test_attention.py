@@ -136,7 +136,7 @@ def test_float32_projections_mix_heads_of_half_precision():
 @pytest.mark.parametrize("k", [4, 2, 1])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_causal_attention_sees_no_later_key(function, k, bias):
-    """Check causal attention, also with more keys than queries, as in a static cache with empty positions at its end."""
+    """Check causal attention, also with more keys than queries, as in a static cache that is partly empty."""
     torch.manual_seed(0)
     query, key, value = make_random_inputs(4, k, 4, torch.float32)
     position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None

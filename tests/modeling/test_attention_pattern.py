@@ -234,7 +234,7 @@ def test_attention_weights_are_zero_outside_the_pattern():
 
 
 def test_layers_have_separate_windows():
-    """Check that None stands for a layer without a window, also with a mask that is not causal."""
+    """Check that None disables the window of a layer, also with a mask that is not causal."""
     by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
     config = BERT.make_config("mha", **by_layer)
     assert (config.attention_window, config.get_layer_value("attention_window", 1)) == (4, None)

@@ -45,7 +45,7 @@ def make_call(n, m=None, padded=False, biased=False):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Run FlexAttention on the CPU with gradients but without compiled kernels; list its calls."""
+    """Run FlexAttention on the CPU with gradients but without compiled kernels, and list its calls."""
     calls = []
 
     def attend(*states, **options):

@@ -102,7 +102,7 @@ def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
 
 
 @pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="upstream's own WhisperForCausalLM cannot assist there"
+    Version(transformers.__version__) < Version("5.17"), reason="requires Transformers 5.17 for WhisperForCausalLM"
 )
 def test_variant_can_be_an_assistant_model(checkpoint):
     """Check an assistant with only a decoder, which uses the encoder outputs of the assisted model."""
