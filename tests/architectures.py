@@ -11,7 +11,7 @@ import hf_attn_variants
 
 BATCH, LENGTH, CHOICES, VOCABULARY = 3, 9, 2, 60
 
-# Every kind of variant; the head counts suit the twelve heads of the tiny configurations.
+# Every kind of variant, with head counts that suit the twelve heads of the tiny configurations.
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {},
     "gqa": {"num_key_value_heads": 4},
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Head:
-    """One model class of an architecture: what its configuration needs and what a training batch holds."""
+    """A model class of an architecture, with its labels, additional configuration fields and inputs."""
 
     labels: Callable[[], dict[str, torch.Tensor]] = dict
     config: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Architecture:
     tiny: dict[str, Any]
     heads: dict[str, Head]
     inputs: Callable[[], dict[str, torch.Tensor]]
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # what its own fields add to a variant
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # additional fields of a variant
 
     def make_config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
         """Return a tiny configuration of a variant, with the fields that the head requires."""
@@ -111,7 +111,7 @@ def make_source_and_target() -> dict[str, torch.Tensor]:
 
 
 def _make_text_with_end() -> dict[str, torch.Tensor]:
-    # T5 classifies by the state at its end token, one in each row.
+    # T5 classifies a text by the hidden state of its end token, so each row contains one end token.
     inputs = make_text_inputs()
     inputs["input_ids"][:, 1] = 1
     return inputs
@@ -208,7 +208,8 @@ T5 = Architecture(
         "relative_attention_num_buckets": 8,
         "relative_attention_max_distance": 10,
         "decoder_start_token_id": 0,
-        # T5 does not scale its logits: at 1.0 so small a model saturates, and float32 rounds above the tolerances.
+        # T5 does not scale its logits. With a factor of 1.0, the softmax of this small model saturates, and float32
+        # rounding errors exceed the tolerances.
         "initializer_factor": 0.5,
     },
     inputs=make_text_inputs,
@@ -229,7 +230,8 @@ ARCHITECTURES: list[Architecture] = [BERT, ALBERT, T5]
 HEADS = [(architecture, head) for architecture in ARCHITECTURES for head in architecture.heads]
 HEAD_IDS = [head for _, head in HEADS]
 
-# One head of each architecture meets every variant; the others those that change all that a variant can change.
+# The first head of each architecture is tested with every variant. The other heads are tested with two variants that
+# together change everything that a variant can change.
 BASE_HEADS = {architecture.name: next(iter(architecture.heads)) for architecture in ARCHITECTURES}
 HEADS_AND_VARIANTS = [
     (architecture, head, variant)

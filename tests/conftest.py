@@ -1,16 +1,17 @@
-"""Settings for all tests: one thread because two workers share the machine, no network, and no leftover output."""
+"""Settings for all tests: one thread (because two workers share the machine), no network access and little output."""
 
 import gc
 import os
 from pathlib import Path
 
-# Before transformers is imported anywhere: nothing here may reach for the Hub.
+# Set these variables before transformers is imported, so that no test accesses the Hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Before torch is: two workers share the machine, and a second thread of each would wait for the other's by spinning.
+# Set this variable before torch is imported. Two workers share the machine, and a second thread per worker would spin
+# while it waits for the threads of the other worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Set by pytest-xdist in its workers; tables would be broken at it.
+# pytest-xdist sets this variable in its workers, and tables would be wrapped at this width.
 os.environ.pop("COLUMNS", None)
 
 import pytest
@@ -28,7 +29,7 @@ def _quiet_and_single_threaded():
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_no_modules():
-    # Trainings collect garbage again and again, each time among all objects of all modules that were imported.
+    # Training collects garbage repeatedly. Frozen objects, such as imported modules, are not scanned each time.
     gc.collect()
     gc.freeze()
     yield
@@ -50,13 +51,13 @@ def minilm():
 def shared_data():
     """The folder of real data next to the repository."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"{SHARED_DATA} is not there")
+        pytest.skip(f"{SHARED_DATA} does not exist")
     return SHARED_DATA
 
 
 @pytest.fixture(params=["chosen", "absorbed", "expanded", "kept"])
 def form(request, monkeypatch):
-    """The form of latent attention, whatever it costs: the inputs of tests are too small to select both forms."""
+    """The form of latent attention in a test. The inputs of tests are too small to select every form by its cost."""
     from hf_attn_variants.modeling.attention import latent_attention
 
     forced = request.param
@@ -85,7 +86,7 @@ def pytest_collection_modifyitems(items):
         cases = [case for case in cases if not case.get_closest_marker("slow")]
         values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
         missing = set().union(*values.values())
-        while missing:  # the case that meets most values that none has met; the first of equals
+        while missing:  # keep the case with the most missing values, or the first one in a tie
             best = max(values, key=lambda case: len(values[case] & missing))
             missing -= values.pop(best)
         for case in values:

@@ -13,7 +13,7 @@ from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import RelativePo
 PAGE = Path(__file__).resolve().parents[1] / "docs/fields.md"
 TEXT = Path(__file__).with_suffix(".md")
 HEADER = "| Field | Meaning | Values | Default | Per layer | See |\n| --- | --- | --- | --- | --- | --- |\n"
-# The page about a field, by the name of the field or by the first of its facts that is a key.
+# The page about a field, by the name of the field or by the first of its tags that is a key.
 MORE = {
     "per_layer_values": "[unequal layers](latents.md#unequal-layers)",
     "position_embedding_type": "[positions](#positions)",
@@ -33,7 +33,7 @@ KINDS = {
     dict: "`{field: [one value per layer]}`",
     tuple: "`[number, number]`",
 }
-# The words of descriptions for an attention in any place.
+# The values of placeholders in the descriptions of fields that apply to any attention module.
 ANY = {"attention": "an attention module", "layer": "a layer"}
 
 

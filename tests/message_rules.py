@@ -25,9 +25,9 @@ FORBIDDEN = (
 PATTERNS = COMPILED | {"forbidden term": re.compile(FORBIDDEN, re.I)}
 # A message begins with a sentence, a value, code in backticks, a flag, or a name with an underscore, a dot or a digit.
 START = re.compile(r"\W*(?:[A-Z0-9]|\{\}|`|--\w|\w+[\d_./(=\[]|(?:torch|attn-variants)\b)")
-# It ends with a sentence, a value or an indented line of code.
+# A message ends with a sentence, a value or an indented line of code.
 END = re.compile(r"(?:[.?!:][\"')`]*|\{\}|\n {2,}[^\n]*|```)\s*$")
-# A message that only joins values gets its words elsewhere.
+# A message that only joins values contains no rule or advice of its own.
 ONLY_VALUES = re.compile(r"(?:\{\}|[\W_]|line|column|attn-variants)*")
 RULE_OR_ADVICE = re.compile(
     r"\b(?:must|needs?|requires?|required|only|cannot|supports?|supported|expected|at least|at most|instead|"
@@ -71,7 +71,7 @@ def iterate_violations(source: str) -> Iterator[tuple[int, str, str]]:
     names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for line, kind, text in iterate_messages(tree):
         text = re.sub(r"%[srd]", VALUE, text)
-        # Python has its own form of attribute errors.
+        # Attribute errors have the format of Python.
         if kind != "AttributeError" and not START.match(text) and re.match(r"\w*", text)[0] not in names:
             yield line, "start", text
         if not END.search(text):

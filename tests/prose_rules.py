@@ -46,14 +46,14 @@ TEST_NAME = re.compile(r"^test_(?:an?|the|what|who|where|which|whether|of|by|it|
 
 
 def iterate_python_texts(path: Path, source: str) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings of a module; of code that users run, also its comments and the texts of calls."""
+    """Yield the docstrings of a module and, except for tests, its comments and its strings of several words."""
     tree, in_tests = ast.parse(source), path.parts[0] == "tests"
     docstrings = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
             text = node.body[0].value
             docstrings.add(text)
-            # A blank line ends a sentence, and so do the items of a list.
+            # Yield each line separately, because blank lines and list items end a sentence.
             yield from ((text.lineno + number, line) for number, line in enumerate(text.value.split("\n")))
     if in_tests:
         return

@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, and Whisper, as rows of the table in architectures.py."""
+"""The relatives of BERT and BART, including Whisper, in the format of the table in architectures.py."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def _make_encoder_heads(name: str, more: dict[str, Head]) -> dict[str, Head]:
 
 
 def _with_one_end() -> dict[str, Any]:
-    # BART classifies by the state at its end token, as many in each row.
+    # BART classifies a text by the hidden state of its end token, and each row must have the same number of them.
     inputs = make_text_inputs()
     inputs["input_ids"][:, 1] = 2
     return inputs
@@ -105,7 +105,7 @@ NOMIC_BERT = _make_architecture(
     _BERT,
 )
 
-# Stacks of unequal heads, of which talking heads know nothing.
+# The encoder and the decoder have different numbers of heads.
 _BART = {
     "d_model": 48,
     "encoder_layers": 2,
@@ -142,7 +142,7 @@ _BART_FAMILY = tuple(
 
 
 class _UMT5(Architecture):
-    """UMT5 with a correction: under sdpa, its decoder attends to future tokens in Transformers 5.15 to 5.17."""
+    """UMT5 with a fix for Transformers 5.15 to 5.17, whose decoder attends to future tokens with sdpa."""
 
     def make_upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
         model = super().make_upstream_model(head, seed, **fields)
@@ -176,7 +176,7 @@ def _make_speech_and_target() -> dict[str, torch.Tensor]:
 
 
 def _target_of_states() -> dict[str, Any]:
-    # The decoder without its encoder attends to given encoder outputs.
+    # A decoder without an encoder needs encoder outputs as inputs.
     return make_text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
 
 
@@ -201,6 +201,6 @@ WHISPER = _make_architecture(
         "classifier_proj_size": 16,
     },
 )
-# Rotary positions do not support latents, additive scores and some kernels.
+# Models with rotary positions do not support latents, additive scores or some kernels.
 ROTARY = (MODERNBERT, NOMIC_BERT)
 RELATIVES = (*ENCODERS, *ROTARY, *ENCODER_DECODERS, WHISPER)

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_attn_variants"
-# The layers from low to high. A package imports only packages of earlier lines, and none of its own line.
+# The layers from low to high. A package imports only packages of earlier lines, but not those of its own line.
 ORDER = (
     ("modeling",),
     ("native",),
@@ -28,11 +28,11 @@ ORDER = (
     ("front doors",),
 )
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", "attn_variants")
-# The folders of modeling/ in the same order; the files next to them are below all folders.
+# The folders of modeling/ in the same order. "files" are the files next to these folders, which are the lowest layer.
 MODELING = ("files", "ops", "mechanisms", "fields", "attention", "architectures")
 LEVELS = {layer: level for level, layers in enumerate(ORDER) for layer in layers}
 MOST_LINES, MOST_FUNCTION_LINES = 800, 60
-# Triton kernels: parts of them would take 25 arguments each.
+# These Triton kernels may be longer, because functions for their parts would need 25 arguments each.
 LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
 
 

@@ -27,7 +27,7 @@ def write(path: Path, lines: list[str], end: str) -> str:
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
     assert read_conll(write(tmp_path / f"a.txt{suffix}", CONLL, end)) == SENTENCES
-    # A form feed and the separators of Unicode are text.
+    # A form feed and Unicode line separators do not end a line.
     texts = ["one\u2028half", "two\x85b", "a\x0cb"]
     source = write(tmp_path / f"b.txt{suffix}", texts, end)
     assert read_lines([source]) == texts
@@ -71,6 +71,6 @@ def test_mixed_line_ends_are_read(tmp_path, caplog):
     path.write_bytes(b"one\rhalf\ntwo\n")
     assert read_lines([path]) == ["one\rhalf", "two"]
     assert "line 1: the line contains a carriage return" in caplog.text
-    # The last program that wrote into the file does not decide.
+    # Each line is split at its own line end, not at that of the last line.
     path.write_bytes(b"a B-X\rb O\r\rc O\r\n")
     assert read_conll(str(path)) == [(["a", "b"], ["B-X", "O"]), (["c"], ["O"])]

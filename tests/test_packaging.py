@@ -22,7 +22,7 @@ import hf_attn_variants
 from hf_attn_variants.command_line import get_package_version
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tracked files that only a clone has a use for.
+# Tracked files that are useful only in a clone.
 NOT_SHIPPED = (".ci/", ".github/", ".gitignore")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
 
@@ -40,7 +40,7 @@ class Built(NamedTuple):
 def repository_files():
     """The files that git tracks or would add, without caches and build outputs."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("needs a clone and git: an unpacked sdist does not say what belongs to it")
+        pytest.skip("needs git and a clone, because an unpacked sdist does not list its files")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return {name for name in names if name and (ROOT / name).is_file()}
@@ -85,7 +85,7 @@ def run_wheel(built, tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (built.folder, dependencies)))}
 
     def run(*argv: str) -> subprocess.CompletedProcess:
-        # Without `site` and a venv's prefix there is no other folder of packages.
+        # `-S` and the base interpreter keep Python from finding packages in other folders.
         command = [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "hf_attn_variants", *argv]
         return subprocess.run(command, cwd=dependencies, env=env, capture_output=True, text=True, timeout=600)
 
@@ -132,7 +132,7 @@ def test_workflows_call_existing_make_targets():
 
 
 def test_package_description_has_no_broken_links(built):
-    """Check the links of the description: an index has no relative links, and the repository has no address."""
+    """Check that the description has no relative links, which a package index cannot resolve."""
     assert built.metadata.get_all("Project-URL") is None
     description = built.metadata.get_payload(decode=True).decode()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def test_wheel_contains_the_pages_and_their_link_targets(built, run_wheel):
 
 def test_messages_name_subcommands_instead_of_scripts():
     """Check that messages name subcommands, because the wheel contains no scripts."""
-    # A parser that a script calls names this script; another test checks modeling/.
+    # A parser prints the name of the script that calls it. Another test checks modeling/.
     package = (ROOT / "hf_attn_variants").rglob("*.py")
     paths = [path for path in package if path.name != "command_line.py" and "modeling" not in path.parts]
     for path in paths:
@@ -204,7 +204,7 @@ def test_wheel_runs_as_a_module(run_wheel):
 
 @pytest.mark.slow
 def test_glue_runs_with_dependencies_outside_site_packages(run_wheel, tmp_path):
-    """Check that no table is hashed with dill, which would try to pickle pyarrow as user code there."""
+    """Check that no table is hashed with dill, which would try to pickle pyarrow as user code."""
     model = make_tiny_bert(tmp_path / "tiny")
     argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "1", "--max_length", "48", "--cpu"]

@@ -66,7 +66,7 @@ def test_malformed_row_error_names_the_row(tmp_path, name, text, message):
 
 def test_well_formed_rows_are_read_completely(tmp_path):
     assert read_column_texts(tmp_path, "a.csv", "\n  \nsource,target\n\nA dog,Ein Hund\n") == [("A dog", "Ein Hund")]
-    assert read_column_texts(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # an old Mac's
+    assert read_column_texts(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # classic Mac
     assert read_column_texts(tmp_path, "c.csv", 'source,target\n5" nail,"a\n""b"", c"\n') == [('5" nail', 'a\n"b", c')]
     assert read_column_texts(tmp_path, "d.tsv", 'source\ttarget\n"a\tb"\n') == [('"a', 'b"')]
     assert read_column_texts(tmp_path, "e.csv", "source,target,,\na,b,,\n") == [("a", "b")]

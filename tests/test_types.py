@@ -63,7 +63,7 @@ def test_public_functions_are_annotated(name):
     package = importlib.import_module(f"hf_attn_variants{name}")
     functions = [getattr(package, item) for item in package.__all__ if inspect.isfunction(getattr(package, item))]
     for function in functions:
-        hints = get_type_hints(function)  # raises for a name that only checkers know
+        hints = get_type_hints(function)  # raises if a name exists only for type checkers
         assert hints.keys() == {*inspect.signature(function).parameters, "return"}, function.__name__
     assert functions
 

@@ -21,7 +21,7 @@ def test_minilm_offloaded_to_disk_gives_equal_outputs(minilm_gqa4, tmp_path):
     ).eval()
     places = set(spread.hf_device_map.values())
     assert places == {"cpu", "disk"}
-    # whole layers only: no attention is torn apart
+    # Only whole layers are placed, so no attention module is split.
     assert all(name.count(".") <= 2 for name in spread.hf_device_map if name.startswith("encoder.layer"))
     torch.testing.assert_close(spread(**inputs).last_hidden_state, expected, atol=1e-6, rtol=0)
 
@@ -72,7 +72,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, head, variant)
 
 def test_safetensors_metadata_names_the_format(tiny_gqa, tmp_path):
     AutoModel.from_pretrained(tiny_gqa).save_pretrained(tmp_path)
-    for folder in (tiny_gqa, tmp_path):  # the converter's own writer, and transformers'
+    for folder in (tiny_gqa, tmp_path):  # saved by the converter and by Transformers
         with safe_open(folder / "model.safetensors", "pt") as file:
             assert file.metadata() == {"format": "pt"}
             assert file.get_slice("encoder.layer.0.attention.self.key.weight").get_shape() == [16, 32]

@@ -43,7 +43,7 @@ def test_encoders_compile_into_one_graph(architecture, variant):
 def test_t5_decoding_step_compiles_once(variant):
     model = T5.make_model("T5ForConditionalGeneration", variant)
     model.generation_config.eos_token_id = None
-    # As many as are attended to by matrix products.
+    # The batch is so large that attention uses matrix products.
     batch = {name: tensor.repeat(3, 1) for name, tensor in T5.make_batch("T5EncoderModel").items()}
     options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(**batch, **options)
@@ -51,7 +51,8 @@ def test_t5_decoding_step_compiles_once(variant):
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     assert torch.equal(model.generate(**batch, **options), expected)
     graphs = counters["stats"]["unique_graphs"]
-    # the first token (whose cross-attention fills its cache) and the steps, once more where sizes became symbols
+    # There is one graph for the first token, which fills the cross-attention cache, and one for later steps. Each of
+    # them may be compiled once more with dynamic sizes.
     assert 2 <= graphs <= 4 and not counters["graph_break"]
     assert torch.equal(model.generate(**batch, **options), expected)
     assert counters["stats"]["unique_graphs"] == graphs
@@ -67,7 +68,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-# By default one of each kind of memory: keys and values, the encoder's outputs, latents.
+# By default, test one case of each kind of cache: keys and values, encoder outputs, and latents.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
@@ -78,7 +79,7 @@ STEPS: dict[str, dict[str, Any]] = {
 )
 @torch.no_grad()
 def test_generate_compiles_one_step_for_all_batch_sizes(fields):
-    """Check the compiled step that `generate` uses on a GPU; from the second batch on, sizes are symbols."""
+    """Check the compiled step that `generate` uses on a GPU. From the second batch on, sizes are dynamic."""
     model = T5.make_model("T5ForConditionalGeneration", **fields)
     model.generation_config.eos_token_id = None
     compiling = CompileConfig(fullgraph=True, backend="eager")

@@ -25,10 +25,10 @@ EVERY_CASE = pytest.mark.parametrize(
     "architecture, variant", CASES, ids=[f"{architecture.name}-{variant}" for architecture, variant in CASES]
 )
 SLOW = [pytest.mark.slow]
-# Batch and length that a graph is exported with, and others that it must serve.
+# The (batch, length) of the exported inputs, and others that the graph must support.
 EXPORTED, OTHERS = (2, 7), [(1, 5), (9, 12)]
 
-# Each ONNX export takes seconds: by default, an expanded one, and a grouped one with T5's bias.
+# Each ONNX export takes seconds. By default, test one with repeated heads, and one with grouped heads and T5's bias.
 QUICK = [("bert", "mqa", 18), ("t5", "gqa", 23)]
 ONNX_CASES = [
     pytest.param(architecture, variant, opset, marks=[] if (architecture.name, variant, opset) in QUICK else SLOW)
@@ -93,8 +93,8 @@ def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
     program = torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=make_dynamic_sizes(), **options)
     operators = Counter(node.op_type for node in program.model.graph)
-    # Opset 23 has an operator for grouped attention: one a layer, and nothing is repeated. Talking heads need two
-    # matrix products more between the softmax and its neighbours.
+    # Opset 23 has an operator for grouped attention, so each layer uses one operator and repeats no heads. Talking
+    # heads cannot use it, because they need matrix products before and after the softmax.
     assert operators["Attention"] == (2 if opset == 23 and variant != "talking" else 0)
     session = make_onnx_session(program)
     for size in OTHERS:
@@ -104,12 +104,12 @@ def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
         torch.testing.assert_close(torch.from_numpy(actual), expected, atol=1e-4, rtol=0)
 
 
-# The inputs of a decoding step's graph.
+# The inputs of the graph of a decoding step.
 NAMES = ["token", "source_mask", "own.0", "own.1", "source"]
 
 
 class DecodingStep(torch.nn.Module):
-    """A T5 step with only latents as cache, as plain tensors: [b, 1, n, r] per layer, [b, 1, m, r] in all."""
+    """A decoding step of T5 with latents as plain tensors: [b, 1, n, r] per layer, and one [b, 1, m, r] for all."""
 
     def __init__(self, model):
         super().__init__()
@@ -119,7 +119,7 @@ class DecodingStep(torch.nn.Module):
         cache = EncoderDecoderCache(
             *(DynamicCache([(c, c[..., :0]) for c in part]) for part in (self_attention_keys, [source]))
         )
-        # Only the length of the encoder's outputs is looked at.
+        # The model uses only the length of the encoder outputs.
         nothing = BaseModelOutput(last_hidden_state=torch.zeros(*source_mask.shape, self.model.config.d_model))
         output = self.model(
             encoder_outputs=nothing,

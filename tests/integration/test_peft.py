@@ -11,10 +11,10 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 pytestmark = pytest.mark.cross_product
 
 peft = pytest.importorskip("peft")
-# transformers 5.24 renamed the cache that prefixes come in, and asks for peft 0.22 itself.
+# Transformers 5.24 renamed the argument for the cache, which passes prefixes, and requires peft 0.22.
 DROPS_PREFIXES = get_cache_name() == "cache" and Version(peft.__version__) < Version("0.22")
 FOR_BOTH = pytest.mark.skipif(
-    DROPS_PREFIXES, reason=f"peft {peft.__version__} is older than what transformers {transformers.__version__} needs"
+    DROPS_PREFIXES, reason=f"peft {peft.__version__} is older than transformers {transformers.__version__} requires"
 )
 
 ALL_OF_BERT = r".*attention\.(self\.(query|key|value)|output\.dense)"
@@ -73,7 +73,7 @@ def test_lora_on_latent_projections_affects_decoding(target, rank, form):
     scores = {"output_scores": True, "return_dict_in_generate": True}
     plain = torch.stack(model.generate(**inputs, **scores).scores)
     if rank == 40 and "kv_a_proj" in target:
-        target = ["kv_a_proj"]  # there is none of the memory
+        target = ["kv_a_proj"]  # cached encoder outputs have no latent projection
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=16, target_modules=target)).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -95,7 +95,7 @@ def test_prefix_works_with_latents_of_encoder_outputs():
     for beams in (1, 3):
         tokens = tuned.generate(**inputs, max_new_tokens=4, num_beams=beams, do_sample=False)
         assert tokens.shape[0] == len(inputs["input_ids"])
-    # A prefix is keys and values, which self-attention with a latent does not keep.
+    # A prefix contains keys and values, which self-attention with a latent does not cache.
     latent = T5.make_model("T5ForConditionalGeneration", kv_lora_rank=16)
     with pytest.raises(ValueError, match=r"latents of dimension 16 \(`kv_lora_rank`\)"):
         peft.get_peft_model(latent, config).eval().generate(**inputs, max_new_tokens=4)
@@ -104,7 +104,7 @@ def test_prefix_works_with_latents_of_encoder_outputs():
 @pytest.mark.parametrize("variant, heads", [("mha", 12), ("gqa", 4), ("mqa", 1)])
 def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
     model = T5.make_model("T5ForConditionalGeneration", variant)
-    # peft takes d_model / heads for the head size; where T5's heads are of another size, the product has to be given.
+    # By default, peft uses d_model / heads as the head size. T5's heads have another size, so pass their total width.
     config = peft.PrefixTuningConfig(
         task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_attention_heads=12, token_dim=12 * model.config.d_kv
     )
@@ -126,7 +126,7 @@ def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
     assert torch.equal(loaded.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
 
 
-@pytest.mark.skipif(not DROPS_PREFIXES, reason="this peft hands its prefixes over by the name that they are read by")
+@pytest.mark.skipif(not DROPS_PREFIXES, reason="this version of peft passes prefixes under the current name")
 @pytest.mark.parametrize("head", ["T5ForConditionalGeneration", "BertLMHeadModel"])
 def test_unsupported_prefix_raises_an_error(head):
     row, task = (T5, "SEQ_2_SEQ_LM") if "T5" in head else (BERT, "CAUSAL_LM")
@@ -140,7 +140,7 @@ def test_unsupported_prefix_raises_an_error(head):
 
     with pytest.raises(ValueError, match=r"must have only one cache, got `past_key_values` and `cache`"):
         tuned(row.make_model(head, "gqa")).generate(**options)
-    if row is T5:  # upstream's generates as if there were none
+    if row is T5:  # Transformers ignores the prefix
         upstream = row.make_upstream_model(head)
         plain = upstream.generate(**options).logits
         with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache` are set"):

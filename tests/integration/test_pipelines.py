@@ -42,7 +42,7 @@ def test_fill_mask_pipeline_equals_the_model(heads):
 def test_text_classification_pipeline_equals_the_model(heads):
     model, tokenizer = load(heads["text-classification"], AutoModelForSequenceClassification)
     classify = pipeline("text-classification", model=str(heads["text-classification"]), top_k=None)
-    # a batch is padded: padding must not change a score
+    # Batches are padded, which must not change a score.
     for result, text in zip(classify(TEXTS, batch_size=2), TEXTS, strict=True):
         expected = model(**tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0]
         scores = {item["label"]: item["score"] for item in result}

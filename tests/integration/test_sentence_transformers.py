@@ -38,7 +38,7 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 @pytest.fixture(scope="module")
 def expected(minilm_gqa4):
     model, tokenizer = AutoModel.from_pretrained(minilm_gqa4), AutoTokenizer.from_pretrained(minilm_gqa4)
-    # its last module scales embeddings to length 1
+    # The last module of the checkpoint scales embeddings to length 1.
     return torch.nn.functional.normalize(sentence_embeddings(model, tokenizer, SENTENCES), dim=-1)
 
 
@@ -83,7 +83,7 @@ T5_SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers"
 
 
 def save_t5(folder, name, fields):
-    """A sentence-transformers folder with a whole encoder-decoder, and the embeddings of `SENTENCES`."""
+    """Save and return a sentence-transformers model of an encoder-decoder, and return embeddings of `SENTENCES`."""
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     words = dict.fromkeys(word for sentence in SENTENCES for word in sentence.split())
     core = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}, "<unk>"))
@@ -139,12 +139,12 @@ def test_sentence_transformer_trainer_saves_the_code(minilm_gqa4, expected, tmp_
     loss = losses.CosineSimilarityLoss(model)
     library.SentenceTransformerTrainer(model, arguments, datasets.Dataset.from_dict(rows), loss=loss).train()
     trained = torch.tensor(model.encode(SENTENCES))
-    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # their label was 0
+    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # the label of this pair is 0
     model.save_pretrained(str(tmp_path / "trained"))
     torch.testing.assert_close(encode_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
 
 
-# Loads a pushed model by both libraries, elsewhere, and scores it on pairs.
+# A script that loads a pushed model with both libraries, without this package, and scores it on sentence pairs.
 SCORED_ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
     import csv, json

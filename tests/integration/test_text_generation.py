@@ -20,7 +20,7 @@ def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
     options = {"max_new_tokens": 6, "do_sample": False}
     (result,) = generate(text, **options, return_full_text=False)
     inputs = tokenizer(text, return_tensors="pt")
-    # token by token, with a full forward each time
+    # Generate token by token, with a full forward pass each time.
     ids = inputs.input_ids
     for _ in range(6):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -31,7 +31,7 @@ def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_multi_query_assistant_changes_no_token(seed):
     original = T5.make_model("T5ForConditionalGeneration", seed=seed)
-    # tied to its random embeddings, so small a model would repeat one token
+    # If the output layer were tied to random embeddings, this small model would repeat one token.
     original.lm_head.weight = torch.nn.Parameter(torch.randn(60, 40))
     original.config.tie_word_embeddings = False
     assistant = convert(original, num_key_value_heads=1, copy=True)

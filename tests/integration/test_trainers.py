@@ -28,7 +28,7 @@ SETTINGS = {
     "disable_tqdm": True,
     "save_strategy": "no",
 }
-# 5.24 renamed it.
+# Transformers 5.24 renamed this argument.
 CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
 ARCHITECTURE_HEADS = [
     (architecture, head)
@@ -148,7 +148,7 @@ def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-# By default the first head of each architecture.
+# By default, test the first head of each architecture.
 @pytest.mark.parametrize(
     ("architecture", "head"),
     [
@@ -172,7 +172,7 @@ def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
     for model in (upstream, plain, architecture.make_model(head, num_key_value_heads=4)):
         before = copy_parameters(model)
         arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
-        for module in model.modules():  # dropout is drawn in another order where kernels differ
+        for module in model.modules():  # different kernels draw dropout masks in different orders
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         Trainer(model, arguments, train_dataset=rows).train()

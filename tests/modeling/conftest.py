@@ -8,11 +8,11 @@ import torch
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Let talking-heads kernels process the small inputs of a test in several blocks, without earlier trials."""
+    """Let talking-heads kernels process small inputs in several blocks, and forget the results of earlier trials."""
     from hf_attn_variants.modeling.ops import backend_choice, blocked_attention, triton_attention
 
     torch.manual_seed(0)
-    # Several blocks of rows, and several sequences of which the last block has fewer, at the sizes of these tests.
+    # With these limits, the inputs of tests need several blocks of rows, and the last block has fewer sequences.
     monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 200)
     monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", (3, 2))
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 700)

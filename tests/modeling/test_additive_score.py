@@ -87,7 +87,7 @@ def test_compiled_additive_scores_equal_eager_ones():
 def compute_by_formula(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs
 ):
-    """The attention function of an architecture, by the formula; masks are boolean or None."""
+    """Compute attention with additive scores by the formula. Masks are boolean or None."""
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
     if attention_mask is None and getattr(module, "is_causal", False) and n > 1:
@@ -214,7 +214,7 @@ PLACES = {
 
 
 def compute_by_formula_of_each(module, query, key, value, attention_mask, **options):
-    """The attention function of an architecture whose scores differ between its attention modules."""
+    """Compute attention by the formula in an architecture in which only some modules have additive scores."""
     if module.score is not None:
         return compute_by_formula(module, query, key, value, attention_mask, **options)
     n, m = query.shape[2], key.shape[2]

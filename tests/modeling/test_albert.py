@@ -9,7 +9,7 @@ from hf_attn_variants import AttnVariantAlbertModel
 
 pytestmark = pytest.mark.cross_product
 
-# Two groups of two layers each, six layers: each group is used three times.
+# Six layers use two groups of two inner layers, so each group is used three times.
 GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
 
 
@@ -38,7 +38,7 @@ def test_albert_returns_attention_weights_of_every_layer():
     model = ALBERT.make_model("AlbertModel", "talking", **GROUPS)
     with torch.no_grad():
         maps = model(**ALBERT.make_batch("AlbertModel"), output_attentions=True).attentions
-    # One for each pass through an attention: the layers times the attentions of a group.
+    # There is one entry per pass through an attention module: six layers with two attention modules per group.
     assert len(maps) == 12
 
 
@@ -51,5 +51,5 @@ def test_albert_supports_gradient_checkpointing_unlike_transformers():
 def test_albert_configuration_may_enable_gradient_checkpointing(head):
     model = ALBERT.make_model(head, "gqa", gradient_checkpointing=True)
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    # As upstream's other models do: the flag is used once and is not saved.
+    # As in the other models of Transformers, the flag is used once and is not saved.
     assert not hasattr(model.config, "gradient_checkpointing")

@@ -136,7 +136,7 @@ def test_float32_projections_mix_heads_of_half_precision():
 @pytest.mark.parametrize("k", [4, 2, 1])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_causal_attention_sees_no_later_key(function, k, bias):
-    """Check causal attention, also with more keys than queries: a static cache that is empty after the prompt."""
+    """Check causal attention, also with more keys than queries, as in a static cache that is partly empty."""
     torch.manual_seed(0)
     query, key, value = make_random_inputs(4, k, 4, torch.float32)
     position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None
@@ -154,7 +154,7 @@ def test_causal_attention_sees_no_later_key(function, k, bias):
 def test_mask_and_is_causal_are_combined(additive, bias):
     query, key, value = (torch.randn(2, 4, 6, 8) for _ in range(3))
     allowed = torch.ones(2, 1, 1, 6, dtype=torch.bool)
-    allowed[0, ..., 0] = False  # its first query may attend to nothing
+    allowed[0, ..., 0] = False  # the first query has no allowed key
     mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min) if additive else allowed
     position_bias = torch.randn(1, 4, 6, 6) if bias else None
     both = allowed & torch.ones(6, 6, dtype=torch.bool).tril()

@@ -71,7 +71,7 @@ def test_model_starts_with_the_outputs_of_transformers(row, name):
         variant_model.set_attn_implementation(implementation)
         batch = make_batch(row, head)
         actual, expected = variant_model(**batch)[0], upstream(**batch)[0]
-        # With a fully masked key range, the functions of Transformers differ from each other, but only at padding.
+        # Transformers' attention functions differ for queries without allowed keys, which occur only at padding.
         real = (
             batch["attention_mask"].bool() if batch.get("attention_mask", expected).shape == actual.shape[:2] else ...
         )
@@ -211,7 +211,7 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
     )
     missing = model.load_state_dict(plain.state_dict(), strict=False)
     assert not missing.unexpected_keys and {*missing.missing_keys} == {*get_extension_parameters(model)}
-    # Attention functions of some mechanisms sum in another order.
+    # Some mechanisms use attention functions that sum in another order.
     torch.testing.assert_close(model(ids, mask)[0], plain(ids, mask)[0], atol=1e-9, rtol=0)
     model = make_random_model(BERT, "BertModel", **others, **fields)
     outputs = {}
@@ -221,7 +221,7 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
         alone = model(ids[1:, :6])[0] if "linformer" not in others.values() else outputs[implementation][1:, :6]
         torch.testing.assert_close(outputs[implementation][1:, :6], alone, atol=1e-9, rtol=0)
     torch.testing.assert_close(outputs["eager"], outputs["sdpa"], atol=1e-9, rtol=0)
-    if "dilated_blocks" not in others.values():  # here, a token attends only to itself
+    if "dilated_blocks" not in others.values():  # with this pattern, a token attends only to itself
         assert (outputs["eager"] - plain(ids, mask)[0]).abs().max() > 1e-6
 
 

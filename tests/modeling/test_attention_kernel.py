@@ -24,7 +24,7 @@ ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
 BART = ENCODER_DECODERS[0]
 BART_FAMILY = ENCODER_DECODERS[:-1]
 NAMED = {"ids": lambda row: row.name}
-# rfa's sums of weights may be near zero, where rounding counts more.
+# With rfa, sums of weights may be near zero, which increases rounding errors.
 TOLERANCE = {"rfa": 3e-4}
 
 
@@ -38,7 +38,7 @@ def list_attentions(model):
 
 
 def compute_by_weights(model, **inputs):
-    """Return the first outputs of an attention that computes its weights, and these weights."""
+    """Return the first output of a model that also computes attention weights, and the whole result."""
     with torch.no_grad():
         result = model(**inputs, output_attentions=True)
     return result[0], result
@@ -57,13 +57,13 @@ def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
         torch.testing.assert_close(actual[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
         for weights in result.attentions:
             rows = weights.sum(-1)
-            if kernel == "relu":  # a query without a positive number reads nothing
+            if kernel == "relu":  # the weights of a query without positive features are zero
                 rows = rows + (rows == 0)
             if kernel != "rfa":
                 torch.testing.assert_close(rows, torch.ones_like(rows))
             assert not weights.masked_select(~real[:, None, None].expand_as(weights)).any()
         assert not actual.allclose(plain(**batch).last_hidden_state, atol=1e-2)
-        # Another text in the padding changes nothing.
+        # Tokens in the padding do not affect the outputs.
         again = batch["input_ids"].masked_fill(~real, 7)
         torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], actual[real])
         model.set_attn_implementation("eager")
@@ -120,7 +120,7 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
 
     def on_step(step_cache):
         if "attention_kernel" in fields:
-            # The state is stored as keys, so that code can select rows of caches.
+            # The state is stored as keys, so that code can select rows of the cache.
             assert all(
                 isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in step_cache.layers
             )
@@ -137,7 +137,7 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
 def test_kernel_generation_is_the_same_with_and_without_states(architecture, head, fields, search):
     model = architecture.make_model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
     if architecture is WHISPER:
-        pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
+        pytest.skip("Whisper generates with settings that a tiny model lacks, and its attention equals BART's")
     batch = {name: item for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")}
     batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
@@ -146,7 +146,7 @@ def test_kernel_generation_is_the_same_with_and_without_states(architecture, hea
 
 
 def test_encoder_outputs_are_summed_once(monkeypatch):
-    """Check that the sums are computed again for another mask or other keys."""
+    """Check that the sums are computed once, but again for another mask or other keys."""
     model = T5.make_model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
     calls, sums = [], mechanism_attention.attend_with_kernel
     monkeypatch.setattr(mechanism_attention, "attend_with_kernel", lambda *args: calls.append(1) or sums(*args))
@@ -222,7 +222,7 @@ def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
 
 @EVERY_KERNEL
 def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
-    """Check that vectors are saved, and drawn by the seed per attention if a checkpoint lacks them."""
+    """Check that vectors are saved, or drawn from the seed per attention module if a checkpoint lacks them."""
     config = BERT.make_config("gqa", attention_kernel=kernel)
     torch.manual_seed(0)
     model = hf_attn_variants.AttnVariantBertModel(config).eval()

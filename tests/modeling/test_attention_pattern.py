@@ -26,7 +26,7 @@ NAMED = {"ids": lambda row: row.name}
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    """Blocks of two queries, so that a text of LENGTH has several; returns the number of calls that use blocks."""
+    """Use blocks of two queries, so that a text of LENGTH tokens has several, and return the list of blocked calls."""
     monkeypatch.setattr(key_ranges, "QUERIES_PER_BLOCK", (2,))
     calls, attend = [], mechanism_attention.windowed_attention
 
@@ -140,7 +140,7 @@ def test_window_wider_than_the_text_changes_no_output(architecture, short_blocks
 )
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, variant):
-    """Check windows of two sizes: several tokens in one call, then single tokens; cross-attention keeps all."""
+    """Check windows of two sizes, with several tokens in one call, then single tokens. Cross-attention caches all."""
     windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
     model = architecture.make_model(head, variant, **windows)
     batch = make_decoder_batch(architecture, head)
@@ -168,7 +168,8 @@ def test_window_generation_is_the_same_with_and_without_a_cache(search):
 
 
 GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
-GLOBAL_ROWS[0, [0, 11, 12, 20]] = GLOBAL_ROWS[1, [4, 18]] = 1  # of the second row one is padding; the third has none
+# Position 18 of the second row is padding. The third row has no global tokens.
+GLOBAL_ROWS[0, [0, 11, 12, 20]] = GLOBAL_ROWS[1, [4, 18]] = 1
 
 
 def with_global_rows(mask, first):
@@ -186,7 +187,7 @@ def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, fi
     mask = make_padding()
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
 
-    class WithMask(torch.nn.Module):  # only in the model with the pattern
+    class WithMask(torch.nn.Module):  # passes the mask only to the model with the pattern
         def __init__(self):
             super().__init__()
             self.model = pattern
@@ -205,7 +206,7 @@ def test_every_head_class_passes_the_global_attention_mask():
     for architecture in ENCODER_ONLY:
         for head in architecture.heads:
             if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
-                continue  # decoders, and texts that are not rows
+                continue  # decoders, and heads with several texts per row
             model = architecture.make_model(head, **WINDOW)
             batch = {"input_ids": make_token_ids(3, LENGTH)}
             with torch.no_grad():
@@ -233,7 +234,7 @@ def test_attention_weights_are_zero_outside_the_pattern():
 
 
 def test_layers_have_separate_windows():
-    """Check that None is a layer without a window, also under a mask that is not causal."""
+    """Check that None disables the window of a layer, also with a mask that is not causal."""
     by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
     config = BERT.make_config("mha", **by_layer)
     assert (config.attention_window, config.get_layer_value("attention_window", 1)) == (4, None)
@@ -247,7 +248,7 @@ def test_layers_have_separate_windows():
             changed = model(**batch | {name: batch[name].index_fill(1, torch.tensor(8), 7)}, use_cache=False).logits
             far = model(**batch | {name: batch[name].index_fill(1, torch.tensor(0), 7)}, use_cache=False).logits
         torch.testing.assert_close(full_output[:, :8], changed[:, :8])
-        assert (full_output[:, 8] - far[:, 8]).abs().max() > 1e-4  # farther than both windows
+        assert (full_output[:, 8] - far[:, 8]).abs().max() > 1e-4  # farther away than two windows
 
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
@@ -267,7 +268,7 @@ def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
 
 
 def test_gradient_checkpointing_with_patterns_keeps_gradients():
-    """Check T5, whose layers pass the position bias by distance."""
+    """Check T5, whose layers share a position bias per distance."""
     model = T5.make_model("T5Model", "gqa", **add_encoder_prefix(WINDOW | GLOBAL), **WINDOW).train()
     model.config.dropout_rate = 0.0
     for module in model.modules():

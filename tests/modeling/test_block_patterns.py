@@ -25,7 +25,7 @@ from hf_attn_variants.reference.talking_heads import attention_core
 pytestmark = pytest.mark.cross_product
 
 HEADS, D = 4, 6
-# Fields of a configuration, and the formula's.
+# The fields of a configuration, and the functions of the formula.
 PATTERNS = {
     "random_blocks": (
         {"attention_block_size": 3, "num_random_blocks": 2, "attention_seed": 5},
@@ -59,7 +59,7 @@ BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Blocks of few queries, in texts of any length."""
+    """Use blocks of few queries, also for short texts."""
     monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
@@ -107,7 +107,7 @@ def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
     pattern = make_pattern(name, causal)
     in_the_midst = pattern.get_allowed_mask(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
-    # Causal strided and fixed patterns only have earlier tokens, half of all on average.
+    # Causal strided and fixed patterns select only earlier tokens, which are half of all tokens on average.
     assert in_the_midst - 1 <= pattern.count_attended_keys(n) <= 2.2 * in_the_midst
     assert pattern.count_attended_keys(2) == 2
 

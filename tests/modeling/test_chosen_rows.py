@@ -13,12 +13,12 @@ BART = ENCODER_DECODERS[0]
 FORMS = {
     "plain": {},
     "grouped": {"num_key_value_heads": 4},
-    "exact": {"cross_kv_lora_rank": None},  # the width of the encoder's outputs
+    "exact": {"cross_kv_lora_rank": None},  # the rank is the width of the encoder outputs
     "low rank": {"cross_kv_lora_rank": 16},
     "values of their own size": {"value_head_dim": 6},
     "a kernel": {"cross_attention_kernel": "elu"},
 }
-# A static cache is reordered only, and no kernel keeps one.
+# A static cache supports only `reorder_cache`, and kernels do not use static caches.
 CASES = [(choice, form, "dynamic") for choice in CHOICES for form in FORMS] + [
     (choice, form, "static")
     for choice, (method, _) in CHOICES.items()

@@ -17,7 +17,7 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import RelativePositionBias, SinusoidalPositions
 from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTalkingHeads, TalkingHeadsSettings
 
-# Other fields that a pattern needs; only T5 has transient summaries.
+# Other fields that a pattern requires. Only T5 supports the transient-global pattern.
 SIZES = {
     "attention_window": 4,
     "attention_dilation": 2,

@@ -15,7 +15,7 @@ ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row
 
 @ALL
 def test_wrong_type_error_names_the_value(architecture):
-    # transformers 5.15 checks the type of this field itself, later versions do not.
+    # Transformers 5.15 checks the type of this field. Later versions do not.
     with pytest.raises(
         (ValueError, StrictDataclassError), match=r"must have values of the correct type|field 'id2label'"
     ):
@@ -46,7 +46,7 @@ def test_variant_fields_map_to_their_query_head_fields(architecture):
     )
 
 
-# (what somebody may write, the field that is meant)
+# (a name that a user may write, the field that the user means)
 NEAR_NAMES = [
     ("num_kv_heads", "num_key_value_heads"),
     ("n_kv_heads", "num_key_value_heads"),
@@ -95,7 +95,7 @@ def test_field_name_with_another_word_is_not_a_misspelling(architecture):
 def test_saved_configuration_loads_with_unknown_names(architecture, tmp_path):
     saved = architecture.make_config("gqa").to_dict() | {"num_kv_heads": 5}
     file = tmp_path / "config.json"
-    for left_out in ((), ("model_type",)):  # the oldest files have no type
+    for left_out in ((), ("model_type",)):  # the oldest files have no model type
         file.write_text(json.dumps({name: value for name, value in saved.items() if name not in left_out}))
         config = architecture.config_class.from_pretrained(tmp_path)
         assert (config.num_kv_heads, config.num_key_value_heads) == (5, 4)

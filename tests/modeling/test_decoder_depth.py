@@ -57,7 +57,7 @@ def make_source(architecture):
 @pytest.mark.cross_product
 def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture, variant, search):
     if "static" in search and variant in ("elu", "hybrid"):
-        pytest.skip("a kernel's sums have no static cache")
+        pytest.skip("kernels do not use static caches")
     model, options = make_model(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
     actual = model.generate(**make_source(architecture), **options)
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
@@ -76,7 +76,7 @@ def test_unequal_depths_generate_the_tokens_of_transformers(architecture, depths
     model = make_model(architecture, *depths)
     model.load_state_dict(upstream.state_dict())
     options = OPTIONS | SEARCHES[search]
-    # Its cache is as deep as its encoder, and the layers of a deeper decoder find no place in it.
+    # The cache of Transformers has as many layers as the encoder, so a deeper decoder cannot use it.
     expected = upstream.generate(**make_source(architecture), **options, use_cache=depths[0] > depths[1])
     assert torch.equal(model.generate(**make_source(architecture), **options).sequences, expected.sequences)
 

@@ -26,7 +26,7 @@ def make_per_layer_fields(**lists):
     return {"per_layer_values": lists}
 
 
-# Every architecture: input, argument.
+# (fields, argument that the error names), for every architecture.
 EVERYWHERE = [
     ({"num_key_value_heads": 5}, "num_key_value_heads"),
     ({"num_key_value_heads": 0}, "num_key_value_heads"),
@@ -57,7 +57,7 @@ EVERYWHERE = [
     ({"per_layer_values": [3]}, "per_layer_values"),
     ({"num_kv_heads": 4}, "num_kv_heads"),
 ]
-# Input, argument, of one architecture each.
+# (architecture, fields, argument that the error names).
 ERRORS = [
     (BERT, {"num_attention_heads": 2**16 + 1}, "num_attention_heads"),
     (BERT, {"num_hidden_layers": -1}, "num_hidden_layers"),

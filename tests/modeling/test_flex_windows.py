@@ -20,7 +20,7 @@ from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_hea
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 if not flex_windows._supports_partial_blocks():
-    pytest.skip("this torch's block masks know whole blocks alone", allow_module_level=True)
+    pytest.skip("this version of torch supports only whole blocks in block masks", allow_module_level=True)
 
 REACHES = {
     "window": KeyRange(20, 20),
@@ -45,7 +45,7 @@ def make_call(n, m=None, padded=False, biased=False):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Run FlexAttention on the CPU with gradients but without compiled kernels; list its calls."""
+    """Run FlexAttention on the CPU with gradients but without compiled kernels, and list its calls."""
     calls = []
 
     def attend(*states, **options):
@@ -109,7 +109,7 @@ def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++ on a CPU")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch needs g++ to compile for a CPU")
 def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
@@ -164,7 +164,7 @@ def test_model_with_windows_uses_flex_attention(on_the_cpu):
     batch["attention_mask"][1, 200:] = 0
     with torch.no_grad():
         actual = model(**batch).last_hidden_state
-        assert len(on_the_cpu) == len(flex_windows.TRIAL_CALLS) + 2  # each layer once
+        assert len(on_the_cpu) == len(flex_windows.TRIAL_CALLS) + 2  # one call per layer
         model.set_attn_implementation("eager")
         torch.testing.assert_close(actual[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 
@@ -201,7 +201,7 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
         run(*leaves).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    actual = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
+    actual = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # the trial runs in the checkpoint
     assert all(flex_windows._flex_trial_results.values()) and on_the_cpu
     torch.testing.assert_close(actual, gradients_of(layer))
 

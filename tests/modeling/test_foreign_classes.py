@@ -19,14 +19,14 @@ def get_base_head(architecture):
 
 
 def iterate_fields(architecture):
-    """Return fields that change the outputs, one at a time; only the last one changes a shape."""
+    """Yield sets of fields, each of which changes the outputs."""
     config = architecture.make_config()
     prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
     for prefix in prefixes:
         yield {f"{prefix}attention_pattern": "sliding_window", f"{prefix}attention_window": 4}
         if architecture not in ROTARY:
             yield {f"{prefix}score_function": "additive"}
-        if prefix == prefixes[-1]:  # the stacks of a BART here have unequal heads
+        if prefix == prefixes[-1]:  # BART's encoder and decoder have different numbers of heads here
             yield {f"{prefix}talking_heads": "both", f"{prefix}talking_heads_init": "random"}
         yield {f"{prefix}num_key_value_heads": 2}
     if "sinusoidal" in config.position_types:

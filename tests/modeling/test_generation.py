@@ -53,7 +53,7 @@ def test_left_padding_does_not_change_generated_tokens(variant):
     ids = make_token_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 4])
-    # BERT's positions are absolute, so the padded row passes position ids.
+    # BERT's positions are absolute, so the padded row needs position ids.
     positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3]])
     with torch.no_grad():
         plain = model(ids).logits

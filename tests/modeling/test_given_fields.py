@@ -61,9 +61,9 @@ def test_every_field_changes_the_model(row, field):
     )
 
 
-# BART's relatives have no sinusoids of ours.
+# The relatives of BART do not support this field.
 MAY_BE_REFUSED = ("position_embedding_type",)
-# The tokens of a decoder read no later ones.
+# Only encoders use global tokens.
 WITHOUT_EFFECT = ("num_global_tokens",)
 DECODERS = [row.name for row in ROWS if hasattr(row.config_class, "encoder_decoder_layers")]
 
@@ -85,7 +85,7 @@ UPSTREAM = {
     for name in (*row.upstream_config_class().to_dict(), *row.upstream_config_class.attribute_map)
     if name not in FIELDS
 }
-# Names in configurations on the Hub that no class reads now.
+# Names in configurations on the Hub that no current class reads.
 NOTES = (
     *("task_specific_params", "n_positions", "output_past", "static_position_embeddings", "normalize_embedding"),
     *("add_bias_logits", "extra_pos_embeddings", "classif_dropout", "add_final_layer_norm", "normalize_before"),

@@ -41,7 +41,7 @@ def make_attention(window, groups=2, causal=False):
 
 
 def make_call(n, groups=2):
-    """Return queries, keys and values, padded on either side or completely."""
+    """Return queries, keys and values, and masks without padding, with padding on each side, and of padding only."""
     torch.manual_seed(1)
     leaves = [torch.randn(4, heads, n, D).requires_grad_() for heads in (HEADS, groups, groups)]
     places = torch.arange(n)

@@ -57,7 +57,7 @@ def test_new_weights_have_the_standard_deviation_of_transformers(architecture, h
             deviation = expected[name].std(correction=0).item()
         if deviation is None:
             assert parameter.equal(torch.eye(*parameter.shape)), name
-        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms in addition to the identity
+        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms start at zero
             assert not parameter.any(), name
         elif deviation == 0:
             assert (parameter == expected[name].flatten()[0]).all(), name
@@ -184,7 +184,7 @@ def test_latent_model_learns_as_fast_as_multi_head(architecture):
 
 @EVERY_ARCHITECTURE
 def test_subclass_initialization_keeps_loaded_weights(architecture, tmp_path):
-    """Check old `_init_weights` that ignore the loaded flag; Transformers protects loaded weights, and so do we."""
+    """Check that an old `_init_weights`, which ignores the loaded flag, does not change loaded weights."""
     base = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
 
     class OldRules(base):

@@ -32,7 +32,7 @@ def make_per_layer_fields(values, kernel, *names):
 
 
 def get_position_fields(head, names):
-    """Sinusoidal positions for T5, whose bias by distance cannot be combined with a kernel."""
+    """Return sinusoidal positions for T5, whose position bias cannot be combined with a kernel."""
     return {"position_embedding_type": "sinusoidal"} if head.startswith("T5") and "attention_kernel" in names else {}
 
 
@@ -71,7 +71,7 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
 def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, implementation, kernel):
     """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
     if kernel == "hybrid" and "cross_attention_kernel" in names:
-        pytest.skip("a hybrid is of self-attention")
+        pytest.skip("only self-attention supports the hybrid kernel")
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
     model = architecture.make_model(
         head, "gqa", **make_per_layer_fields(values, kernel, *names), **windows, **get_position_fields(head, names)

@@ -1,4 +1,4 @@
-"""Check the cache of latents: stored once for all layers of a cross-attention, whatever changes the cache."""
+"""Check the cache of latents: one latent for all cross-attention layers, also after changes of the cache."""
 
 import copy
 
@@ -29,7 +29,7 @@ def count_stored_bytes(cache):
 
 
 def make_pieces():
-    """Return a source and a target in two parts: the first fills a cache, the second is compared after it."""
+    """Return a source and a target in two parts: the first one fills a cache, and the second one is compared."""
     batch = T5.make_batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     return batch, target[:, :5], target[:, 5:]
@@ -42,7 +42,7 @@ def start(model, batch, first, cache=None):
 
 
 def continue_decoding(model, batch, last, cache):
-    # With no encoder's outputs but the cache's, a wrong cache cannot be helped.
+    # These encoder outputs are NaN, so that the model must use those in the cache.
     nothing = BaseModelOutput(last_hidden_state=torch.full((len(last), LENGTH, WIDTH), torch.nan))
     with torch.no_grad():
         mask = batch["attention_mask"]
@@ -171,7 +171,7 @@ def test_latent_cache_can_be_cropped(rank, crop, form):
 @CROSS_RANKS
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
-    """Check also that the encoder outputs, which the cache held, did not change."""
+    """Check also that a reset does not change the encoder outputs that the cache stores."""
     model = make_t5(rank)
     batch, first, last = make_pieces()
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
     start(model, {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}, first, cache)
     cache.reset()
     assert memory.last_hidden_state.equal(states)
-    if kind == "dynamic":  # releases before 5.23 do not shorten it in any model
+    if kind == "dynamic":  # before Transformers 5.23, a reset does not shorten this cache
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
     others = batch | {"input_ids": make_token_ids(BATCH, LENGTH)}
     start(model, others, last, cache)
@@ -200,7 +200,7 @@ def make_static_caches(model, length=12):
 @CROSS_RANKS
 @pytest.mark.parametrize("variant", ["mha", "gqa", "weights"])
 def test_latents_support_a_pair_of_static_caches(rank, variant):
-    """Check also unequal head counts of keys and values, which the cache no longer stores."""
+    """Check also unequal head counts of keys and values, although the cache stores neither of them."""
     model = make_t5(rank, variant)
     batch, first, last = make_pieces()
     cache = start(model, batch, first, make_static_caches(model))
@@ -269,7 +269,7 @@ def test_keys_and_values_of_short_encoder_outputs_are_cached(monkeypatch):
     assert should_store_expanded_latent(latent) and not should_store_expanded_latent(latent.repeat(2, 1, 1, 1))
     cache = start(model, batch, first)
     cross = model.decoder.block[1].layer[1].EncDecAttention
-    cross.k.register_forward_hook(lambda *_: pytest.fail("keys were made again"))
+    cross.k.register_forward_hook(lambda *_: pytest.fail("the keys were computed again"))
     continue_decoding(model, batch, last, cache)
 
 

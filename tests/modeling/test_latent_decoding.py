@@ -26,7 +26,7 @@ from hf_attn_variants.modeling.ops.latent_decoding import (
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 DEVICE = "cuda" if CUDA else "cpu"
-# Batch, rows, keys and width: a power of two, a sum of two, and a padded one; rows in two blocks.
+# (batch, rows, keys, width). Widths are powers of two, sums of two powers, or need padding. 20 rows need two blocks.
 SIZES = [(2, 12, 90, 48), (1, 20, 70, 96), (3, 8, 64, 32), (2, 3, 33, 24)]
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60, "pad_token_id": 0}
 
@@ -50,7 +50,8 @@ def make_mask(kind, query, latent):
         ].to(DEVICE)
     if kind == "rows":
         mask = torch.rand(shape) > 0.3
-        mask[0, :, 1], mask[:, :, 0, :32] = False, False  # a row that reads nothing, and one no key of the first part
+        # One row has no allowed keys, and another one has none in the first part of the keys.
+        mask[0, :, 1], mask[:, :, 0, :32] = False, False
         return mask.to(DEVICE)
     if kind == "additive":
         return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf).to(DEVICE, torch.float16)
@@ -96,7 +97,7 @@ def test_triton_latent_kernels_accept_views():
 
 
 def make_faulty_kernel(fault):
-    """Return a result that a broken kernel could compute."""
+    """Return a function with the results of a kernel that has this fault."""
 
     def compute(query, latent, mask, scaling, launch):
         if fault == "raises":
@@ -125,7 +126,7 @@ FAULTS = ["raises", "is not a number", "keys beyond the end", "no last key", "on
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch, fault, memories, masked):
     if fault == "one block of a part" and memories > 2:
-        pytest.skip("that part is all")
+        pytest.skip("there is only one part")
     warnings = []
     monkeypatch.setattr(latent_decoding, "run_latent_kernels", make_faulty_kernel(fault))
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
@@ -141,7 +142,7 @@ def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch,
 @needs_triton
 def test_exact_triton_results_pass_the_trial(monkeypatch):
     monkeypatch.setattr(latent_decoding, "run_latent_kernels", make_faulty_kernel(None))
-    for dtype in (torch.float16, torch.bfloat16):  # with its rounding
+    for dtype in (torch.float16, torch.bfloat16):  # results differ by rounding
         for memories in (2, 1000):
             query, latent = (item.to(dtype) for item in make_inputs(memories, keys=100))
             attend_to_one_latent(query, latent, scaling=0.2)
@@ -187,7 +188,7 @@ def test_triton_latent_kernels_serve_supported_calls_only(monkeypatch):
     with torch.autocast(DEVICE, torch.bfloat16):
         assert not should_use_latent_kernels(query, latent, None, 0.0)
     monkeypatch.setattr(latent_decoding, "MIN_LATENT_BYTES", latent.numel() * 2 + 1)
-    assert not should_use_latent_kernels(query, latent, None, 0.0)  # a launch would take longer than the reading
+    assert not should_use_latent_kernels(query, latent, None, 0.0)  # a launch costs more than reading the latent
 
 
 @needs_triton
@@ -205,14 +206,14 @@ def test_compiled_step_uses_triton_kernels_with_equal_outputs(monkeypatch, rank)
     call["decoder_input_ids"] = torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
     with torch.no_grad():
         expected = model(**call).logits
-        assert not calls  # so short a source is not worth the launches
+        assert not calls  # the source is too short to be worth the launches
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(**call).logits, expected, rtol=2e-2, atol=2e-2)
-    assert len(calls) == 3  # a trial, and two layers
+    assert len(calls) == 3  # one trial and two layers
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@pytest.mark.skipif(INTERPRETED, reason="already runs in the interpreter")
 def test_latent_kernels_pass_in_the_triton_interpreter():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
@@ -224,7 +225,7 @@ def test_latent_kernels_pass_in_the_triton_interpreter():
     assert "passed" in run.stdout
 
 
-@pytest.mark.skipif(INTERPRETED, reason="there the kernels run on a CPU")
+@pytest.mark.skipif(INTERPRETED, reason="the kernels run on a CPU in the interpreter")
 def test_cpu_calls_use_torch(monkeypatch):
     monkeypatch.setattr(latent_decoding, "MIN_LATENT_BYTES", 0)
     query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))

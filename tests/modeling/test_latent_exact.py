@@ -133,7 +133,7 @@ def test_encoder_outputs_are_reused_without_changes(variant, search):
         states = model.encoder(**inputs).last_hidden_state
     original_states, expected = states.clone(), generate(model, inputs, **SEARCHES[search])
     for _ in range(2):
-        # A new one each time: upstream repeats what is in it, in place, where beams do not share it.
+        # Make a new object each time, because Transformers repeats its contents in place if beams do not share them.
         outputs = BaseModelOutput(last_hidden_state=states)
         reused = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
         assert generate(model, reused, **SEARCHES[search]).equal(expected)
@@ -144,7 +144,7 @@ def test_encoder_outputs_are_reused_without_changes(variant, search):
 def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
     plain = T5.make_model("T5ForConditionalGeneration", "gqa")
     model = with_latents(plain, **RANKS[ranks])
-    # An assistant that is often right, one that is mostly wrong, and the model's own past.
+    # One assistant is often right, one is mostly wrong, and one is often right and uses latents.
     near, far = (T5.make_model("T5ForConditionalGeneration", "gqa", seed=seed) for seed in (0, 1))
     with torch.no_grad():
         near.lm_head.weight.add_(torch.randn_like(near.lm_head.weight), alpha=0.02)
@@ -192,7 +192,7 @@ def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
         attention.register_forward_hook(lambda module, _, output: states.append(output[0][1]))
         with torch.no_grad():
             logits.append(item(**batch).logits)
-    if implementation == "sdpa":  # its masks are booleans, those of eager the lowest number
+    if implementation == "sdpa":  # sdpa uses boolean masks, and eager adds the lowest number
         assert states[0].abs().max() == 0 == states[1].abs().max()
     assert_close(states[1], states[0])
     assert_close(logits[1], logits[0])
@@ -205,7 +205,7 @@ def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
     plain = T5.make_model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **RANKS[ranks])
     expected = generate(plain, make_source(), **SEARCHES[search])
-    for _ in range(2):  # the second finds the first one's cache
+    for _ in range(2):  # the second call reuses the cache of the first one
         actual = generate(exact, make_source(), cache_implementation="static", **SEARCHES[search])
         assert actual.equal(expected)
 

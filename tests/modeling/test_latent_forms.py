@@ -42,7 +42,7 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
     actual = {}
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
-        absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
+        absorbs = form and not (has_m2l and architecture is not T5)  # with m2l, key biases affect the outputs
         monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, absorbs=absorbs: absorbs)
         model.zero_grad()
         result = model(**batch)
@@ -52,7 +52,8 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
     assert actual[True].keys() == actual[False].keys()
     for name, expected in actual[False].items():
         if name.endswith("key.bias") and "m2l" not in model.config.talking_heads_dynamic:
-            # A softmax does not see it: zero, or what rounding leaves. DDP would stop at none.
+            # A key bias does not change a softmax, so its gradient is zero except for rounding. It must not be None,
+            # because DDP would raise an error.
             assert actual[True][name].abs().max() == 0 and expected.abs().max() < 1e-10
             continue
         assert expected.abs().max() > 1e-8 or "pooler" in name, name
@@ -134,7 +135,7 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
 
 
 def test_key_bias_affects_key_side_dynamic_projections():
-    """Check one query of many keys, which the absorbed form without a key bias would compute for less."""
+    """Check one query with many keys, for which the absorbed form without a key bias would cost less."""
     torch.manual_seed(0)
     projections = {"logits_proj": torch.randn(4, 4, dtype=torch.float64)}
     module, maps = make_attention(4, 4, 4, 4, **projections), make_projections(4, 4, True)
@@ -162,7 +163,7 @@ def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatc
     torch.manual_seed(5)
     actual, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
     _, undropped = attend_to_latent(module, query, latent, None, maps, **options)
-    # The mask that this seed draws, as inverted dropout has it.
+    # Draw the same mask from the same seed. Inverted dropout scales it.
     torch.manual_seed(5)
     mask = nn.functional.dropout(torch.ones_like(undropped), p=0.5)
     torch.testing.assert_close(weights, undropped * mask, atol=1e-12, rtol=0)
@@ -241,10 +242,10 @@ def test_all_layers_share_one_latent(monkeypatch):
         calls.append(memory.shape)
         return makes_latent(memory)
 
-    # A forward hook would be given a row for each beam.
+    # With a forward hook, the module would get one row per beam.
     monkeypatch.setattr(model.decoder.cross_kv_a_proj, "forward", counted)
     model.generate(**{"input_ids": T5.make_batch("T5EncoderModel")["input_ids"]}, max_new_tokens=5, num_beams=2)
-    assert calls == [(BATCH, LENGTH, 40)]  # once, for each sentence
+    assert calls == [(BATCH, LENGTH, 40)]  # one call with one row per sentence
 
 
 @pytest.mark.parametrize("rank", [24, 40])

@@ -14,7 +14,7 @@ from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVari
 
 pytestmark = pytest.mark.cross_product
 
-# Four layers of BERT; two groups of two layers of ALBERT; three layers of T5's encoder, two of its decoder.
+# BERT has four layers, ALBERT two groups of two layers, and T5 three encoder layers and two decoder layers.
 MIXED = {
     "bert": {
         "num_hidden_layers": 4,
@@ -38,7 +38,7 @@ MIXED = {
         },
     },
 }
-# (site, key/value heads, rank, width of the key's inputs) of each attention, in their order.
+# (place, key/value heads, rank, input width of the key projection) of each attention module, in order.
 FOUR = [("self", 12, None, 48), ("self", 4, 16, 16), ("self", 1, 48, 48), ("self", 4, 20, 20)]
 FOUND = {
     "bert": FOUR,
@@ -88,7 +88,7 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["per_layer_values"] == MIXED[architecture.name]["per_layer_values"]
-    # Those who ask for one number get the largest.
+    # Code that reads a single number gets the largest one.
     assert saved["num_key_value_heads"] == 12 and saved["kv_lora_rank"] in (16, 48)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -120,7 +120,7 @@ def test_per_layer_config_of_transformers_agrees(as_text, tmp_path):
     config_class = BERT.config_class
     assert config_class.from_upstream(plain, per_layer_config=by_layer).per_layer_values == expected
     assert config_class.from_pretrained(tmp_path, per_layer_config=by_layer).per_layer_values == expected
-    # Both together: the layers that it names, among the lists that there are.
+    # With both arguments, `per_layer_config` replaces the values of its layers in the lists.
     lists = {"num_key_value_heads": [2, 2, 2, 6]}
     base = BERT.make_config(
         num_hidden_layers=3, num_key_value_heads=4, per_layer_config={1: {"num_key_value_heads": 12}}
@@ -151,7 +151,7 @@ def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams
     for kind in ("dynamic", "static"):
         result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
-    # Upstream makes a layer for each of the encoder's.
+    # Transformers creates as many cache layers as the encoder has.
     key_shapes = [layer.keys.shape[1::2] for layer in get_cache(result).self_attention_cache.layers[:2]]
     assert key_shapes == [(1, 16), (1, 8)]
 
@@ -169,7 +169,7 @@ def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
             torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-# (fields of the checkpoint, requested fields, the text about both, the option of the convert command)
+# (fields of the checkpoint, requested fields, pattern of the error, value in the suggested conversion)
 T5_REFUSED = [
     ({}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be None .* got 24", 24),
     ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be 40 .* got 24", 24),

@@ -64,7 +64,7 @@ def test_length_projection_encoders_equal_the_formula(architecture):
     with torch.no_grad():
         actual, full_output = model(**batch)[0], model(**batch, output_attentions=True)
         torch.testing.assert_close(actual, full_output[0], atol=1e-4, rtol=0)
-        if not is_pair:  # another text in the padding changes nothing
+        if not is_pair:  # tokens in the padding do not affect the outputs
             real = batch["attention_mask"].bool()
             again = batch["input_ids"].masked_fill(~real, 7)
             torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], actual[real])

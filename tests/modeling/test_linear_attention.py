@@ -19,7 +19,7 @@ from hf_attn_variants.reference import linear as reference_linear
 pytestmark = pytest.mark.cross_product
 
 HEADS, D, SCALING = 4, 6, 0.4
-# Sums of weights of rfa may be near zero, so that divided values have larger rounding errors.
+# With rfa, sums of weights may be near zero, which increases rounding errors.
 TOLERANCE = {"rfa": 3e-4}
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
@@ -52,7 +52,7 @@ def get_learned_parameters(module):
 
 
 def make_call(n, m, groups=2):
-    """Return queries, keys and values that require gradients, padded on either side or completely."""
+    """Return queries, keys and values that require gradients, and masks with padding on no side or on each side."""
     torch.manual_seed(1)
     leaves = [torch.randn(3, heads, length, D) for heads, length in ((HEADS, n), (groups, m), (groups, m))]
     places = torch.arange(m)
@@ -61,7 +61,7 @@ def make_call(n, m, groups=2):
 
 
 def compute_by_formula(module, states, padding, causal=False):
-    """Return the outputs [b, n, h, d], the weights and the leaves of the gradients, in double precision."""
+    """Return the outputs [b, n, h, d], the weights and the leaf tensors, in double precision."""
     exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *get_learned_parameters(module))]
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
@@ -136,7 +136,7 @@ def test_linear_attention_state_continues_from_its_last_token(name):
     expected, _, _ = compute_by_formula(module, (query, key, value), padding, causal=True)
     state, outputs, sizes = None, [], set()
     for begin, end in ((0, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
-        mask = padding[:, None, None, :end]  # of all tokens seen, as a decoder's
+        mask = padding[:, None, None, :end]  # covers all tokens so far, as in a decoder
         call = (states[:, :, begin:end] for states in (query, key, value))
         output, state = attend_with_kernel(module, *call, mask, SCALING, state)
         outputs.append(output)

@@ -31,7 +31,7 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 # One head per architecture is enough if only the attention matters.
 BASE = BASE_HEADS
-# Shipped files of an architecture, in addition to the common ones.
+# Files that ship with checkpoints of an architecture, in addition to the common ones.
 FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["t5_family.py"]}
 
 
@@ -57,12 +57,12 @@ def test_training_step_gives_every_parameter_a_gradient(architecture, head, vari
         loss = loss + result.pooler_output.square().mean()
     assert loss.isfinite()
     loss.backward()
-    # A single-class output or a padding token's row may have no gradient; a parameter of the attention always has.
+    # The gradient of a single-class output or of the padding token may be 0, but not that of an attention parameter.
     missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert missing == []
     for site, name, module in model.named_attention_modules():
         for path, parameter in module.named_parameters():
-            if path != f"{site.key}.bias":  # a shift of all logits of a query changes nothing
+            if path != f"{site.key}.bias":  # a key bias shifts all logits of a query equally
                 assert parameter.grad.abs().max() > 0, f"{name}.{path}"
 
 
@@ -116,7 +116,7 @@ def test_output_attentions_returns_weights_of_all_layers(architecture, head, var
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(result[name], value, atol=1e-5, rtol=0)
 
-    # Before the model is built: upstream's encoder-decoder models copy their configuration for each half.
+    # Set the flag before the model is built, because encoder-decoders of Transformers copy their configuration.
     configured = architecture.make_model(head, variant, output_attentions=True)
     configured.set_attn_implementation(implementation)
     again = compute_outputs(configured, batch)
@@ -199,7 +199,7 @@ def test_attention_module_uses_the_head_count_of_its_place():
 
 
 def position_bias_difference(plain, model):
-    """Return the difference in parameters: a relative position bias has one column per softmax head."""
+    """Return the difference in parameters of the relative position bias, which has one column per softmax head."""
     size = [
         sum(parameter.numel() for name, parameter in item.named_parameters() if "relative_attention_bias" in name)
         for item in (plain, model)
@@ -217,7 +217,7 @@ def test_every_talking_heads_projection_affects_outputs(architecture, variant):
         core = module.get_submodule(site.core)
         for path, parameter in core.named_parameters(recurse=False):
             with torch.no_grad():
-                # Not a multiple of all ones, which would shift logits alike.
+                # Adding one number to all entries would shift all logits equally and not change the outputs.
                 parameter.add_(torch.randn_like(parameter))
             after = compute_outputs(model, batch).last_hidden_state
             assert (after - before).abs().max() > 1e-4, f"{name}.{path}"
@@ -241,7 +241,7 @@ def test_implementation_without_talking_heads_raises_an_error(architecture, impl
     model = architecture.make_model(head, "talking")
     with pytest.raises(ValueError, match="talking_heads="):
         model.set_attn_implementation(implementation)
-    # Even where somebody writes the name into the configurations behind the model's back.
+    # The call also raises an error if the name is set directly in the configurations.
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = implementation
@@ -283,7 +283,7 @@ def test_trainable_mask_gets_a_gradient_with_talking_heads(architecture):
 @pytest.mark.parametrize("variant", ["gqa", "talking", "latent"])
 def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     head = BASE[architecture.name]
-    # Upstream looks at the values of a mask.
+    # Transformers reads the values of a mask, which do not exist on the meta device.
     batch = {name: tensor for name, tensor in architecture.make_batch(head).items() if "mask" not in name}
     expected = compute_outputs(architecture.make_model(head, variant), batch).last_hidden_state.shape
     model = architecture.make_model(head, variant).to("meta")
@@ -303,7 +303,7 @@ def test_flex_attention_supports_grouped_heads(architecture, variant):
     try:
         compute_outputs(upstream, batch)
     except (NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"upstream's own model does not run under flex attention here: {str(error)[:80]}")
+        pytest.skip(f"the model of Transformers does not support flex attention here: {str(error)[:80]}")
     model = architecture.make_model(BASE[architecture.name], variant)
     expected = compute_outputs(model, batch).last_hidden_state
     model.set_attn_implementation("flex_attention")
@@ -320,7 +320,7 @@ def test_model_compiles_without_graph_breaks(architecture, variant):
     model = architecture.make_model(BASE[architecture.name], variant)
     batch = architecture.make_batch(BASE[architecture.name])
     expected = compute_outputs(model, batch).last_hidden_state
-    torch._dynamo.reset()  # each model is another shape, and recompilations are counted over all of them
+    torch._dynamo.reset()  # torch limits the number of recompilations over all models, whose shapes differ
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compute_outputs(compiled, batch).last_hidden_state, expected, atol=1e-5, rtol=0)
 

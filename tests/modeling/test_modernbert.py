@@ -27,7 +27,7 @@ SIZES = MODERNBERT.tiny | {
 
 
 def make_pair(**fields):
-    """Return a model of Transformers and ours with the same weights."""
+    """Return a model of Transformers and a model of this package with the same weights."""
     torch.manual_seed(0)
     upstream = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES | fields)).eval()
     variant_model = AttnVariantModernBertForMaskedLM(AttnVariantModernBertConfig(**SIZES | fields)).eval()
@@ -36,7 +36,7 @@ def make_pair(**fields):
 
 
 def assert_near(actual, expected):
-    """Check that outputs are equal to 1e-6 of the largest one."""
+    """Check that outputs differ by at most 1e-6 of the largest one."""
     torch.testing.assert_close(actual, expected, atol=1e-6 * float(expected.detach().abs().max()), rtol=0)
 
 
@@ -144,7 +144,7 @@ VARIANTS = [
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("fields, window", VARIANTS, ids=[" ".join(fields) or "mha" for fields, _ in VARIANTS])
 def test_every_layer_equals_the_formula(implementation, fields, window):
-    """Check the order of the rows, the bases of the layers, their windows, and talking heads."""
+    """Check the order of rows in fused projections, the RoPE bases and windows of layers, and talking heads."""
     model, batch = make_model(**fields).double(), make_batch()
     model.set_attn_implementation(implementation)
     batch["position_ids"] = torch.randint(0, 40, (3, LENGTH))

@@ -25,7 +25,7 @@ def make_plain(**fields):
 
 
 def make_pair(**fields):
-    """Return a model of Transformers and variant_model with the same weights."""
+    """Return a model of Transformers and a model of this package with the same weights."""
     upstream = make_plain(**fields)
     variant_model = AttnVariantNomicBertForMaskedLM(NOMIC_BERT.make_config(initializer_range=0.2, **fields)).eval()
     variant_model.load_state_dict(upstream.state_dict())
@@ -33,7 +33,7 @@ def make_pair(**fields):
 
 
 def assert_near(actual, expected):
-    """Check that outputs are equal to 1e-6 of the largest one."""
+    """Check that outputs differ by at most 1e-6 of the largest one."""
     torch.testing.assert_close(actual, expected, atol=1e-6 * float(expected.detach().abs().max()), rtol=0)
 
 

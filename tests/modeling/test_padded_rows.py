@@ -21,7 +21,7 @@ PATTERNS = {
     "sliding_window": {"attention_window": 4},
     "sliding_window, dilated": {"attention_window": 4, "attention_dilation": 2},
 }
-# Patterns of encoders only.
+# Patterns that only encoders support.
 LEARNED = {
     "memory_compressed": {"attention_block_size": 3},
     "transient_global": {"attention_window": 4, "attention_block_size": 3},
@@ -35,7 +35,7 @@ KERNELS = {
     "linformer": {"attention_kernel_features": 5},
 }
 LENGTH = 23
-# The begin and the end of each row's text: padded on the left, on the right and on both sides.
+# The start and the end of the text in each row, with padding on the left, on the right or on both sides.
 SIDES = {
     "left": ((0, 23), (8, 23), (19, 23)),
     "right": ((0, 23), (0, 12), (0, 4)),
@@ -46,7 +46,7 @@ EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Blocks of few queries, in texts of any length."""
+    """Use blocks of few queries, also for short texts."""
     monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
     monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
@@ -62,7 +62,7 @@ def get_fields(name, prefix="", **more):
 
 
 def remove_positions(model):
-    """Remove a model's own positions, because those that count from the row's beginning differ in Transformers too."""
+    """Remove the positions of a model, because those counted from the start of a row differ in Transformers too."""
     with torch.no_grad():
         for name, module in model.named_modules():
             if "position" in name and hasattr(module, "weight") and "relative" not in name:
@@ -76,7 +76,7 @@ def make_padded_ids(side):
     ids, mask = make_token_ids(3, LENGTH), torch.zeros(3, LENGTH, dtype=torch.long)
     for row, (begin, end) in enumerate(SIDES[side]):
         mask[row, begin:end] = 1
-    return ids * mask + (1 - mask), mask  # 1 is padding's number
+    return ids * mask + (1 - mask), mask  # 1 is the padding token
 
 
 def check_rows(states_of, side, atol=2e-5):
@@ -192,7 +192,7 @@ def make_source(row, rows):
 
 
 def make_decoder_inputs(row, head, ids, mask):
-    """Return the keywords of a decoder's forward pass."""
+    """Return the keyword arguments of a decoder's forward pass."""
     if head.endswith("ForConditionalGeneration"):
         return make_source(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     return {"input_ids": ids, "attention_mask": mask}
@@ -225,7 +225,8 @@ def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_b
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     ids, mask = make_padded_ids("left")
-    if prefix_of(row) and "CausalLM" not in DECODERS[architecture]:  # else `generate` puts it before the padding
+    # Otherwise `generate` would insert the start token before the padding.
+    if prefix_of(row) and "CausalLM" not in DECODERS[architecture]:
         ids[torch.arange(3), mask.argmax(1)] = model.config.decoder_start_token_id
 
     def generated(ids, mask):
@@ -271,7 +272,7 @@ def test_left_padding_allocates_no_quadratic_tensor():
     assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
 
 
-# The default cases are a pattern of blocks with other masks, and one that computes other keys.
+# By default, test one block pattern that changes the masks and one pattern that computes other keys.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",

@@ -31,7 +31,7 @@ def test_sinusoids_equal_the_formula(width):
     far = torch.tensor([[20_000]])
     by_hand = torch.tensor(20_000 / 10_000 ** (2 * (width // 2) / width), dtype=torch.float64)
     expected = by_hand.cos() if (width - 1) % 2 else by_hand.sin()
-    if width % 2:  # the last place is a sine
+    if width % 2:  # the last column is a sine
         torch.testing.assert_close(compute_sinusoids(far, width)[0, 0, -1].double(), expected, atol=1e-6, rtol=0)
 
 
@@ -51,7 +51,7 @@ def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture)
     table = plain.embeddings.position_embeddings.weight.data
     table[first:] = sinusoidal_positions(len(table) - first, table.shape[1]) * model.config.initializer_range
     ids, mask = make_token_ids(), torch.ones(BATCH, LENGTH).long()
-    ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left, where RoBERTa begins to count behind it
+    ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left; RoBERTa counts positions after the padding
     with torch.no_grad():
         actual, expected = (item(input_ids=ids, attention_mask=mask).last_hidden_state for item in (model, plain))
         torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
@@ -92,7 +92,7 @@ def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
     mask[1, 5:] = mask[2, :4] = 0
     added = sinusoidal_positions(LENGTH, model.config.d_model).float() * model.config.initializer_factor
     placed = added.repeat(BATCH, 1, 1)
-    placed[2] = torch.cat([added[:1].expand(4, -1), added[: LENGTH - 4]])  # behind padding
+    placed[2] = torch.cat([added[:1].expand(4, -1), added[: LENGTH - 4]])  # after the padding
     words = plain.get_input_embeddings()
     with torch.no_grad():
         actual = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
@@ -144,7 +144,7 @@ def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architectu
 
 def test_bert_decoder_generates_beyond_its_position_table():
     model = BERT.make_model("BertLMHeadModel", "gqa", **SINUSOIDAL)
-    ids = make_token_ids(2, 30)  # of 32 positions
+    ids = make_token_ids(2, 30)  # the table has 32 positions
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
     assert actual[0].equal(actual[1]) and actual[0].shape == (2, 38)

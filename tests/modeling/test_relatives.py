@@ -75,7 +75,7 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
     for model in (variant_model, exact):
         for name, parameter in model.named_parameters():
             if upstream_parameters[name].grad is not None:
-                # Sums in another order: on some processors (AMX) one number of 2,880 was 1.02e-5 off.
+                # Sums have another order. On some processors (AMX), one of 2,880 numbers differed by 1.02e-5.
                 torch.testing.assert_close(parameter.grad, upstream_parameters[name].grad, atol=2 * ATOL, rtol=1e-4)
 
 
@@ -136,7 +136,7 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
         sentences = len(batch["input_ids"])
         cross = get_cache(result).cross_attention_cache.layers
         storages = {layer.keys.untyped_storage().data_ptr() for layer in cross}
-        assert {layer.keys.shape[0] for layer in cross} == {sentences}  # once for all beams of a sentence
+        assert {layer.keys.shape[0] for layer in cross} == {sentences}  # one row for all beams of a sentence
         assert len(storages) == (1 if fields else 2)
 
 

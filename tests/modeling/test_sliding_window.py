@@ -93,7 +93,7 @@ def test_window_mask_equals_the_formula(fields):
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
     mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    read = (make_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
+    read = (make_window_mask(fields, 23) & padding[:, None]).any(-1)  # other rows have uniform weights
     torch.testing.assert_close(again[read], actual[read])
 
 
@@ -112,7 +112,7 @@ def test_windows_align_queries_with_the_last_keys(fields, queries, biased):
     key_range, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
     actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
-    # The keys in the cache; the mask covers all tokens, and the bias all distances.
+    # Pass only the keys that the cache stores. The mask covers all tokens, and the bias covers all distances.
     key, value = (states[:, :, -(key_range.before + queries) :] for states in (key, value))
     actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
@@ -146,7 +146,7 @@ def test_window_wider_than_the_text_equals_full_attention(fields):
         assert key_range_to_mask_and_bias(key_range, *leaves[:2], None, None) == (
             None,
             None,
-        )  # left to the kernel's `is_causal`
+        )  # the kernel applies `is_causal`
     else:
         assert key_range_to_mask_and_bias(key_range, *leaves[:2], mask, None)[0].equal(mask)
     actual = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
@@ -159,7 +159,7 @@ def test_window_wider_than_the_text_equals_full_attention(fields):
 def test_window_blocks_read_every_key_once(fields, n, m):
     key_range = reach_of(**fields)
     if n < m and not key_range.is_causal:
-        pytest.skip("an encoder's queries are as many as its keys")
+        pytest.skip("an encoder has as many queries as keys")
     read = torch.zeros(n, m, dtype=torch.long)
     for rows, spans in WindowBlockLayout(
         key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None
@@ -180,7 +180,7 @@ def test_window_dropout_keeps_the_mean_of_weights():
     samples = [talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call).detach() for _ in range(300)]
     assert not samples[0].equal(samples[1])
     torch.testing.assert_close(torch.stack(samples).mean(0), undropped, atol=0.25, rtol=0)
-    # The backward pass drops what the forward pass dropped: outputs are linear in the values.
+    # Outputs are linear in the values, so this equality holds only if both passes drop the same weights.
     torch.manual_seed(1)
     output = talking_heads_attention(*leaves[:3], mask, dropout=0.25, **call)
     (gradient,) = torch.autograd.grad(output.square().sum() / 2, leaves[2])
@@ -200,7 +200,7 @@ def test_windows_allocate_no_quadratic_tensor(monkeypatch, biased):
             )
             output.sum().backward()
         sizes.append(largest.numel)
-    assert sizes[1] <= 2 * sizes[0] and sizes[1] == 3 * HEADS * 512 * D  # the queries
+    assert sizes[1] <= 2 * sizes[0] and sizes[1] == 3 * HEADS * 512 * D  # the size of the queries
 
 
 def test_windows_support_compilation_and_half_precision():

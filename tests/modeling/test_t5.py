@@ -29,7 +29,7 @@ SEARCHES = {"greedy": {}, "beams": {"num_beams": 3}, "beams returned": {"num_bea
 
 
 def make_upstream_pair(flavour, folder, implementation):
-    """Return a plain model with weights that are not initial values, and ours, loaded from its checkpoint."""
+    """Return a Transformers model with random weights, and a model of this package loaded from its checkpoint."""
     model_class, config_class, fields = FLAVOURS[flavour]
     torch.manual_seed(0)
     upstream = model_class(config_class(**T5.tiny, **fields)).eval()
@@ -106,7 +106,7 @@ def test_untied_output_layer_stays_untied(tmp_path):
     batch = T5.make_batch("T5ForConditionalGeneration")
     with torch.no_grad():
         torch.testing.assert_close(variant_model(**batch).logits, upstream(**batch).logits, atol=1e-5, rtol=0)
-    # And once more through our own files.
+    # Saving and loading the variant model does not change the weights.
     variant_model.save_pretrained(tmp_path / "again")
     again = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path / "again")
     assert again.lm_head.weight.equal(upstream.lm_head.weight) and not again.lm_head.weight.equal(again.shared.weight)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 def test_talking_heads_dropout_drops_single_weights(backend):
     device, dropout = get_device(backend), 0.25
     query, key, _, _, logits_proj, weights_proj = make_inputs(n=6, m=80, device=device)
-    # Values that show the weights themselves.
+    # With identity matrices as values, the outputs are the weights.
     value = torch.eye(80, device=device).expand(B, 4, 80, 80)
     call = {"scaling": 1.0, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
     weights = talking_heads_attention(query, key, value, **call)  # [b, n, h_v, m]
@@ -47,7 +47,7 @@ def test_talking_heads_dropout_is_the_same_in_both_passes(backend):
     output = attend(value, weights_proj)
     direction = torch.randn_like(output)
     output.backward(direction)
-    # The output is linear in V and in P_w, given what is dropped.
+    # With a fixed dropout mask, the output is linear in V and in P_w.
     for moved, change in (
         (attend(value + 1, weights_proj), value.grad.sum()),
         (attend(value, weights_proj + 1), weights_proj.grad.sum()),
@@ -67,7 +67,7 @@ def test_talking_heads_dropout_does_not_depend_on_the_number_of_threads(set_thre
     set_threads(1)
     d_output = torch.randn_like(output)
     output.backward(d_output)
-    # The output is linear in the values, whatever is dropped.
+    # With a fixed dropout mask, the output is linear in the values.
     torch.testing.assert_close((value.grad * value).sum(), (d_output * output).sum())
 
 

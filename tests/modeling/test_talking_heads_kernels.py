@@ -67,13 +67,13 @@ def test_kernels_equal_the_specification_for_many_heads_in_blocks(backend):
     compare(backend, make_inputs("more than thirty-two", n=2, m=70, device=get_device(backend)))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="of the blocked path alone")
+@pytest.mark.skipif(INTERPRETED, reason="tests only the blocked backend")
 @pytest.mark.parametrize(
     "kind, bias", list(zip(MASKS, itertools.cycle([None, (1, 12, M), (1, 1, M)]), strict=False)), ids=str
 )
 @pytest.mark.parametrize("batches, threads", [(1, 2), (1, 3), (1, 5), (2, 2), (2, 3)])
 def test_kernels_equal_the_specification_in_blocks_with_threads(monkeypatch, batches, threads, kind, bias):
-    # The blocks are those of so many threads, whichever number computes them: real ones would wait for each other.
+    # The number of threads determines the blocks. Patch this number, because real threads would wait for each other.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     inputs = make_inputs("gqa", bias, n=12)
     inputs[:3] = (t[:batches].detach().requires_grad_() for t in inputs[:3])
@@ -102,7 +102,7 @@ def test_kernels_in_half_precision_are_within_rounding(backend, dtype):
 @pytest.mark.parametrize("n", [1024, 1500, 3000])
 @pytest.mark.parametrize("kind", [None, "causal padding"])
 def test_kernels_equal_the_specification_for_long_rows_on_a_gpu(monkeypatch, kind, n):
-    # One block of keys for a row, and several.
+    # With this limit, a row has one block of keys or several.
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
     mask, causal, added = make_mask(kind, n=n, m=n, device="cuda")
     compare("triton", make_inputs("gqa", n=n, m=n, device="cuda"), mask, causal, added)
@@ -175,7 +175,7 @@ def test_kernels_compile_into_one_graph():
         torch.testing.assert_close(gradient, expected_gradient)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="takes the interpreter long")
+@pytest.mark.skipif(INTERPRETED, reason="takes too long in the interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore")
 def test_custom_op_passes_opcheck(backend):
@@ -183,7 +183,7 @@ def test_custom_op_passes_opcheck(backend):
     query, key, value, bias, logits_proj, weights_proj = make_inputs("own value heads", (1, N, M), device=device)
     seed = torch.tensor([7], device=device)
     inputs = (query, key, value, None, bias, logits_proj, weights_proj, seed, 0.5, True, 0.1, None, backend, True)
-    # The fake implementation's shapes, the schema, autograd's registration; dynamic shapes are traced apart.
+    # Check the schema, the registration of autograd and the shapes of the fake implementation, without dynamic shapes.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     name = f"{memory_efficient_attention.NAMESPACE}::talking_heads"
     torch.library.opcheck(getattr(torch.ops, name.split("::")[0]).talking_heads.default, inputs, test_utils=tests)
@@ -192,7 +192,7 @@ def test_custom_op_passes_opcheck(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_do_not_overflow_in_float16(backend):
     device = get_device(backend)
-    states = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16, device=device)  # q k = 102,400, beyond float16
+    states = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16, device=device)  # q k = 102,400 overflows float16
     query, key = (states.clone().requires_grad_() for _ in range(2))
     value = torch.randn(1, 2, 3, 64, device=device).half()
     proj = torch.eye(2, device=device).requires_grad_()
@@ -235,7 +235,7 @@ def test_kernel_backend_is_selected_and_validated():
     assert talking_heads_attention(query, key, value, scaling=1.0).dtype == torch.float64
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels may be chosen")
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="Triton kernels may be selected")
 def test_blocked_kernels_run_without_triton(monkeypatch):
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (None, None))
     compare("auto", make_inputs("gqa"))

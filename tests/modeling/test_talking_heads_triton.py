@@ -40,7 +40,7 @@ def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
             fitting_now = max(1, 2**10 // (2**10 // fitting))
             assert [row.start for _, row in chunks] == [0, *(row.stop for _, row in chunks[:-1])]
             assert chunks[-1][1].stop == rows and most <= fitting_now
-            rounded = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # rows in sixteens
+            rounded = fitting_now // 16 * 16 if fitting_now >= 32 else fitting_now  # multiples of 16 rows
             assert len(chunks) <= -(-rows // rounded)
 
 
@@ -71,7 +71,7 @@ def test_triton_trial_skips_the_backward_pass_in_inference(monkeypatch):
 def test_triton_trials_keep_the_random_state(monkeypatch):
     query, key, value, *_ = make_inputs(device=get_device("triton"))
     outputs = []
-    for _ in range(2):  # with a trial, and without one
+    for _ in range(2):  # only the first call runs a trial
         torch.manual_seed(7)
         outputs.append(talking_heads_attention(query, key, value, scaling=1.0, dropout=0.5))
     assert torch.equal(*outputs)
@@ -107,7 +107,7 @@ def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
 
 
 @needs_triton
-@pytest.mark.skipif(CUDA, reason="the interpreter's tl.dot reads bfloat16 as integers: a kernel that is really wrong")
+@pytest.mark.skipif(CUDA, reason="needs the wrong tl.dot of the interpreter, which reads bfloat16 as integers")
 def test_triton_interpreter_is_not_used_for_bfloat16():
     inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
     mask, causal, added = make_mask("rows")
@@ -146,7 +146,7 @@ def test_triton_is_not_used_if_it_skips_one_key(monkeypatch):
 @needs_triton
 def test_triton_trial_accepts_every_tf32_setting(monkeypatch):
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("torch has one switch only")
+        pytest.skip("this version of torch has only one TF32 setting")
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
@@ -160,7 +160,7 @@ def test_triton_trial_accepts_every_tf32_setting(monkeypatch):
 @pytest.mark.skipif(triton_attention.triton is None, reason="needs Triton")
 @pytest.mark.parametrize("n", [17, 100, 128, 512])
 def test_triton_call_uses_the_specialization_of_the_trial(monkeypatch, n):
-    """Check that the trial and the call specialize a launch equally, whatever the length."""
+    """Check that the trial and the call use the same specializations of kernels at every length."""
     launches = []
 
     def record(call, kernel, pointers, batch, row, memory, settings):
@@ -174,12 +174,12 @@ def test_triton_call_uses_the_specialization_of_the_trial(monkeypatch, n):
     monkeypatch.setattr(memory_efficient_attention, "supports_device", lambda device: True)
     monkeypatch.setattr(backend_choice, "compute_largest_error", lambda *_: 0.0)
     query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
-    bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
+    bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # the memory layout of T5's bias
     mask = make_mask("padding", n=n, m=n)[0]
     talking_heads_attention(
         query, key, value, mask, bias, scaling=1.0, logits_proj=logits_proj, weights_proj=weights_proj
     ).sum().backward()
-    assert len(launches) == 4 and launches[2:] == launches[:2]  # forward and backward, tried and called
+    assert len(launches) == 4 and launches[2:] == launches[:2]  # forward and backward, in trial and call
 
 
 @needs_triton
@@ -221,7 +221,7 @@ def _count_calls(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@pytest.mark.skipif(INTERPRETED, reason="already runs in the interpreter")
 def test_talking_heads_kernels_pass_in_the_triton_interpreter():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
@@ -235,7 +235,7 @@ def test_talking_heads_kernels_pass_in_the_triton_interpreter():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(INTERPRETED, reason="once is enough")
+@pytest.mark.skipif(INTERPRETED, reason="already runs without the interpreter")
 def test_package_loads_without_triton():
     # An empty package replaces the real one, because only these files are loaded here.
     code = (

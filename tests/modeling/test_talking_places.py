@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
 PAIRS = {"t5": T5, "umt5": UMT5, "bart": BART, "whisper": WHISPER}
 BOTH, LOGITS, WEIGHTS = {"logits_proj", "weights_proj"}, {"logits_proj"}, {"weights_proj"}
-# The given fields, and the projections of each attention module, as a list if layers differ.
+# (fields, projections of the attention modules in each place, as a list if layers differ).
 CASES = {
     "cross alone": ({"cross_talking_heads": "both"}, {"cross": BOTH}),
     "encoder alone": ({"encoder_talking_heads": "logits"}, {"encoder": LOGITS}),
@@ -83,7 +83,7 @@ def get_projections(module):
 
 
 def with_the_formula(monkeypatch, model):
-    """Let the reference compute a model's attentions from their inputs and parameters."""
+    """Replace the attention of a model by the reference, which uses the same inputs and parameters."""
 
     def note(module, args, kwargs):
         tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim() == 3]

@@ -128,7 +128,7 @@ def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_pa
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path / "plain", **SUMMARIES).eval()
     first, second = (block.layer[0].SelfAttention for block in model.encoder.block)
-    assert first.global_input_layer_norm.weight.eq(0.5).all()  # T5's rule: `initializer_factor`
+    assert first.global_input_layer_norm.weight.eq(0.5).all()  # T5 initializes it with `initializer_factor`
     std = 0.5 * model.config.d_model**-0.5
     assert first.global_relative_attention_bias.weight.std().item() == pytest.approx(std, rel=0.4)
     assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.key_range.radius, 3)

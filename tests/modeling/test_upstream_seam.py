@@ -1,4 +1,4 @@
-"""Inner parts of Transformers: names, signatures and attributes that this code relies on, and their checks."""
+"""Check that changes of Transformers' internal names, signatures and attributes raise errors."""
 
 import json
 import sys
@@ -96,7 +96,7 @@ def test_changed_method_error_names_the_method_and_a_workaround():
 
 
 def test_upstream_checks_are_fast():
-    """Check the time for all architectures (5 to 7 ms), the best of several runs."""
+    """Check the best time of several runs for all architectures, which is 5 to 7 ms."""
     from hf_attn_variants.modeling.attention import attention_mixin
 
     begin = time.perf_counter()
@@ -150,7 +150,7 @@ def test_auto_classes_agree_with_transformers(monkeypatch):
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_unknown_attention_argument_raises_an_error(architecture, implementation):
-    """Check packed sequences, which Transformers would attend to as one text."""
+    """Check the arguments of packed sequences, which Transformers would process as one text."""
     head = next(iter(architecture.heads))
     for fields in ({}, dict.fromkeys(architecture.config_class.get_rank_fields(), 16)):
         model, batch = architecture.make_model(head, **fields), architecture.make_batch(head)
@@ -234,7 +234,7 @@ def test_saved_configuration_needs_its_format_number(tmp_path):
                 read(stored)
     with pytest.raises(ValueError, match="`attn_variants_format` must be 5"):
         row.make_config(attn_variants_format=2)
-    # Configurations of upstream's classes have no number; very old ones have no type either.
+    # Configurations of Transformers have no format number, and very old ones have no model type either.
     plain = {name: value for name, value in without.items() if name != "model_type"}
     for stored in (plain, plain | {"model_type": "bert"}):
         (tmp_path / "config.json").write_text(json.dumps(stored))
@@ -269,7 +269,7 @@ def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_
     torch.manual_seed(0)
     again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head))
     for first, second in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(first, second)  # the trial drew no random number
+        assert torch.equal(first, second)  # the trial did not draw random numbers
 
 
 @EVERY_ARCHITECTURE
@@ -280,6 +280,6 @@ def test_newer_release_with_other_outputs_raises_an_error(architecture, newer, m
     exact = attention_interface.fused_attention
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
     head = next(iter(architecture.heads))
-    for _ in range(2):  # whoever catches the first error gets the second
+    for _ in range(2):  # code that catches the first error gets it again
         with pytest.raises(TransformersChangedError, match=r"a tiny AttnVariant\w+ for a whole text differ"):
             getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.make_config(head=head))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cross_product
 ROWS = [row for row in (*ARCHITECTURES, *RELATIVES) if row not in ROTARY]  # see test_modernbert.py
 EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 ROW = {row.name: row for row in ROWS}
-# Heads of the tiny models have 4 numbers, those of a T5 8, those of a BART's encoder 12.
+# The head size of the tiny models is 4, except for T5 (8) and the encoder of BART (12).
 SMALL, LARGE = 3, 14
 SIDES = ("right", "left")
 
@@ -67,7 +67,7 @@ def assert_near(actual, expected, message=""):
     )
 
 
-# Each attention by the formula
+# Attention by the formula
 
 
 def split_heads(states, size):
@@ -97,7 +97,7 @@ def compute_by_formula(module, maps, states, mask, memory, bias):
 
 
 def with_the_formula(monkeypatch):
-    """Let the formula compute every attention; return the value sizes that occurred."""
+    """Replace every attention by the formula, and return a list that collects the widths of value projections."""
     sizes = []
 
     def attend_with_projections(module, states, mask, cache, encoder_outputs, options):
@@ -142,18 +142,18 @@ def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, s
             assert_near(gradient, expected[1][name], name)
 
 
-# With every other field, small values equal values as wide as keys that are padded with zeros
+# With every other field, small value heads equal value heads of the size of keys that are padded with zeros
 
 
 def pad_heads(tensor, axis, heads, size):
-    """Return a tensor with an axis of a few values per head, filled with zeros up to `size`."""
+    """Pad the values of each head along an axis with zeros up to `size`."""
     split = tensor.unflatten(axis, (heads, -1))
     missing = split.new_zeros(*split.shape[: axis + 1], size - split.shape[axis + 1], *split.shape[axis + 2 :])
     return torch.cat([split, missing], axis + 1).flatten(axis, axis + 1)
 
 
 def widen_state(model, states):
-    """Return the state of the model with values as wide as keys, filled with zeros."""
+    """Return the state dictionary with value heads that are padded with zeros to the size of keys."""
     states, config = dict(states), model.config
     for site, path, module in model.named_attention_modules():
         heads, d = site.get_heads(config, path), config.get_attention_head_dim(site.kv_heads_field)
@@ -178,8 +178,8 @@ def assert_equals_counterpart(row, fields, side):
     output, gradients = compute_outputs_and_gradients(model, batch)
     expected, others = compute_outputs_and_gradients(counterpart, batch)
     assert_near(output, expected)
-    # The padded zeros of the counterpart have gradients without a parameter in the model. A key bias has none if a
-    # latent uses the absorbed form, which may be chosen for only one of the models.
+    # The padded zeros of the counterpart have gradients, but no parameters in the model. A key bias has no gradient if
+    # a latent uses the absorbed form, which may be selected for only one of the models.
     shape_mask = widen_state(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
     parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
@@ -338,10 +338,10 @@ def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
         f"{name} + values of {SMALL}" for name in ("MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA")
     ]
     assert [row.convertible for row in table.rows] == [True] + [False] * 5 and table.current.name.startswith("MHA")
-    saved = 2 * 2 * 12 * (8 - SMALL)  # of two layers, for each multiply-add
+    saved = 2 * 2 * 12 * (8 - SMALL)  # 2 layers, 2 FLOPs per multiply-add, 12 heads
     one = plain.rows[0]
-    # Each token's self-attention, and of a decoder's its cross-attention: maps of 40 numbers to values and back, and
-    # weighted sums of 16 tokens; what cross-attention makes of a token of the encoder is the encoder's.
+    # Small values save operations in value and output projections of width 40 and in weighted sums of 16 tokens. The
+    # value projection of cross-attention counts for the encoder, and the rest of cross-attention for the decoder.
     expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
     actual = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
     assert actual == expected

@@ -17,7 +17,7 @@ from hf_attn_variants import (
 pytestmark = pytest.mark.cross_product
 
 EXACT = dict.fromkeys(AttnVariantWhisperConfig.get_rank_fields(), 48)
-# So that of three segments two are tried again.
+# With these thresholds, Whisper decodes two of three segments again.
 FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
 WAYS = {
     "greedy": {},
@@ -46,9 +46,10 @@ def transcribe(model, long=False, **options):
     torch.manual_seed(1)
     frames = 3 * WINDOW - 7 if long else WINDOW
     batch = {"input_features": torch.randn(2, 8, frames)}
-    if long:  # the second is over before the first
+    if long:  # the second audio ends before the first one
         batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, WINDOW + 9])[:, None]).long()
-    if not options.get("return_timestamps"):  # no time may come then: at one of zero, Whisper would begin again
+    # Suppress timestamps unless they are requested, because Whisper starts again at a timestamp of zero.
+    if not options.get("return_timestamps"):
         options["suppress_tokens"] = list(range(TIMES["no_timestamps_token_id"], 60))
     return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
 
@@ -101,7 +102,7 @@ def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
 
 
 @pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="upstream's own WhisperForCausalLM cannot assist there"
+    Version(transformers.__version__) < Version("5.17"), reason="requires Transformers 5.17 for WhisperForCausalLM"
 )
 def test_variant_can_be_an_assistant_model(checkpoint):
     """Check an assistant with only a decoder, which uses the encoder outputs of the assisted model."""
@@ -117,7 +118,7 @@ def test_variant_can_be_an_assistant_model(checkpoint):
 
 
 def test_beams_share_encoder_outputs(checkpoint):
-    """Check beams per sentence; Whisper counts samples as sentences and encodes the audio for each."""
+    """Check rows per sentence. Whisper treats samples as sentences and encodes the audio for each of them."""
     for fields, layers in (({}, 2), (EXACT, 1)):
         model, caches = load_variant(checkpoint, **fields), []
         decoder = model.model.decoder

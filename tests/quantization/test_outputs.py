@@ -21,7 +21,7 @@ from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Line
 
 T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
 BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
-# Fields of T5 in addition to `VARIANTS`; None instead of a number is d_model.
+# Fields of T5 in addition to `VARIANTS`.
 MORE = {
     "exact": {"cross_kv_lora_rank": 40},
     "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
@@ -43,10 +43,10 @@ BACKEND_SETTINGS = {
 
 @pytest.fixture(params=BACKEND_SETTINGS)
 def backend_setting(request, monkeypatch):
-    """Each backend and number of bits that is correct on this processor, for any number of tokens."""
+    """Use one backend and number of bits for any number of tokens, if it is correct on this processor."""
     backend, bits = BACKEND_SETTINGS[request.param]
     if backend not in int8_weight._find_correct_backends(torch.backends.quantized.engine, bits):
-        pytest.skip("not correct on this processor")
+        pytest.skip("the backend is not correct on this processor")
     plan = int8_weight.ExecutionPlan(bits, (backend,) * len(int8_weight.ROW_COUNTS))
     monkeypatch.setattr(int8_weight, "get_current_plan", lambda: plan)
     return request.param
@@ -67,7 +67,7 @@ def assert_as_rounded(float32, batch):
     actual = get_tensors(quantized(**batch))
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
-        # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
+        # The order of a sum sometimes moves an input to another grid value. This matters less than rounding itself.
         error, step = (value - rounded[name]).abs(), (rounded[name] - exact[name]).abs()
         assert error.max() <= 1.2 * step.max() and error.median() <= 0.25 * step.median() + 1e-6, name
         assert value.isfinite().all()
@@ -151,7 +151,7 @@ def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     assert all(torch.equal(one, parts.to_tensors()[name]) for name, one in expected.to_tensors().items())
     torch.testing.assert_close(expected.to_float32(), round_weight(weight), rtol=1e-6, atol=0)
     integers = expected.unpack()
-    expected.compute_linear(weight[:1], None)  # packs it, and keeps no other copy
+    expected.compute_linear(weight[:1], None)  # packs the weight without another copy
     assert torch.equal(expected.unpack(), integers) and expected.unpack() is not integers
 
 
@@ -165,12 +165,12 @@ def test_int8_token_does_not_depend_on_other_tokens(backend_setting):
 
 @pytest.mark.parametrize("bits", int8_weight.MAX_MAGNITUDES)
 def test_int8_backends_are_bitwise_equal(bits):
-    """Check that the fastest backend may differ between two runs."""
+    """Check that the outputs do not depend on the backend, because two runs may use different backends."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
     states[7], states[9, 3] = 0.0, 1e6
-    # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
+    # For numbers near a half, x / step and x / step + z are rounded to different integers.
     states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.MAX_MAGNITUDES[bits]
     backends = int8_weight._find_correct_backends(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
@@ -179,7 +179,7 @@ def test_int8_backends_are_bitwise_equal(bits):
 
 
 def test_int8_plan_selects_a_fast_backend():
-    """Check that no reference kernel is used, which takes hundreds of times as long."""
+    """Check that the plan does not use a reference kernel, which takes hundreds of times as long."""
     plan = int8_weight.get_current_plan()
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
@@ -232,7 +232,7 @@ def test_bfloat16_layer_equals_its_reference(bias):
     layer = Bfloat16Linear(linear)
     for shape in ((70,), (1, 70), (3, 7, 70), (40, 70), (2, 0, 70)):
         states = torch.randn(shape)
-        states[..., 0] *= 1e6  # out of float16's range, and of what leaves int8's other numbers anything
+        states[..., 0] *= 1e6  # exceeds the range of float16, and int8 would round the others to zero
         with torch.no_grad():
             expected = linear(states)
         assert layer(states).shape == expected.shape and layer(states).dtype == torch.float32
@@ -251,7 +251,7 @@ def test_bfloat16_layer_equals_its_reference(bias):
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
 def test_packed_weights_are_shared_by_threads_and_modes(backend_setting, cls):
-    """Check inference mode, whose tensors are of another kind, and simultaneous threads."""
+    """Check inference mode, which creates another kind of tensors, and simultaneous threads."""
     if cls is Bfloat16Linear and not supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
@@ -326,7 +326,7 @@ def test_single_token_is_rounded_like_in_a_batch(bias, size, backend_setting):
     layer = Int8Linear(linear)
     with torch.no_grad():
         error = (layer(states) - linear(states)).abs()
-        unlike = (layer(states) - layer(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
+        unlike = (layer(states) - layer(states.repeat(1, 2, 1))[:, :1]).abs()  # equal rows have equal scales
     float_error = 1e-6 * (
         max(size, 1.0) if bias else size
     )  # instead of the default bound, so that outputs of any size are tested
@@ -342,9 +342,9 @@ def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, backend_se
     strided = states.transpose(0, 1).contiguous().transpose(0, 1)
     expected = layer(states)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(int8_weight, "ROUNDED_ELEMENTS", 7 * 40)  # 7 tokens: 51 leave 2
+    monkeypatch.setattr(int8_weight, "ROUNDED_ELEMENTS", 7 * 40)  # 7 tokens per block, 2 in the last
     assert torch.equal(layer(states), expected) and torch.equal(layer(strided), expected)
-    states[:] = 1.0  # more rows than a block, all alike
+    states[:] = 1.0  # more equal rows than a block has
     assert torch.equal(layer(states), layer(states[:1, :1]).expand(3, 17, 24))
 
 
@@ -401,7 +401,7 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
         batch,
         sequences,
     )
-    # The order of a sum moves an input over an edge of its grid now and then.
+    # The order of a sum sometimes moves an input to another grid value.
     assert (actual - rounded).abs().max() <= 1.2 * (rounded - exact).abs().max() + 1e-4
     again = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options)
     assert torch.equal(
@@ -413,7 +413,7 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 @pytest.mark.parametrize("architecture", PAIRS, ids=lambda row: row.name)
 def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
-    """Check that its layers are called, whatever form the attention would use."""
+    """Check that the quantized layers are called, even if attention would otherwise use their weights directly."""
     head = list(architecture.heads)[1]
     model = make(architecture, head, variant)
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):

@@ -21,7 +21,7 @@ from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_fast_bfloat16
 from hf_attn_variants.shared_memory.attention import iterate_cross_attentions
 
-# The package has a function of this name.
+# Import the module by its path, because the package has a function of the same name.
 in_place = importlib.import_module("hf_attn_variants.quantization.quantize")
 
 T5 = next(row for row in ARCHITECTURES if row.name == "t5")
@@ -140,7 +140,7 @@ def test_saving_a_quantized_model_raises_an_error(tmp_path):
         with pytest.raises(ValueError, match="`save_pretrained`"):
             model.get_encoder().save_pretrained(tmp_path / "model")
         with pytest.raises(ValueError, match="`push_to_hub`"):
-            model.push_to_hub("me/model")  # before a repository is made
+            model.push_to_hub("me/model")  # raised before a repository is created
     assert not (tmp_path / "model").exists()
 
 
@@ -168,14 +168,14 @@ def test_resizing_a_quantized_vocabulary_raises_an_error():
     for name in ("t5", "bart"):
         with pytest.raises(ValueError, match="`resize_token_embeddings`"):
             quantize(make_tiny_model(name)).resize_token_embeddings(70)
-    encoder = quantize(make_tiny_model("t5", transformers.T5EncoderModel))  # which has no head
+    encoder = quantize(make_tiny_model("t5", transformers.T5EncoderModel))  # without an output layer
     assert encoder.resize_token_embeddings(70).num_embeddings == 70
 
 
 def test_quantized_head_is_not_tied_again():
     with pytest.raises(ValueError, match="`tie_weights`"):
         quantize(make_tiny_model("bart")).tie_weights()
-    quantize(make_tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # which has no head
+    quantize(make_tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # without an output layer
 
 
 def test_deleted_quantized_model_is_freed_immediately():
@@ -252,7 +252,7 @@ def test_layers_whose_weights_a_function_reads_stay_in_float32():
     sizes |= {"num_conv_pos_embedding_groups": 2, "conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
     wavlm = WavLMModel(WavLMConfig(**sizes)).eval()
     for model, inputs, float32_layers in (
-        (mamba, {"input_ids": torch.arange(8)[None]}, None),  # reads it on a GPU only
+        (mamba, {"input_ids": torch.arange(8)[None]}, None),  # reads weights only on a GPU
         (wavlm, {"input_values": torch.randn(1, 64)}, "encoder.layers.0.attention.q_proj"),
     ):
         with torch.no_grad():
@@ -404,7 +404,7 @@ def test_quantized_model_reports_its_size_and_rejects_other_devices():
     model = make_tiny_model("bart")
     numbers, size = model.num_parameters(), model.get_memory_footprint()
     quantize(model)
-    assert model.num_parameters() >= numbers  # of tied embeddings int8 has a copy
+    assert model.num_parameters() >= numbers  # int8 has a copy of tied embeddings
     assert model.num_parameters(only_trainable=True) == 0 and 0 < model.get_memory_footprint() < size
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -433,7 +433,7 @@ def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
 
 def make_compiled_model():
     model = make_tiny_model("t5")
-    model._compiled_call_impl = print  # as `model.compile()` sets
+    model._compiled_call_impl = print  # as set by `model.compile()`
     return model
 
 
@@ -459,7 +459,7 @@ def make_adapted_model():
     return peft.get_peft_model(make_tiny_model("t5"), peft.LoraConfig(target_modules=["q"], r=2)).eval()
 
 
-# The model, `dtype`, and what the error names.
+# (function that makes the model, `dtype`, text in the error).
 ERRORS = {
     "training": (lambda: make_tiny_model("t5").train(), "int8", "training mode"),
     "device": (lambda: make_tiny_model("t5").to("meta"), "int8", "meta"),

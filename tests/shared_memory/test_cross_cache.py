@@ -12,7 +12,7 @@ IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
 def count_upstream_calls(model, monkeypatch):
-    """A list that grows with each call of Transformers' forward in the model's first cross-attention."""
+    """Return a list that grows with each call of Transformers' forward in the model's first cross-attention."""
     module = next(item for item in model.modules() if isinstance(item, SharedMemoryMixin))
     calls, forward = [], module.original_class.forward
     monkeypatch.setattr(
@@ -36,7 +36,7 @@ def test_single_beam_calls_the_transformers_forward(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_long_prompt_still_caches_the_encoder_outputs(name):
-    """Check a long prompt, whose keys and values are computed for one call: equal tokens, one cached tensor."""
+    """Check a long prompt, for which keys and values are computed temporarily: equal outputs, one cached tensor."""
     upstream, shared = (make_tiny_model(name).double() for _ in range(2))
     share_memory(shared, cross_cache="encoder_outputs")
     batch = {key: item.double() if item.is_floating_point() else item for key, item in make_source_batch(name).items()}

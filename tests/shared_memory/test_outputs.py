@@ -73,7 +73,7 @@ def test_generated_tokens_equal_transformers(name, decoding, form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_stepwise_logits_equal_transformers(name, implementation, padded, rows, dtype, form):
     if FAMILIES[name].implementation == "eager" and implementation == "sdpa":
-        pytest.skip("upstream's knows eager alone")
+        pytest.skip("the model of Transformers supports only eager attention")
     upstream, shared = make_pair(name, dtype, attn_implementation=implementation)
     batch, tolerance = (
         make_batch(name, rows, padded=padded, dtype=dtype),
@@ -221,7 +221,7 @@ def test_shared_memory_works_in_half_precision(dtype, form):
             expected, actual, right = (
                 model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact)
             )
-        # Both models round, and the error of ours must not be larger.
+        # Both models round. The error of the sharing model must have about the same size.
         assert (actual - right).abs().max() <= 2 * (expected - right).abs().max() + 1e-3
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 
@@ -253,7 +253,7 @@ def test_shared_memory_works_under_autocast(form):
 
 
 def test_caches_can_be_exchanged_with_transformers(form):
-    """Check a prompt's cache of a Transformers model in a sharing model, and the reverse."""
+    """Check that a sharing model continues from the cache of a Transformers model, and the reverse."""
     for name in ("t5", "bart"):
         upstream, shared = make_pair(name)
         batch, ids = make_batch(name), torch.full((3, 2), 3)

@@ -1,4 +1,4 @@
-"""Check that code around a model gets one row per beam, as in Transformers; only attentions share rows."""
+"""Check that code around a model gets one row per beam, as in Transformers. Only attention modules share rows."""
 
 import copy
 
@@ -15,7 +15,7 @@ WIDTH = 32
 
 
 def make_variant_model(family, **fields):
-    """Return a model with the same weights in a class of this package, with equal outputs."""
+    """Return a model of this package with the weights and the outputs of the tiny Transformers model."""
     upstream = make_tiny_model(family)
     config_class = getattr(hf_attn_variants, f"AttnVariant{type(upstream.config).__name__}")
     model = getattr(hf_attn_variants, f"AttnVariant{type(upstream).__name__}")(
@@ -82,13 +82,13 @@ def test_subclasses_and_hooks_get_one_row_per_beam(family, make, reader):
         states = encoder_outputs[0]
         assert len(states) == len(decoder_input_ids)
         rows.append(len(states))
-        if reader == "forward":  # other memories, a row for each beam
+        if reader == "forward":  # different encoder outputs for each beam
             encoder_outputs = (states * torch.linspace(0.5, 1, 3).repeat_interleave(len(states) // 3)[:, None, None],)
         more = {"encoder_outputs": encoder_outputs, "decoder_input_ids": decoder_input_ids}
         return super(type(self), self).forward(*args, **more, **kwargs)
 
     def prepare(self, ids, encoder_outputs=None, **kwargs):
-        if ids.shape[1] == 1:  # in place, before the first step
+        if ids.shape[1] == 1:  # changes them in place before the first step
             encoder_outputs[0][-3:] *= 0.5
         rows.append(len(encoder_outputs[0]))
         return super(type(self), self).prepare_inputs_for_generation(ids, encoder_outputs=encoder_outputs, **kwargs)

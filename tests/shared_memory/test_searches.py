@@ -12,7 +12,7 @@ from hf_attn_variants import share_memory
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
-    """Check some of the 2 beams of 3 sentences: they continue with the source of their sentence."""
+    """Check that selected rows, of 2 beams for each of 3 sentences, continue with the source of their sentence."""
     method, rows = CHOICES[choice]
     rows = torch.tensor(rows)
     upstream, shared = (make_tiny_model("bart") for _ in range(2))
@@ -46,7 +46,7 @@ def test_static_cache_can_be_used_for_several_searches(family, cross_cache):
     for model in (upstream, shared):
         parts = [transformers.StaticCache(config=model.config, max_cache_len=length) for length in (20, 11)]
         caches.append(transformers.EncoderDecoderCache(*parts))
-    # Upstream's has six rows for good; ours any number.
+    # The cache of Transformers always has six rows. The cache of this package supports any number of rows.
     for beams, rows, alike in ((2, [0, 1, 2], True), (2, [2, 1, 0], True), (6, [1], True), (1, [0, 1, 2], False)):
         inputs = {name: value[rows] for name, value in batch.items()}
         options = {"num_beams": beams, "max_new_tokens": 4, "min_new_tokens": 4}

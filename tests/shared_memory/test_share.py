@@ -26,7 +26,7 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
 def describe_modules(model):
-    """Return for each module its class, and the names and identities of its attributes."""
+    """Return the class of each module, and the names and identities of its attributes."""
     return {
         path: (type(module), {name: id(value) for name, value in vars(module).items()})
         for path, module in model.named_modules()
@@ -42,7 +42,7 @@ def is_shared(model):
 def test_unsharing_restores_the_model_exactly(name):
     model, batch = make_tiny_model(name), make_source_batch(name)
     expected = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
-    before = describe_modules(model)  # with what a first call of upstream's leaves
+    before = describe_modules(model)  # includes attributes that the first call sets
     cls, weights = type(model), model.state_dict()
     assert share_memory(model) is model and is_shared(model)
     assert type(model) is cls and isinstance(model, getattr(transformers, FAMILIES[name].model))
@@ -192,11 +192,11 @@ def test_subclasses_can_share_memory(form):
     assert type(model) is OwnModel
     model.load_state_dict(
         make_tiny_model("t5").state_dict()
-    )  # transformers draws the weights of a user's class otherwise
+    )  # Transformers initializes a user's class with other weights
     expected = make_tiny_model("t5").generate(**make_source_batch("t5"), **BEAMS)
     assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected) and model.calls > 1
     share_memory(model, False)
-    for _, module in iterate_cross_attentions(model):  # of an attention's subclass that leaves its forward
+    for _, module in iterate_cross_attentions(model):  # a subclass without its own `forward`
         module.__class__ = OwnAttention
     share_memory(model)
     assert torch.equal(model.generate(**make_source_batch("t5"), **BEAMS), expected)
@@ -216,7 +216,7 @@ class OtherAttention(transformers.models.t5.modeling_t5.T5Attention):
 
 
 def test_returned_cache_can_be_copied_and_pickled(source_form):
-    """Check that copies and pickles contain no model weights, and keys and values as in Transformers."""
+    """Check that copies and pickles contain keys and values as in Transformers, but no model weights."""
     upstream, shared = make_tiny_model("bart"), share_memory(make_tiny_model("bart"))
     batch, ids = make_source_batch("bart"), torch.full((3, 2), 3)
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     cache.reorder_cache(torch.tensor([1, 1, 0]))
     assert torch.equal(layers[0].keys, keys[[1, 1, 0]])
     cache.reset()
-    cache.self_attention_cache = transformers.DynamicCache()  # which some releases fill with zeros
+    cache.self_attention_cache = transformers.DynamicCache()  # in some releases, a reset fills it with zeros
     assert [layer.get_seq_length() for layer in layers] == [0] * 3
     with torch.no_grad():
         again = shared(
@@ -315,7 +315,7 @@ def make_bert2bert(cls):
     return transformers.EncoderDecoderModel(encoder=make_tiny_bert(), decoder=decoder)
 
 
-# The model, and what the error names.
+# (function that makes the model, text in the error).
 ERRORS = {
     "encoder": (make_tiny_bert, "BertModel"),
     "encoder of an encoder-decoder": (lambda: make_tiny_model("t5", transformers.T5EncoderModel), "T5EncoderModel"),
@@ -418,7 +418,7 @@ def test_later_wrappers_must_be_removed_before_unsharing():
 
 
 def test_later_change_of_implementation_uses_transformers_forward(source_form):
-    """Check a change after sharing: inputs are repeated as in Transformers."""
+    """Check that inputs are repeated as in Transformers if the implementation changes after sharing."""
     model, batch = share_memory(make_tiny_model("bart")), make_source_batch("bart")
     expected = make_tiny_model("bart").generate(**batch, **BEAMS)
     seen = []

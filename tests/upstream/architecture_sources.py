@@ -66,7 +66,7 @@ def find_role_classes(tree: ast.Module, name: str) -> list[str]:
 
 
 def find_holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
-    """Return for each class the attributes of `self` that hold instances of some classes, or lists of them."""
+    """Return the attributes of each class that hold instances of the named classes, or lists of them."""
     result: dict[str, set[str]] = {}
     for name, node in get_classes(tree).items():
         local: set[str] = set()
@@ -86,7 +86,7 @@ def find_holders(tree: ast.Module, names: set[str]) -> dict[str, set[str]]:
 
 
 def iterate_calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
-    """Yield each call of an instance of some classes."""
+    """Yield each call of an instance of the named classes."""
     held_names = find_holders(tree, names)
     everywhere = set().union(*held_names.values()) if held_names else set()
     for name, node in get_classes(tree).items():
@@ -101,7 +101,7 @@ def iterate_calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
 
 @cache
 def list_calls(tree: ast.Module, names: frozenset[str]) -> tuple[ast.Call, ...]:
-    """Return the calls of a tree that does not change, from a cache."""
+    """Return the calls in a tree from a cache. The tree must not change."""
     return tuple(iterate_calls(tree, set(names)))
 
 
@@ -125,5 +125,5 @@ def _is_held(func: ast.expr, class_names: set[str], everywhere: set[str], looped
         return False
     if isinstance(func.value, ast.Name):
         return func.value.id == "self" and func.attr in class_names
-    # self.model.decoder(...): a chain, by its last name.
+    # In a chain such as self.model.decoder(...), only the last name is compared.
     return isinstance(func.value, ast.Attribute) and func.attr in everywhere and func.attr in ("encoder", "decoder")

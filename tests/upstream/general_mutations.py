@@ -1,6 +1,4 @@
-"""Mutations of the code that all architectures share: generation, base class, configurations, caches, masks,
-interfaces.
-"""
+"""Mutations of shared code: generation, the base class, configurations, caches, masks and attention interfaces."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ MODEL, GENERATION = "transformers.modeling_utils", "transformers.generation.util
 CACHES, MASKS = "transformers.cache_utils", "transformers.masking_utils"
 CONFIG, SDPA = "transformers.configuration_utils", "transformers.integrations.sdpa_attention"
 
-# Methods and attributes of the base classes that our code overrides, calls, reads or writes: their module.
+# The modules of base-class methods and attributes that this package overrides, calls, reads or writes.
 MEMBERS = {
     "_expand_inputs_for_generation": GENERATION,
     "_reorder_cache": GENERATION,
@@ -117,7 +115,7 @@ def _iterate_interface_mutations() -> Iterator[dict[str, Any]]:
     common = {"functions": ATTENTIONS, "called": called, "modules": [SDPA]}
     for old in ("scaling", "dropout"):
         op = {"op": "drop_argument", **common, "old": old}
-        # T5 and Whisper hand over another scaling than the default.
+        # T5 and Whisper pass a scaling that differs from the default.
         without = {"but": ["t5", "umt5", "whisper"]} if old == "scaling" else {}
         yield _make_mutation("interface", f"attention functions without {old}", op, [old], **without)
     for uses in (None, "query"):

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-# So that a model in training computes what it computes in evaluation.
+# Without dropout, a model has the same outputs in training and in evaluation.
 _DROPS_NOTHING = dict.fromkeys(
     ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "dropout", "attention_dropout"), 0.0
 )
 VOCABULARY, BATCH, LENGTH, WIDTH = 24, 2, 5, 16
 NEW_TOKENS = 3
-CACHE_NAMES = ("cache", "past_key_values")  # of the newest releases, and of those before 5.24
+CACHE_NAMES = ("cache", "past_key_values")  # since Transformers 5.24, and before
 
 _BERT = {
     "hidden_size": WIDTH,
@@ -77,13 +77,13 @@ _WINDOWS = _WINDOW | {f"encoder_{name}": value for name, value in _WINDOW.items(
 
 @dataclass(frozen=True)
 class Model:
-    """A head of Transformers, its configuration and inputs, and our variants of it."""
+    """A head of Transformers, its configuration, its type of inputs, and the variants of this package."""
 
     head: str
     config: dict[str, Any]
     use: str  # "encoder", "decoder", "encoder-decoder" or "speech"
-    exact: dict[str, Any] = field(default_factory=dict)  # other fields, the same outputs
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields that upstream has no model of
+    exact: dict[str, Any] = field(default_factory=dict)  # fields that do not change outputs
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields without a Transformers model
 
 
 def _make_encoder(head: str, config: dict[str, Any]) -> Model:
@@ -123,12 +123,12 @@ MODELS: dict[str, tuple[Model, ...]] = {
 
 
 def get_transformers_class(architecture: str, model: Model) -> type:
-    """Return the class of the mutant."""
+    """Return the class of the mutated Transformers."""
     return getattr(importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}"), model.head)
 
 
 def get_variant_class(architecture: str, model: Model) -> type:
-    """Return our class, loaded in the mutant."""
+    """Return the class of this package, loaded with the mutated Transformers."""
     module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{architecture}")
     return getattr(module, f"AttnVariant{model.head}")
 
@@ -141,7 +141,7 @@ def build(model_class: type, config: dict[str, Any]) -> Any:
     model = model_class(model_class.config_class(vocab_size=VOCABULARY, **drops, **config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.requires_grad:  # tables of sinusoids stay
+            if weight.requires_grad:  # sinusoidal tables do not change
                 weight.add_(torch.randn_like(weight), alpha=0.4)
     model.tie_weights()
     return model
@@ -230,7 +230,7 @@ def _measure_generation(model: Any, inputs: dict[str, Any], brings_cache: bool) 
     results = {}
     for beams in (1, 2):
         if brings_cache:
-            # For a decoder, `generate` makes a cache without cross-attention, and Transformers fails.
+            # For a decoder, `generate` creates a cache without cross-attention, with which Transformers fails.
             caches = vars(importlib.import_module("transformers.cache_utils"))
             pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
             options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())
@@ -239,13 +239,13 @@ def _measure_generation(model: Any, inputs: dict[str, Any], brings_cache: bool) 
 
 
 def find_first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
-    """Return the name of the first measurement that differs by more than rounding, if any does."""
+    """Return the name and the difference of the first measurement that differs by more than rounding, or None."""
     for name, expected_value in expected.items():
         actual = result.get(name)
         if actual is None:
             continue
         if actual.shape != expected_value.shape:
-            return f"{name}: {tuple(actual.shape)} in place of {tuple(expected_value.shape)}"
+            return f"{name}: {tuple(actual.shape)} instead of {tuple(expected_value.shape)}"
         if not torch.allclose(actual.float(), expected_value.float(), rtol=1e-3, atol=1e-3):
             return f"{name}: off by {(actual.float() - expected_value.float()).abs().max():.2g}"
     if "steps" in result and not torch.allclose(result["steps"], result["whole"], rtol=1e-3, atol=1e-3):

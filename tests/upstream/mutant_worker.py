@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from upstream import mutant_models, rewriting  # noqa: E402
 
-SECONDS = 60  # of processor time for one architecture in one mutant
+SECONDS = 60  # processor time for one architecture in one mutant
 GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.integrations.sdpa_attention")
 
 
@@ -64,7 +64,7 @@ class _Loader(importlib.abc.InspectLoader):
         return self.source
 
     def exec_module(self, module: Any) -> None:
-        for path in (self.path, self.origin):  # whoever asks for source gets the mutant's
+        for path in (self.path, self.origin):  # code that reads the source gets the mutant
             linecache.cache[path] = (len(self.source), None, self.source.splitlines(keepends=True), path)
         module.__file__ = self.origin
         exec(compile(self.source, self.path, "exec"), vars(module))
@@ -76,7 +76,7 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
     import transformers.utils
 
-    # It writes docstrings, and wants to know a file's path.
+    # `auto_docstring` needs the path of a file, which a mutant does not have.
     transformers.utils.auto_docstring = _as_it_is
     for name in (*GENERAL, "transformers.modeling_layers", "transformers.models.auto.modeling_auto"):
         importlib.import_module(name)
@@ -84,7 +84,7 @@ def prepare() -> None:
     transformers.utils.logging.disable_progress_bar()
     import attn_variants
 
-    attn_variants.is_command = True  # the package registers nothing at its import
+    attn_variants.is_command = True  # then the import of the package registers no classes
     import hf_attn_variants  # noqa: F401
 
 
@@ -145,7 +145,7 @@ def judge_mutant(architecture: str, mutation: dict[str, Any], before: dict[str, 
         except Exception:
             return "invalid", _format_last_lines()
         if difference:
-            return "invalid", f"upstream's own model differs: {difference}"
+            return "invalid", f"the model of Transformers differs: {difference}"
         if mutation.get("is_newer"):  # no name has changed, so only the release number shows the change
             importlib.import_module("transformers").__version__ = "5.99.0"
         for name, run in _iterate_variant_checks(
@@ -228,7 +228,7 @@ def _format_last_lines() -> str:
 
 
 def run_in_fork(work: Any) -> bytes:
-    """Return what a function writes in a fork of this process, or b"" if the fork dies or takes too long."""
+    """Return the result of a function that runs in a fork of this process, or b"" if the fork dies or is too slow."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -248,7 +248,7 @@ def run_in_fork(work: Any) -> bytes:
 
 
 def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
-    """Return a line of JSON for each architecture of a mutation; runs in a fork."""
+    """Return a line of JSON for each architecture of a mutation. This function runs in a fork."""
     seen: set[str] = set()
     sys.meta_path.insert(0, Rewriting(mutation, seen))
     failed = None
@@ -261,7 +261,7 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
             failed = "invalid", _format_last_lines()
 
     def one(architecture: str) -> bytes:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # a busy machine takes longer
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # does not depend on the load of the machine
         begun = time.process_time()
         outcome, note = failed or judge_mutant(architecture, mutation, before[architecture])
         if not seen and mutation["op"]["op"] != "nothing":

@@ -1,7 +1,7 @@
 """Run our models in mutants of the installed Transformers: `python tests/upstream/mutations.py --help`.
 
 A mutant is a Transformers with one change of code that our classes use. The code of Transformers that uses it changes
-too. Our models must equal the mutant's own models, or raise an error that names the change.
+too. Our models must equal the models of the mutant, or raise an error that names the change.
 """
 
 import argparse
@@ -33,9 +33,10 @@ from upstream.general_mutations import iterate_general_mutations
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
-# The pattern of new names, which occurs in no name of Transformers.
+# The format of new names, which no name of Transformers has.
 NEW = "renamed_{}"
-# Attributes that our code reads or writes, by the role of the class whose they are; `True`: anybody's but `config`'s.
+# Attributes that this package reads or writes, by the role of their class. With `True`, they are renamed in every
+# object except `config`.
 ATTRIBUTES = {
     "attention": {
         "q": False, "k": False, "v": False, "o": False, "query": False, "key": False, "value": False, "dense": False,
@@ -55,7 +56,7 @@ PATHS = (
     "albert_layers",
 )  # fmt: skip
 HANDED_OVER = ("use_cache", "output_attentions")
-# A model can run without these. Our models must equal the forward of Transformers with its defaults.
+# A model can run without these arguments. Our models must then equal Transformers with its defaults.
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
 
@@ -110,7 +111,7 @@ def _iterate_method_mutations(
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
     orders = [get_parameter_names(item) for item in forwards]
-    # Arguments that distant code passes by name do not change.
+    # Arguments that other modules pass by name do not change.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
     called_by_name = {key.arg for call in list_calls(tree, frozenset(names)) for key in call.keywords}
     for old in known:
@@ -151,7 +152,7 @@ def _iterate_method_mutations(
         yield _make_mutation(architecture, "require", f"{title} {verb} new_thing", op, ["new_thing"], changes=uses)
 
 
-# Whose encoder generation calls by itself.
+# `generate` calls the encoder of an "encoder-decoder" separately.
 HEADS = {
     architecture: "encoder"
     if architecture in ("bert", "albert", "roberta", "distilbert", "electra", "modernbert", "nomic_bert")
@@ -161,7 +162,7 @@ HEADS = {
 
 
 def _make_adapter(architecture: str, names: list[str], old: str, new: str = "") -> str:
-    """Return a change that lets `generate` call an encoder whose inputs were renamed."""
+    """Return code that lets `generate` call an encoder whose inputs were renamed."""
     is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[architecture] == "encoder-decoder"
     if not is_called or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
         return ""
@@ -249,8 +250,9 @@ def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[
 
 
 def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> list[dict[str, Any]]:
-    """Return a row for each architecture of each mutation (kind, title, architecture, outcome, note), and write it to
-    `log`.
+    """Run mutations, and return one row per architecture of each mutation.
+
+    A row contains the kind, the title, the architecture, the outcome and a note. It is also written to `log`.
     """
     worker = Path(__file__).with_name("mutant_worker.py")
     command = [sys.executable, "-W", "ignore", str(worker)]
@@ -262,7 +264,7 @@ def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> 
             for _ in mutation["architectures"]:
                 line = process.stdout.readline()
                 if not line:
-                    raise RuntimeError(f"the worker ended at {mutation['title']}")
+                    raise RuntimeError(f"the worker process ended during the mutation {mutation['title']}")
                 rows.append({"kind": mutation["kind"], "title": mutation["title"], **json.loads(line)})
                 if log:
                     print(json.dumps(rows[-1]), file=log, flush=True)
@@ -294,19 +296,19 @@ def main() -> None:
     """Run mutations from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architecture", nargs="*", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--kind", nargs="*", help="rename, drop, reorder, require, tuple, attribute, class, ...")
-    parser.add_argument("--title", help="only mutations whose title has this in it")
+    parser.add_argument("--kind", nargs="*", help="run only these kinds, such as rename, drop or reorder")
+    parser.add_argument("--title", help="run only mutations whose title contains this text")
     parser.add_argument(
         "--of",
         choices=("architecture", "all"),
         nargs="*",
-        help="of an architecture's modeling file, or of all architectures'",
+        help="run only mutations of architectures' modeling files, or of the code that all architectures share",
     )
-    parser.add_argument("--sample", type=int, help="so many cases, chosen by --seed")
+    parser.add_argument("--sample", type=int, help="number of randomly selected cases")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write all rows there, a line each")
+    parser.add_argument("--json", help="write all rows to this file, one per line")
     parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
-    parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
+    parser.add_argument("--list", action="store_true", help="print the mutations without running them")
     args = parser.parse_args()
     mutations = [item for item in list_mutations(args.architecture) if not args.kind or item["kind"] in args.kind]
     mutations = [item for item in mutations if not args.title or args.title in item["title"]]

@@ -12,7 +12,7 @@ from typing import Any
 from upstream import rewriting_general
 from upstream.architecture_sources import get_classes, get_method, get_parameter_names, iterate_calls
 
-MOVED = "_moved_away"  # what the name of a module ends with that a class has moved to
+MOVED = "_moved_away"  # the suffix of a module to which a class has moved
 
 
 def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
@@ -37,17 +37,17 @@ def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
 
 
 def get_original_module(name: str) -> str:
-    """Return the module of the file from which the module of a moved class is made."""
+    """Return the name of the module from which a class has moved."""
     return name.removesuffix(MOVED)
 
 
 def find_importers(names: list[str], modules: dict[str, Any]) -> set[str]:
-    """Return some modules and all loaded modules that import them at their top, directly or indirectly."""
+    """Return some modules and all loaded modules whose top-level imports include them, directly or indirectly."""
     imports = {name: _find_imported(name, module) for name, module in modules.items()}
     gone = {name for name in names if name in modules}
     while more := {name for name, result in imports.items() if result & gone} - gone:
         gone |= more
-    # Tools, which use models inside functions; the worker has changed one of them.
+    # Keep utility modules, which use models only inside functions. The worker has changed one of them.
     return {name for name in gone if not re.match(r"transformers(\.utils\b.*|\.dependency_.*)?$", name)}
 
 
@@ -123,13 +123,13 @@ def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: st
 def reorder(
     tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
 ) -> None:
-    """Swap two parameters and their arguments; with `by_place` callers pass them by position."""
+    """Swap two parameters and their arguments. With `by_place`, callers pass them by position."""
     for function in _find_functions(tree, names, method_name):
         before, result = get_parameter_names(function), function.args.args
         first, second = ([item.arg for item in result].index(name) for name in (old, new))
         result[first], result[second] = result[second], result[first]
         if len(function.args.defaults) < len(result) - 1:
-            # Parameters without a default come first.
+            # Parameters without a default must come first.
             function.args.defaults = [ast.Constant(None)] * (len(result) - 2)
         after = get_parameter_names(function)
     for call in iterate_calls(tree, set(names)):
@@ -144,7 +144,7 @@ def reorder(
 
 
 def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
-    """Add a required argument to a method and its calls; with `uses`, it multiplies what is read."""
+    """Add a required argument to a method and its calls. With `uses`, it multiplies the hidden states."""
     for function in _find_functions(tree, names, method_name):
         order = get_parameter_names(function)
         function.args.args.insert(2, ast.arg(new))
@@ -175,7 +175,7 @@ def _use(function: ast.FunctionDef, new: str) -> None:
     raise ValueError(f"no place to use {new}")
 
 
-# How callers get the old tuple back.
+# The second entry converts the changed result of a call to the old tuple.
 TUPLES = {
     "more": ("({0}, None)", "(lambda each: each[:-1])({0})"),
     "fewer": ("({0},)[:-1]", "(lambda each: (*each, None))({0})"),
@@ -210,7 +210,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
 
 
 def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
-    """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
+    """Rename an attribute of instances of some classes or, with `anywhere`, of every object except configurations."""
     result = get_classes(tree)
     for name, node in result.items():
         is_target = name in names or any(ast.unparse(base) in names for base in node.bases)
@@ -222,7 +222,7 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
                 anywhere and not re.search(r"config|torch|functional|cache|past_key", owner)
             ):
                 item.attr = new
-            elif owner == "module":  # a model's rules for first weights
+            elif owner == "module":  # the initialization of weights
                 item.attr = new
         for item in ast.walk(node):
             is_asked = isinstance(item, ast.Call) and ast.unparse(item.func) in ("hasattr", "getattr")
@@ -246,7 +246,7 @@ def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
-    """Let attention read half of the input's values: another meaning under the same names."""
+    """Let attention read only half of its input features, which changes the meaning but no name."""
     for name in names:
         text = (
             "def __call__(self, hidden_states, *args, **kwargs):\n"

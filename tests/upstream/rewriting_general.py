@@ -110,7 +110,7 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
 def require_argument(
     tree: ast.Module, functions: list[str], called: list[str], new: str, uses: str | None, **_: Any
 ) -> None:
-    """Add a required argument to functions and their calls; where it is used, it multiplies a parameter."""
+    """Add a required argument to functions and their calls. It multiplies the parameter `uses`, if any."""
     for function in _iterate_definitions(tree, functions):
         function.args.kwonlyargs.append(ast.arg(new))
         function.args.kw_defaults.append(None)
@@ -139,7 +139,7 @@ def _swap(items: list[Any], first: int, second: int) -> None:
 
 
 def invert_masks(tree: ast.Module, **_: Any) -> None:
-    """Let masks mark the positions that are not read: mask functions and attention functions invert them."""
+    """Let masks mark the ignored positions: mask functions and attention functions invert them."""
     text = "def _inverted(mask):\n    return mask if mask is None or mask.dtype != torch.bool else ~mask\n"
     for function in list(_iterate_definitions(tree, ["sdpa_mask"])):
         for node in ast.walk(function):

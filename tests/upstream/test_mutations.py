@@ -18,7 +18,7 @@ from upstream.architecture_sources import (
 )
 
 CASES, SEED = 24, 0
-# Meanings under the same names: no signature says them.
+# Changes of meaning under the same names, which signatures do not show.
 UNSEEN = {"meaning"}
 
 
@@ -28,7 +28,7 @@ def list_silent_mutations(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """The outcomes of a sample of the mutants and of the unchanged versions; takes less than a minute on one core."""
+    """The outcomes of a sample of mutants and of unchanged versions, which take less than a minute on one core."""
     every = mutations.list_mutations()
     nothing = [item for item in every if item["kind"] == "nothing"]
     others = [item for item in every if item["kind"] not in {"nothing", *UNSEEN}]

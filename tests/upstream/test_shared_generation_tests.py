@@ -50,7 +50,7 @@ def test_generate_returns_the_shapes_of_transformers(architecture, head, search)
         options = SEARCHES[search] | STEPS | flags | {"return_dict_in_generate": True}
         output = model.generate(**make_inputs(architecture, head), **options)
         actual.append({name: get_shapes(value) for name, value in output.items()})
-    # T5 of 5.15 and 5.17 leaves its weights out.
+    # In Transformers 5.15 and 5.17, T5 does not return its attention weights.
     left_out = {name for name in actual[0] if name.endswith("_attentions") and not any(actual[0][name])}
     assert actual[0].keys() == actual[1].keys() and "encoder_attentions" in actual[0]
     for name in actual[0].keys() - left_out:
@@ -94,7 +94,7 @@ def test_static_cache_generates_the_tokens_of_a_dynamic_cache(architecture, head
 def test_cache_argument_accepts_its_former_name(architecture, head):
     """Check `test_bc_cache_name_forward` with a Transformers that knows both names."""
     if get_cache_name() == "past_key_values":
-        pytest.skip("it has its first name")
+        pytest.skip("this version of Transformers uses the former name")
     model, inputs = make(architecture, head, "gqa"), architecture.make_batch(head)
     if (architecture, head) in ALONE:
         inputs = make_inputs(architecture, head)

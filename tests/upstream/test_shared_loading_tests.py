@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import hf_attn_variants
 
-# The base model is a part of these.
+# Heads that contain the base model.
 HEADED = parametrize_heads(lambda heads: [heads[1], heads[-1]])
 
 
@@ -31,16 +31,16 @@ def test_head_loads_the_weights_of_a_base_model(architecture, head, tmp_path):
     model = make(architecture, head, "latent")
     prefix = f"{model.base_model_prefix}."
     model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")  # without tables that are computed
+    saved = load_file(tmp_path / "model.safetensors")  # without computed tables
     weights = {name: value for name, value in saved.items() if name.startswith(prefix)}
     if not weights:
-        pytest.skip("it is a base model")
+        pytest.skip("this class is a base model")
     without = {name.removeprefix(prefix): value for name, value in weights.items()}
     loaded, info = type(model).from_pretrained(None, config=model.config, state_dict=without, output_loading_info=True)
     assert not info["unexpected_keys"] and not any(name.startswith(prefix) for name in info["missing_keys"])
     assert_same(weights, {name: loaded.state_dict()[name] for name in weights}, atol=0, rtol=0)
     if head.endswith("ForCausalLM"):
-        return  # of a pair of stacks it has one
+        return  # contains only the decoder of the base model
     base, info = get_base_class(architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not set(without) & set(info["missing_keys"])
     result = base.state_dict()

@@ -160,7 +160,7 @@ def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, var
     assert list(output) == list(upstream_output)
     for name, value in upstream_output.items():
         if isinstance(value, tuple):
-            # Upstream of 5.15 and 5.17 leaves out the weights of a T5 decoder.
+            # Transformers 5.15 and 5.17 do not return the attention weights of T5's decoder.
             assert not value or [item.shape for item in output[name]] == [item.shape for item in value], name
     for value, unnamed in zip(output.to_tuple(), as_tuple, strict=True):
         if isinstance(value, torch.Tensor):
@@ -209,7 +209,7 @@ def test_resized_embeddings_stay_tied(architecture, head):
     """Check `test_resize_tokens_embeddings`, `test_resize_embeddings_untied` and `test_model_get_set_embeddings`."""
     model = make(architecture, head, "gqa")
     if model.get_input_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
-        pytest.skip("it reads no words")
+        pytest.skip("this model has no token embeddings")
     output = model.get_output_embeddings()
     tied = output is not None and output.weight is model.get_input_embeddings().weight
     before = model.get_input_embeddings().weight.detach().clone()
@@ -247,11 +247,11 @@ def test_no_split_modules_are_found(architecture):
 
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES[:3] + ALL_ARCHITECTURES[6:7], ids=lambda row: row.name)
 def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
-    """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
+    """Check `test_disk_offload_safetensors`: a layer is loaded when it runs."""
     head = next(iter(architecture.heads))
     model, batch = make_new_model(architecture, head, "latent"), architecture.make_batch(head)
     model.save_pretrained(tmp_path / "model")
-    # ALBERT's layers are one module, that upstream names in no list.
+    # ALBERT's layers are one module, which Transformers does not list.
     layer = (list_whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]
     parts = {layer: "disk"}
     for path, module in model.named_modules():

@@ -52,7 +52,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
     head = next(iter(architecture.heads))
     model = make(architecture, head, "gqa", **get_no_dropout_fields(architecture))
     if not model.supports_gradient_checkpointing:
-        pytest.skip("it checkpoints nothing")
+        pytest.skip("this model does not support gradient checkpointing")
     model.requires_grad_(False)
     model.enable_input_require_grads()
     _, _, last = list(model.named_attention_modules())[-1]
@@ -61,7 +61,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
     result = []
     for checkpointed in (False, True):
         if checkpointed:
-            checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
+            checkpoint_layers(model, use_reentrant=True)  # requires an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
         next(iter(get_tensors(model(**architecture.make_batch(head))).values())).square().sum().backward()
@@ -112,7 +112,7 @@ def test_hidden_states_of_selected_layers_are_returned(architecture):
     with torch.no_grad():
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):
-            pytest.skip("this transformers returns all or none")
+            pytest.skip("this version of Transformers returns all hidden states or none")
         result, all_states = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
     names = [name for name in some[0] if name.endswith("hidden_states")]
     assert names and list(result) == list(some[0])
