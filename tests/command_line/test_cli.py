@@ -253,7 +253,7 @@ def test_inspect_does_not_read_weights(tmp_path, capsys):
     config.save_pretrained(tmp_path)
     assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--batch_size", "32", "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
-    # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes for a token, 32 x 2 x 1024 tokens of them
+    # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes per token, for 32 x 2 x 1024 tokens.
     assert "bfloat16, batch 32, 1,024 tokens attended to, source 1,024" in printed
     row = next(line for line in printed.splitlines() if line.startswith("GQA-4 *"))
     assert row.split()[3:] == ["16.0", "MiB", "0", "B", "(0%)"]
@@ -281,7 +281,7 @@ COMMAND_LINES = {
     "push": ["--repo_id", "me/x", "--dry_run"],
     "refresh": ["--output_dir", "out", "--hub_model_id", "me/x", "--push_to_hub"],
 }
-# The commands that can do without a checkpoint, and the architecture that they make then.
+# The commands that work without a checkpoint, and the architecture that they create.
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
