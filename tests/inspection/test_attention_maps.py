@@ -112,7 +112,8 @@ def assert_stages_follow(maps):
     stages = {stage.name: stage.maps for stage in maps.stages}
     P_l, P_w = (projection.matrix for projection in maps.projections)
     assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
-    # The difference is the same in every column of a row, so the projections and the softmax commute with it.
+    # The mean of each row of logits is subtracted. The logits projection keeps such means at 0, and the softmax ignores
+    # them.
     mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
     torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5, equal_nan=True)
     weights = stages["logits_after"].nan_to_num(-torch.inf).softmax(-1)
