@@ -16,7 +16,7 @@ from benchmarks.page_faults import FIXED_SETTINGS, Usage, UsageRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
 ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--threads", "1"]
-ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="the variables are glibc's")
+ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="needs glibc")
 FEW = {"seconds": 1.0, "minor_faults": 10, "system_seconds": 0.0, "few_faults": True}
 MANY = FEW | {"minor_faults": 10**6, "few_faults": False}
 

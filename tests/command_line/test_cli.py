@@ -29,7 +29,7 @@ def source(tmp_path):
 def test_installed_command_runs_the_package():
     actual = [item for item in entry_points(group="console_scripts") if item.name == "attn-variants"]
     if not actual or not actual[0].value.startswith("attn_variants:"):
-        pytest.skip("the package was installed before it had this command; pip install -e . again")
+        pytest.skip("the installed package is too old for this command; run pip install -e . again")
     assert actual[0].load() is attn_variants.main
 
 
@@ -391,7 +391,7 @@ def test_user_error_exits_with_a_one_line_error_and_status_2(source, tmp_path, c
 def test_nonempty_output_folder_raises_before_slow_imports(command, tmp_path, capsys, monkeypatch):
     from hf_attn_variants import registration
 
-    monkeypatch.setattr(registration, "register", lambda: pytest.fail("it was imported"))
+    monkeypatch.setattr(registration, "register", lambda: pytest.fail("the package was imported"))
     (tmp_path / "a").touch()
     assert cli.main([*command, "--model_name_or_path", "somewhere", "--output_dir", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err

@@ -187,7 +187,7 @@ def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
 @pytest.mark.thorough
 def test_failure_of_the_only_engine_raises_an_error():
     if not peak_memory.CLEAR_FILE.exists():
-        pytest.skip("this system says no peak")
+        pytest.skip("this system does not report peak memory")
     engine, load = Engine("transformers"), Workload(1, 8, 3, 1)
     with pytest.raises(ValueError, match=r"The process for transformers failed \(status 1\).*no_such_model"):
         peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
@@ -200,7 +200,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
         returncode, stderr = -9, "cut off"
 
     if not peak_memory.CLEAR_FILE.exists():
-        pytest.skip("this system says no peak")
+        pytest.skip("this system does not report peak memory")
     platform.processor()  # this starts a program at the first call
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
     T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
@@ -421,6 +421,6 @@ def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):
     ],
 )
 def test_serving_rejects_invalid_numbers(options, message, monkeypatch):
-    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("an engine was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(make_config(BERT), **options)

@@ -164,7 +164,7 @@ def drop_argument(argument):
 def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, message, monkeypatch):
     from hf_attn_variants.inspection import speed
 
-    monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("a model was timed"))
     model = getattr(hf_attn_variants, f"AttnVariant{head}")
     monkeypatch.setattr(model, "forward", drop_argument(argument)(model.forward))
     config = row.make_upstream_model(head).config.to_dict() | {"architectures": [head]}

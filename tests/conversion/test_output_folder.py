@@ -131,7 +131,7 @@ def test_sigterm_leaves_no_partial_folder(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_unwritable_folder_raises_an_error(make_source, tmp_path):
     source = make_source()
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -197,7 +197,7 @@ class Reader:
             return None
         if words[1:3] == ["-m", "pytest"]:
             paths = [ROOT / word.removesuffix("...") for word in words[3:] if word.startswith("tests")]
-            assert all(path.exists() for path in paths), f"not there: {paths}"
+            assert all(path.exists() for path in paths), f"missing paths: {paths}"
             return None
         return self.parse(remove_launcher(words))
 
@@ -253,7 +253,7 @@ class Reader:
         if Path(name).exists() or guess_architecture(name) is None:
             return
         checkpoint = GIVEN.get(document)
-        assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: nothing before it makes {name!r}"
+        assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: no earlier block makes {name!r}"
         self.shelf.put(name, Path(name), WIDTHS.get((document, name), 32))
 
 
@@ -367,7 +367,7 @@ def test_code_blocks_run(document, reader, capsys):
 def test_all_code_blocks_are_found():
     for name, path in DOCUMENTS.items():
         fences = re.findall(r"^[ \t>]*(?:```|~~~)", path.read_text(encoding="utf-8"), re.M)
-        assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence is not one of a block that is run"
+        assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence does not belong to a known block"
 
 
 def test_invalid_command_is_detected(reader):
@@ -389,14 +389,14 @@ def test_every_block_runs_or_is_listed_as_not_run():
     used = set()
     for block in (block for blocks in BLOCKS.values() for block in blocks):
         if block.is_python or block.is_shell:
-            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: what is {block.info!r}?"
+            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: language {block.info!r} is unknown"
             continue
         if block.document in GENERATED:
             continue
         result = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
         assert result, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
         used |= result
-    assert used == SHOWN.keys(), f"SHOWN names blocks that are gone: {SHOWN.keys() - used}"
+    assert used == SHOWN.keys(), f"SHOWN names blocks that do not exist: {SHOWN.keys() - used}"
 
 
 def test_blocks_listed_as_not_run_exist():

@@ -139,7 +139,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
 def test_real_t5_gives_equal_translations_in_onnx_runtime(kv_heads, opset, tmp_path):
     checkpoint = SHARED / "checkpoints/t5-mini-multi30k-en-de"
     if not checkpoint.is_dir():
-        pytest.skip("needs the checkpoint beside the repository")
+        pytest.skip("needs the shared checkpoint")
     texts = [SHARED / f"multi30k/train.{side}.gz" for side in ("en", "de")]
     lines = [gzip.open(path, "rt", encoding="utf-8").read().splitlines()[:300] for path in texts]
     hf_attn_variants.convert(

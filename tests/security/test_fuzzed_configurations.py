@@ -101,7 +101,7 @@ def describe_outcome(upstream, folder, out, batch, changes):
         expected = compute_output(model.eval(), batch)
     except Exception:
         return "upstream fails"
-    assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: a part of it was not loaded"
+    assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: some weights were not loaded"
     actual = compute_output(
         getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch
     )

@@ -114,7 +114,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="processes launched on accelerators know of each other")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="processes on accelerators are connected")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_unconnected_processes_raise_before_any_work(name, tmp_path):
     argv = ["--output_dir", str(tmp_path / "runs/out"), "--model_name_or_path", "no/model", *SCRIPTS[name]]
