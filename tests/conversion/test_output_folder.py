@@ -1,4 +1,4 @@
-"""Check where a conversion is written: into a new or empty folder, completely or not at all."""
+"""Check the output folder of a conversion: it is new or empty, and is written completely or not at all."""
 
 import os
 import shutil

@@ -98,7 +98,7 @@ def test_nan_outputs_are_outside_tolerance():
 
 
 def test_endless_texts_are_counted_separately_from_changed_words():
-    """Check that the summary names one repeating text of ten, which causes most of the value."""
+    """Check that the summary reports one repeating text of ten, which causes most of the difference."""
     source = [list(range(10, 50)), [1, 2, 3]]
     assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are not a loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0

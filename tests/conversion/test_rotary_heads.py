@@ -180,7 +180,7 @@ def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
 
 
 def make_tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
-    """Return an attention with 4 heads in two groups, in each of which the keys differ only by commuting maps."""
+    """Return an attention with 4 heads in two groups, in which the keys differ only by commuting matrices."""
     tensors, pairs = make_attention(head_dim), make_rotary(1, frequencies, layout).get_pairs(head_dim)
     generator = torch.Generator().manual_seed(3)
     rest = torch.linalg.qr(torch.randn(QUERY_HEADS, 2, 2, dtype=torch.float64, generator=generator))[0]

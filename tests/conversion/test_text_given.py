@@ -1,4 +1,4 @@
-"""Check the text that users give a conversion: its types, missing text, options and warnings."""
+"""Check the text that users pass to a conversion: its types, missing text, options and warnings."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def short_fits(monkeypatch):
 
 @pytest.fixture
 def warnings_of(caplog):
-    """A function that calls another and returns the warnings of the conversion."""
+    """A function that calls another function and returns the warnings of the conversion."""
 
     def call(function, *args, **options):
         caplog.clear()

@@ -389,7 +389,7 @@ def test_every_block_runs_or_is_listed_as_not_run():
     used = set()
     for block in (block for blocks in BLOCKS.values() for block in blocks):
         if block.is_python or block.is_shell:
-            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: language {block.info!r} is unknown"
+            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: unknown {block.info!r} code"
             continue
         if block.document in GENERATED:
             continue

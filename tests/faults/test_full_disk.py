@@ -1,4 +1,4 @@
-"""Check each command with a disk that fills at each write: a one-line error, and no partial results.
+"""Check each command on a disk that becomes full at any write: a one-line error, and no partial results.
 
 Each command runs in a new process once per file that it opens for writing and per file size, and another write fails
 each time. Some of the cases run by default, and all of them with `-m slow`.

@@ -212,7 +212,7 @@ def test_fuzzed_run_files_are_read_or_raise_an_error(name, scale, tmp_path):
 
 
 def test_yaml_alias_bomb_in_a_card_uses_little_memory(checkpoint, tmp_path):
-    """Check lines that are each ten times the previous one, a billion words for a parser that copies."""
+    """Check YAML lines that each repeat the previous line ten times, which some parsers expand to a billion words."""
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [

@@ -24,7 +24,7 @@ def source(tmp_path):
 
 
 class Interrupted(MeanPooling):
-    """A mean pooling during which another conversion into the same folder runs to its end."""
+    """A mean-pooling method during which another conversion into the same folder runs completely."""
 
     def __init__(self, other):
         self.other = other
