@@ -118,7 +118,7 @@ def test_existing_rows_are_not_measured_again(quality, tiny, tmp_path, capsys):
         ("mean", 2),
         ("mean", 1),
     ]
-    # A layer's key and value maps of [16, 16] and [16] shrink to a half and a quarter.
+    # The key and value projections, with weights [16, 16] and biases [16], shrink to a half and a quarter.
     sizes = [row["size"] for row in first]
     assert sizes[0] - sizes[1] == 2 * 8 * 17 and sizes[0] - sizes[2] == 2 * 12 * 17
     assert len(tiny.evaluated) == 3 and not tiny.evaluated[-1].exists()

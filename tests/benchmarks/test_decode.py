@@ -28,8 +28,9 @@ def test_every_model_has_a_row_with_its_cache_size(decode, tmp_path, monkeypatch
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     names, ratios = ["upstream MHA", "MHA", "GQA-2", "MQA"], [1, 1, 0.5, 0.25]
     if not flags:
-        # A token has 2 layers of 2 x 4 x 16 numbers: 3 are fed (the start, and all but the last). Of the source's 8 a
-        # latent stores r numbers for all layers, and also keys and values if 2 x 8 numbers are at most r.
+        # A token has 2 x 4 x 16 numbers in each of 2 layers. The self-attention cache has 3 tokens: the start and all
+        # generated tokens except the last. For each of 8 source tokens, a latent stores r numbers for all layers, and
+        # also keys and values if r is at least 2 x 8.
         names += ["exact", "cross r=32", "cross r=16", "cross r=8"]
         token = 2 * 2 * 4 * 16
         cache_bytes = [3 * token + 8 * rank + (8 * token if rank >= 16 else 0) for rank in (64, 32, 16, 8)]

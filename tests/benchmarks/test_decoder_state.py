@@ -17,7 +17,7 @@ def test_state_size_is_constant_and_cache_size_grows(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "CHUNK_LENGTH", 48)
     options = ["--lengths", "64", "128", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     short, long = benchmark.main(benchmark.parse_args(options))["steps"]
-    a_layer = heads * head_dim * 2 * width  # keys and values of one token
+    a_layer = heads * head_dim * 2 * width  # bytes of the keys and values of one token
     for name in ("upstream", "softmax"):
         assert [row["bytes"][name] for row in (short, long)] == [layers * a_layer * n for n in (64, 128)]
     for name, features in (("elu", head_dim), ("hedgehog", 2 * head_dim)):

@@ -42,7 +42,7 @@ def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
     assert read_cells(part)["fails"]["status"] == "failed"
     assert read_cells(part)["fails"]["error"] == "ValueError: no such kernel"
     assert read_cells(part)["works"]["met"]
-    assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
+    assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # no cell runs again
 
 
 def test_lost_device_restarts_the_process(load, part):
@@ -61,7 +61,7 @@ def test_cell_that_times_out_is_tried_twice(load, part):
     cells = load("benchmarks.gpu.cells")
 
     def stopped():
-        raise KeyboardInterrupt  # as good as SIGKILL: nothing writes a result
+        raise KeyboardInterrupt  # like SIGKILL, no result is written
 
     for tries in (1, 2):
         with pytest.raises(KeyboardInterrupt):
@@ -117,11 +117,11 @@ def test_failed_part_does_not_stop_the_next_part(run, tmp_path, capfd):
     assert status == 1 and list(rows) == list(FAKES)
     assert rows["works"] | {"complete": True, "done": 2, "not_met": 1, "problem": None} == rows["works"]
     assert rows["imports"]["problem"] == "ended with status 1 before its first cell"
-    assert rows["crashes"]["complete"] and rows["crashes"]["done"] == 2  # started again after each crash
+    assert rows["crashes"]["complete"] and rows["crashes"]["done"] == 2  # restarted after each crash
     assert rows["hangs"]["done"] == 1 and not rows["hangs"]["complete"]
     assert "no_such_module" in capfd.readouterr().err
     begun = {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in ("works", "crashes")}
-    assert run("--parts", *begun)[0] == 1  # its cell's goal is still not met
+    assert run("--parts", *begun)[0] == 1  # one target is still not met
     assert begun == {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in begun}
 
 

@@ -16,7 +16,7 @@ from benchmarks.page_faults import FIXED_SETTINGS, Usage, UsageRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
 ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--threads", "1"]
-ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="the variables are glibc's")
+ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="needs glibc")
 FEW = {"seconds": 1.0, "minor_faults": 10, "system_seconds": 0.0, "few_faults": True}
 MANY = FEW | {"minor_faults": 10**6, "few_faults": False}
 
@@ -52,7 +52,7 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
 
 def test_only_page_faults_of_the_watched_part_count():
     with UsageRecorder() as recorder:
-        block = np.ones(2**24)  # 128 MiB, above what glibc keeps; a huge page may be 2 MiB
+        block = np.ones(2**24)  # glibc does not reuse 128 MiB; huge pages may have 2 MiB
     assert recorder.usage.minor_faults >= 64 and recorder.usage.seconds > 0
     with UsageRecorder() as again:
         block += 1
@@ -105,9 +105,9 @@ def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown(load):
     make_claim = load("benchmarks.kept_memory").make_claim
     assert make_claim(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
     assert make_claim(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
-    assert make_claim(1.10, 1.00) == (1.00, "1.00×")  # a tenth is not more than a tenth
+    assert make_claim(1.10, 1.00) == (1.00, "1.00×")  # only differences of more than 10% are shown
     assert make_claim(1.111, 1.00) == (1.00, "1.00×, default 1.11×")
-    assert make_claim(1.08, 1.20, is_cost=True) == (1.20, "1.20×, default 1.08×")  # of a cost, the larger
+    assert make_claim(1.08, 1.20, is_cost=True) == (1.20, "1.20×, default 1.08×")  # the larger cost is claimed
     assert make_claim(6.25, None) == (None, "6.25×, no claim")
 
 

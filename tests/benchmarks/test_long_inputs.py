@@ -37,7 +37,7 @@ def source(tmp_path):
 
 def test_query_retrieves_its_own_document(benchmark):
     others = torch.eye(3)
-    queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # two of each
+    queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # 2 per document
     actual = benchmark.compute_retrieval_scores(queries, others)
     assert actual["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
     assert actual["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
@@ -123,7 +123,7 @@ def test_joined_articles_shift_the_answers(questions, tmp_path):
 @pytest.mark.thorough
 def test_article_is_read_in_windows_or_in_one_pass(questions, tmp_path, monkeypatch):
     reader = make_reader("bert", tmp_path / "reader")
-    AutoModelForQuestionAnswering.from_pretrained(reader).save_pretrained(reader)  # readings need a trained head
+    AutoModelForQuestionAnswering.from_pretrained(reader).save_pretrained(reader)  # reading needs a trained head
     (tmp_path / "squad").mkdir()
     (tmp_path / questions.DEV).write_text(json.dumps(make_questions()))
     window = ("--max_position_embeddings", "120", *WINDOW)

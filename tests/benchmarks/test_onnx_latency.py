@@ -18,7 +18,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("benchmarks.speed.onnx_latency")
 
 
-# By default tests/export/test_onnx.py decodes with such a step.
+# This test is slow because tests/export/test_onnx.py decodes with such a step by default.
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 8, 1])
 @torch.no_grad()
@@ -26,7 +26,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     torch.manual_seed(0)
     step = benchmark.make_decoding_step(benchmark.T5_TINY, kv_heads)
     model, new_tokens = step.model, 6
-    # tied to its random embeddings, so small a model would repeat one token
+    # A small model whose head is tied to random embeddings would repeat one token.
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.generation_config.eos_token_id = None
     program = benchmark.export(step, benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step), 18)
@@ -34,7 +34,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     ids = torch.randint(5, 60, (3, 9))
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 4 + [0] * 5])
     expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    # torch computes the first two tokens, and the graph continues with its cache
+    # torch computes the first two tokens, and the graph continues from its cache.
     start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
     caches = (get_cache(start).self_attention_cache, get_cache(start).cross_attention_cache)
     self_states, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)

@@ -61,6 +61,6 @@ def test_each_head_count_is_scored_once(benchmark, wheel, tmp_path):
     ]
     flags += ["--work_dir", str(tmp_path / "work"), "--output", str(tmp_path / "out.json")]
     first = benchmark.main(benchmark.parse_args(flags))
-    assert [row["num_key_value_heads"] for row in first] == [None, 1]  # 4 are all
+    assert [row["num_key_value_heads"] for row in first] == [None, 1]  # the model has 4 heads
     assert all(0 <= row["masked_accuracy"] <= 1 for row in first) and first[1]["quality"]["measure"] == "loss"
     assert benchmark.main(benchmark.parse_args(flags)) == first

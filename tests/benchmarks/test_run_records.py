@@ -46,7 +46,7 @@ def test_run_with_other_arguments_raises_an_error_that_names_them(records, tmp_p
 
 
 def test_checkpoint_of_another_model_raises_an_error(records, tmp_path):
-    records.check_source(tmp_path, "a/minilm")  # not a converted one
+    records.check_source(tmp_path, "a/minilm")  # the folder has no conversion report yet
     (tmp_path / "conversion_report.json").write_text(json.dumps({"source": "a/minilm"}))
     records.check_source(tmp_path, Path("b/minilm"))
     with pytest.raises(SystemExit, match="converted from a/minilm, not from a/bert"):

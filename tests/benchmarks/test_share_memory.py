@@ -12,7 +12,8 @@ def test_shared_memory_stores_a_source_once(monkeypatch, tmp_path):
     options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "16", "--num_beams", "1", "3"]
     options += ["--max_new_tokens", "4", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     report = benchmark.main(benchmark.parse_args(options))
-    keys, outputs = 2 * 16 * 2 * 2 * 64 * 4, 2 * 16 * 64 * 4  # of two sentences, in two layers; once
+    # The bytes for two sentences: keys and values in two layers, and encoder outputs once.
+    keys, outputs = 2 * 16 * 2 * 2 * 64 * 4, 2 * 16 * 64 * 4
     for row, beams in zip(report["runs"], (1, 3), strict=True):
         assert all(row["same_tokens"].values()) and row["milliseconds"].keys() == row["cross_cache_bytes"].keys()
         cache_bytes = row["cross_cache_bytes"]

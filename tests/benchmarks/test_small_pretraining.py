@@ -106,7 +106,7 @@ def test_t5_parts_add_rows_per_optimizer_and_attention(load, shared_data, text, 
     assert [(row["optimizer"], row["attention"]) for row in rows] == kinds and len(ran) == len(kinds)
     assert len({row["eval_loss"] for row in rows}) == len(kinds)
     assert all(list(row["dev_loss_by_step"]) == ["1", "2"] and not row["gate_passed"] for row in rows)
-    # A new model is worse than a prediction of the word frequencies of the text.
+    # After one step, a model is worse than a prediction by the word frequencies of the text.
     frequencies = json.loads((text / "result.json").read_text())["loss_of_frequencies_alone"]
     assert 1 < frequencies < min(row["dev_loss_by_step"]["1"] for row in rows)
     assert (text / "result.png").read_bytes().startswith(b"\x89PNG")

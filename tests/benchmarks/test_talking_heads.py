@@ -27,7 +27,7 @@ def test_every_part_of_the_talking_heads_benchmark_runs(load, tmp_path, capsys):
             assert {"sdpa", "naive", "blocked"} <= row[mode].keys()
             assert all(value > 0 for value in row[mode].values())
     assert report["training_steps"]["milliseconds"].keys() == {"MHA", "talking heads", "talking heads, eager"}
-    # The weights of 512 tokens have 4 MiB, and the next measurement of 64 tokens must not hide them.
+    # The attention weights of 512 tokens have 4 MiB. The later measurement of 64 tokens must not include them.
     large, small = (row["forward"]["naive"] for row in report["peak_memory"])
     assert large >= 4 > small >= 0
     assert all(error < 1e-5 for rows in report["errors"].values() for row in rows.values() for error in row.values())

@@ -41,7 +41,7 @@ def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, 
     tensors["shared.weight"][7] += 0.01
     save_file(tensors, weights, metadata={"format": "pt"})
     (tmp_path / f"saved/{head}-talking/talking_heads.py").write_text("raise ImportError('gone')\n")
-    # The transformers that is there, as one that was installed.
+    # This folder makes the installed Transformers a version of the matrix.
     (tmp_path / f"transformers-{transformers.__version__}").mkdir()
     result = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
     rows = {row["repository"]: row for row in result["rows"]}

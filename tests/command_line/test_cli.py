@@ -29,7 +29,7 @@ def source(tmp_path):
 def test_installed_command_runs_the_package():
     actual = [item for item in entry_points(group="console_scripts") if item.name == "attn-variants"]
     if not actual or not actual[0].value.startswith("attn_variants:"):
-        pytest.skip("the package was installed before it had this command; pip install -e . again")
+        pytest.skip("the installed package is too old for this command; run pip install -e . again")
     assert actual[0].load() is attn_variants.main
 
 
@@ -253,7 +253,7 @@ def test_inspect_does_not_read_weights(tmp_path, capsys):
     config.save_pretrained(tmp_path)
     assert cli.main(["inspect", str(tmp_path), "--length", "1024", "--batch_size", "32", "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
-    # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes for a token, 32 x 2 x 1024 tokens of them
+    # 2 layers x (4 + 4) heads x 8 numbers x 2 bytes = 256 bytes per token, for 32 x 2 x 1024 tokens.
     assert "bfloat16, batch 32, 1,024 tokens attended to, source 1,024" in printed
     row = next(line for line in printed.splitlines() if line.startswith("GQA-4 *"))
     assert row.split()[3:] == ["16.0", "MiB", "0", "B", "(0%)"]
@@ -281,7 +281,7 @@ COMMAND_LINES = {
     "push": ["--repo_id", "me/x", "--dry_run"],
     "refresh": ["--output_dir", "out", "--hub_model_id", "me/x", "--push_to_hub"],
 }
-# The commands that can do without a checkpoint, and the architecture that they make then.
+# The commands that work without a checkpoint, and the architecture that they create.
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
@@ -391,7 +391,7 @@ def test_user_error_exits_with_a_one_line_error_and_status_2(source, tmp_path, c
 def test_nonempty_output_folder_raises_before_slow_imports(command, tmp_path, capsys, monkeypatch):
     from hf_attn_variants import registration
 
-    monkeypatch.setattr(registration, "register", lambda: pytest.fail("it was imported"))
+    monkeypatch.setattr(registration, "register", lambda: pytest.fail("the package was imported"))
     (tmp_path / "a").touch()
     assert cli.main([*command, "--model_name_or_path", "somewhere", "--output_dir", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err

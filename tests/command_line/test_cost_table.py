@@ -41,7 +41,7 @@ def count_flops(run):
 
 
 def make_model(architecture, head, variant):
-    # Two sentences of one length without padding: every token does the same.
+    # The tests use two sentences of equal length without padding, so all tokens have the same cost.
     return architecture.make_model(head, variant, attn_implementation="eager")
 
 
@@ -62,7 +62,7 @@ def test_encoder_decoder_flops_equal_the_torch_counter(variant):
     flops = count_flops_per_token(model, LENGTH, SOURCE)
     together = count_flops(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
-    # the encoder, and the latents, keys and values of cross-attention
+    # Count the encoder, and the latents, keys and values of cross-attention.
     encoder = count_flops(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attention_modules() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
@@ -78,7 +78,7 @@ def test_window_flops_and_cache_count_only_the_window():
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     config = BERT.make_config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
     rows = [compute_cost_table(item.to_dict(), length=100).current for item in (BERT.make_config("gqa"), config)]
-    saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
+    saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # of 100 tokens, w + 1 + 1 global token are used
     assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
     assert rows[1].name == "GQA-4 + window 8"
     config = T5.make_config("mqa", **window).to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
@@ -113,7 +113,7 @@ def test_linformer_flops_equal_the_torch_counter():
     heads = torch.zeros(1, 4, 2, 8)
     is_counted = (
         count_flops(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0
-    )  # on a CPU: from torch 2.15 on
+    )  # on a CPU since torch 2.15
     fused = 0 if is_counted else 4 * 5 * 48 * model.config.num_hidden_layers
     result = count_flops(lambda: model(input_ids=ids)) / ids.numel() + fused
     assert count_flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
@@ -133,7 +133,7 @@ def test_hybrid_flops_include_the_window():
     assert compute_cost_table(config, length=1000).current.kv_cache_bytes == state
 
 
-# Ranks below the heads' size, above it, and the input's own width.
+# One rank below the head size, one above it, and the input width.
 RANKS = (4, 24, 48)
 
 
@@ -372,7 +372,7 @@ def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
 def test_talking_heads_checkpoint_keeps_its_head_count():
     config = json.loads(BERT.make_config("gqa_talking").to_json_string(use_diff=False))
     table = compute_cost_table(config)
-    # k must divide 12 query and 8 value heads
+    # The number of key/value heads must divide 12 query heads and 8 value heads.
     assert [row.fields for row in table.rows[:4]] == [{"num_key_value_heads": count} for count in (12, 4, 2, 1)]
     assert [row.name for row in table.rows[4:]] == ["GQA-4 + latent 12 + talking heads"]
     assert table.current.fields == {"num_key_value_heads": 4} and "talking heads" in table.current.name

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
 # The script that pip writes for an entry point.
 COMMAND = "import sys\nfrom attn_variants import main\nsys.exit(main())\n"
-# A worker of a data loader on macOS: a process that imports the program of the command again.
+# A program that starts a process which imports the program again, like a worker of a data loader on macOS.
 SPAWNING = """
 import multiprocessing, signal, types
 import attn_variants
@@ -71,7 +71,7 @@ def test_interrupt_during_imports_prints_one_line(argv, is_own_command, tmp_path
         [sys.executable, *(part.format(tmp=tmp_path) for part in argv)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(root)])},
-        # A test run in the background ignores it, and so would its children.
+        # Background processes ignore SIGINT, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
         text=True,
@@ -132,7 +132,7 @@ def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, 
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with StopSignalRecorder().record_signals():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as nohup wants it
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # so that `nohup` works
     finally:
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr().err.count("Press again") == 1

@@ -31,7 +31,7 @@ HEADS = {"t5": "T5ForConditionalGeneration", "marian": "MarianMTModel", "whisper
 GENERATE = (T5, MARIAN, WHISPER)
 HAS_CTRANSLATE2 = importlib.util.find_spec("ctranslate2") is not None
 needs_ctranslate2 = pytest.mark.skipif(not HAS_CTRANSLATE2, reason="CTranslate2 is not installed")
-NO = lambda fields: False  # noqa: E731 (says that CTranslate2 is not here)
+NO = lambda fields: False  # noqa: E731 (reports that CTranslate2 is missing)
 SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False}
 
 
@@ -87,7 +87,7 @@ def test_engines_with_equal_weights_generate_equal_tokens():
         assert torch.equal(inputs["input_ids"], make_workload_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
-    assert all(item.shape == (2, 6) for item in written.values())  # no text ends by itself
+    assert all(item.shape == (2, 6) for item in written.values())  # no text ends early
     make_torch_call(model, inputs, load)(2)
 
 
@@ -170,7 +170,7 @@ def test_each_engine_reports_its_peak_memory(architecture, tmp_path):
         make_config(architecture), length=None if architecture is WHISPER else 8, **SMALL | {"peak_memory": True}
     )
     assert all(2**24 < row.peak_bytes < 2**33 for row in table.rows)
-    # CTranslate2's process has no torch in it.
+    # The process with CTranslate2 does not import torch.
     smallest = min(table.rows, key=lambda row: row.peak_bytes)
     assert smallest.engine.ctranslate2 or not HAS_CTRANSLATE2
 
@@ -187,7 +187,7 @@ def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
 @pytest.mark.thorough
 def test_failure_of_the_only_engine_raises_an_error():
     if not peak_memory.CLEAR_FILE.exists():
-        pytest.skip("this system says no peak")
+        pytest.skip("this system does not report peak memory")
     engine, load = Engine("transformers"), Workload(1, 8, 3, 1)
     with pytest.raises(ValueError, match=r"The process for transformers failed \(status 1\).*no_such_model"):
         peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
@@ -200,8 +200,8 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
         returncode, stderr = -9, "cut off"
 
     if not peak_memory.CLEAR_FILE.exists():
-        pytest.skip("this system says no peak")
-    platform.processor()  # it starts a program once
+        pytest.skip("this system does not report peak memory")
+    platform.processor()  # this starts a program at the first call
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
     T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
@@ -217,7 +217,7 @@ def test_order_of_engines_varies_between_rounds():
     order = []
     runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
     measure._time_engines(runs, Workload(1, 1, None, 1), rounds=4)
-    assert sorted(order) == sorted("abcd" * 5)  # the first warms up
+    assert sorted(order) == sorted("abcd" * 5)  # the first of five rounds warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
     pairs = {pair for item in rounds for pair in itertools.pairwise(item)}
     assert all(len({previous for previous, following in pairs if following == name}) > 1 for name in runs)
@@ -254,10 +254,10 @@ def test_requested_conversions_are_timed(tmp_path, capsys):
     fields_by_name = {name: engine["fields"] for name, engine in rows.items() if "latent" in name}
     both = "MHA + cross latent 8 + latent 4"
     one = "MHA + cross latent 4"
-    assert {name.split(",")[0] for name, engine in rows.items() if engine["fields"]} == {both, one}  # no quarter
+    assert {name.split(",")[0] for name, engine in rows.items() if engine["fields"]} == {both, one}  # no others
     expected = {both: latents, f"{both}, int8": latents}
     expected |= {one: {"cross_kv_lora_rank": 4}, f"{one}, int8": {"cross_kv_lora_rank": 4}}
-    assert fields_by_name == expected  # CTranslate2 has no row: a latent is multiplied in
+    assert fields_by_name == expected  # no rows for CTranslate2, which has no latents
     for wrong, message in (
         (['{"kv_lora": 3}'], "kv_lora"),
         (['{"num_key_value_heads": 5}'], "must divide"),
@@ -421,6 +421,6 @@ def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):
     ],
 )
 def test_serving_rejects_invalid_numbers(options, message, monkeypatch):
-    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("an engine was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(make_config(BERT), **options)

@@ -85,7 +85,7 @@ def test_latents_of_an_encoder_decoder_are_timed_per_token(tmp_path, capsys):
 @pytest.mark.parametrize(
     "exact, tokens",
     [
-        ((10, 3), 7),  # 10 saved, 2 lost a step: alike after 5 steps, which are 6 tokens
+        ((10, 3), 7),  # saves 10 and loses 2 per step: equal after 5 steps (6 tokens)
         ((11, 3), 6),
         ((20, 3), 2),
         ((21, 3), 1),
@@ -114,7 +114,7 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
 
     def spy(self, *args, **options):
         result = generate(self, *args, **options)
-        if options["num_beams"] == 3:  # the check before is greedy
+        if options["num_beams"] == 3:  # an earlier check decodes greedily
             actual.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
         return result
 
@@ -125,8 +125,8 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     assert table["num_beams"] == 3 and table["rows"][0]["name"] == "transformers"
     for row in table["rows"]:
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
-    # Each call begins with the states of 2 texts and returns 2 texts of 1 + 3 tokens; upstream's search repeats the
-    # states, our beams share them.
+    # Each call starts with the encoder outputs of 2 texts and returns 2 texts of 1 + 3 tokens. Transformers repeats
+    # the encoder outputs for each beam, and our beams share them.
     assert set(actual) == {(6, (2, 4)), (2, (2, 4))}
     assert cli.main(argv) == 0
     assert "3 new tokens, 3 beams" in capsys.readouterr().out
@@ -164,7 +164,7 @@ def drop_argument(argument):
 def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, message, monkeypatch):
     from hf_attn_variants.inspection import speed
 
-    monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("a model was timed"))
     model = getattr(hf_attn_variants, f"AttnVariant{head}")
     monkeypatch.setattr(model, "forward", drop_argument(argument)(model.forward))
     config = row.make_upstream_model(head).config.to_dict() | {"architectures": [head]}

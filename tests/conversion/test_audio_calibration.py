@@ -22,7 +22,7 @@ from hf_attn_variants.conversion.calibration.batches import (
 )
 from hf_attn_variants.conversion.calibration.examples import load_audio, make_audio_batches
 
-SUPPRESSED = [1, 2]  # neither padding nor an end: a random model is to talk on
+SUPPRESSED = [1, 2]  # without padding and end tokens, a random model generates up to the limit
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tm
         "--encoder_num_key_value_heads", "2", "--calibration_audio_dir", str(folder), "--calibration_size", "58",
         "--fit_steps", "40", "--output_dir", str(out),
     ])  # fmt: skip
-    assert "Next:" not in capsys.readouterr().out  # no command here trains a Whisper
+    assert "Next:" not in capsys.readouterr().out  # no command trains a Whisper
     report = json.loads((out / "conversion_report.json").read_text())
     assert report["calibration"] | {"count": 58, "kind": "files of audio", "held_out": 14} == report["calibration"]
     details = [layer["details"] for layer in report["layers"]]
     assert all(item["output_relative_error"] < 0.5 * item["output_relative_error_averaged"] for item in details)
-    # Whisper's keys have no bias and its values do: some fits must have got through that, and be better.
+    # In Whisper, values have a bias and keys do not. Fitting must still improve some modules.
     assert sum(item["fit_kept"] for item in details) > 2
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(out)
     assert model.generation_config.suppress_tokens == SUPPRESSED
@@ -65,7 +65,7 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
         folder, feature_extractor=make_feature_extractor(), max_length=30, fit_steps=0
     )
     used, held_out = make_audio_batches(model, make_feature_extractor(), calibration, torch.Generator())
-    assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the sixty
+    assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the 60 recordings
     batch = used[0]
     with torch.no_grad():
         logits = model(**without_known_encoder_outputs(batch)).logits
@@ -73,7 +73,7 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
         torch.testing.assert_close(model(**with_known_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
-    assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated
+    assert ids.shape[1] == 3 + 20 - 1  # a prompt of 3 tokens, and at most half of the 40 positions are generated
     assert set(ids[:, 0].tolist()) == {2} and set(ids[:, 1].tolist()) <= {30, 31} and set(ids[:, 2].tolist()) == {39}
     logits[..., SUPPRESSED] = -torch.inf
     assert torch.equal(logits[:, 2:-1].argmax(-1), ids[:, 3:])

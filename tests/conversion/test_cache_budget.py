@@ -47,7 +47,7 @@ def test_selected_ranks_lose_the_least_for_their_size(total):
         [compute_energy_loss_by_rank([make_random_form(seed, 8)]) ** (seed + 1) for seed in range(3)],
         [8, 8, 5],
     )
-    # A power of it falls by less and less too.
+    # A power of the loss is also a decreasing, convex function of the rank.
     ranks = allocate_ranks(lost, total, most)
     best = min(
         sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True))
@@ -96,7 +96,7 @@ def test_converted_cache_fits_into_the_budget(budget, text, source):
     converted = convert(model, kv_cache_bytes=budget, **options)
     taken = cache_bytes(converted)
     assert taken[0] <= budget[0] and taken[1] <= budget[1]
-    # and leaves no latent's number unused
+    # The budget is used as far as possible.
     now = 4 * 2 * 64
     assert taken[0] == (now if budget[0] >= now else min(budget[0], 4 * 32))
     assert taken[1] > budget[1] - 4 * 8 or taken[1] == now
@@ -104,7 +104,7 @@ def test_converted_cache_fits_into_the_budget(budget, text, source):
 
 
 def test_budget_keeps_latents_of_the_source(source):
-    """Check a source with latents, which has no keys and values to return to: they would be larger."""
+    """Check an original model with latents, whose uncompressed keys and values would need a larger cache."""
     model = convert(T5ForConditionalGeneration.from_pretrained(source), kv_lora_rank=24, method="mean").eval()
     converted = convert(model, kv_cache_bytes=(64, 4 * 42), method="mean")
     assert sorted(converted.config.per_layer_values["kv_lora_rank"]) == [16, 24]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cross_product
 def test_fitting_steps_have_smaller_error_than_closed_form_and_mean(build, kv_heads):
     model = build()
     by_mean = compute_error(convert_model(model, kv_heads), model)
-    # The greedy outputs of random weights repeat one token: they say nothing about other text.
+    # Targets are given, because greedy outputs of random weights repeat one token and do not represent other text.
     targets = {"target_texts": make_texts(seed=1)} if model.config.is_encoder_decoder else {}
     closed = compute_error(convert_model(model, kv_heads, calibration=make_calibration(**targets)), model)
     fitted = compute_error(
@@ -55,7 +55,7 @@ def test_similar_heads_are_grouped_at_any_position(tmp_path):
         for name, parameter in model.named_parameters():
             if name.rsplit(".", 2)[-2] in ("key", "value"):
                 heads = parameter.view(2, 2, 8, *parameter.shape[1:])
-                heads[1] = heads[0]  # heads 0 and 2, 1 and 3
+                heads[1] = heads[0]  # heads 0 and 2 are equal, and 1 and 3
     assert compute_error(convert_model(model, 2, calibration=make_calibration()), model) < 1e-4
     assert all(groups == [[0, 2], [1, 3]] for groups in get_head_groups(model, tmp_path).values())
 
@@ -163,7 +163,7 @@ def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
 
 def test_report_names_modules_that_kept_the_closed_form(tmp_path):
     make_bert().save_pretrained(tmp_path / "source")
-    calibration_data = make_calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
+    calibration_data = make_calibration(fit_steps=3, fit_learning_rate=1e3)  # makes fitting diverge
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration_data)
     for layer in report.layers:
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]

@@ -17,7 +17,7 @@ from hf_attn_variants.conversion.calibration.batches import (
 )
 
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "po", "re", "su", "ti"]
-# Words as languages have them: few are frequent, most are rare.
+# As in real languages, few words are frequent and most are rare.
 WORDS = [a + b for a in SYLLABLES for b in SYLLABLES] + [
     a + b + c for a in SYLLABLES for b in SYLLABLES for c in "nst"
 ]
@@ -62,7 +62,7 @@ def test_text_of_the_language_gives_no_warning(caplog):
 def test_text_of_another_language_gives_a_warning(caplog):
     other = ["".join(reversed(text)) for text in make_language()]
     assert "splits words in the calibration texts into" in get_logged_warnings(caplog, other)
-    # Formulas have no words.
+    # Formulas contain no words that a tokenizer could split.
     assert get_logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
 
 
@@ -98,7 +98,7 @@ def test_too_few_tokens_warning_states_the_needed_number(caplog, stack, tokens):
     assert f"got {tokens} tokens in 8 examples" in caplog.text
     assert caplog.text.count("Provide about 16 such examples") == 1
     caplog.clear()
-    check_token_count([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio for an encoder
+    check_token_count([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # audio for an encoder
     assert caplog.text == ""
 
 

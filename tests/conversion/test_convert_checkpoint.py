@@ -55,7 +55,7 @@ def test_remote_code_of_a_checkpoint_gives_a_warning_and_is_not_run(make_source,
     convert_checkpoint(source, tmp_path / "out", 4)
     assert "The checkpoint's remote code (modeling_x.XModel) is not run" in caplog.text
     caplog.clear()
-    convert_checkpoint(tmp_path / "out", tmp_path / "again", 2)  # this package's own
+    convert_checkpoint(tmp_path / "out", tmp_path / "again", 2)  # the code of this package
     assert "remote code" not in caplog.text
 
 
@@ -86,7 +86,7 @@ def test_conversion_to_the_same_head_count_changes_nothing(make_source, tmp_path
     before, after = load_tensors(source), load_tensors(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {row.change for row in report.layers} == {"same"} and report.mean_logits_relative_error == 0.0
-    assert "relative error of logits" not in report.summary()  # with a window the same weights give other outputs
+    assert "relative error of logits" not in report.summary()  # equal weights can still give other outputs
     converted = load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")
     torch.testing.assert_close(
         compute_logits(converted), compute_logits(load_model(transformers.BertForMaskedLM, source)), atol=1e-6, rtol=0
@@ -254,7 +254,7 @@ def test_talking_heads_of_the_source_stay(tmp_path):
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
     before, after = load_tensors(tmp_path / "source"), load_tensors(tmp_path / "out")
     assert torch.equal(before[f"{LAYER}.self.logits_proj"], after[f"{LAYER}.self.logits_proj"])
-    # Twelve key heads but eight value heads, each pooled by its own group size.
+    # The 12 key heads and the 8 value heads are pooled in groups of different sizes.
     assert report.layers[0].key_heads == (12, 2) and report.layers[0].value_heads == (8, 2)
     name = f"{LAYER}.self.value.weight"
     assert torch.equal(after[name], average_heads(before[name], 8, 2))
@@ -273,7 +273,7 @@ def test_report_lists_errors_and_sizes(make_source, tmp_path):
         "before": sum(tensor.numel() for tensor in before.values()),
         "after": sum(tensor.numel() for tensor in after.values()),
     }
-    # 2 layers x (12 -> 3 key and as many value heads) x 4 numbers per head x 4 bytes, for each kind of attention.
+    # For each kind of attention, 2 layers x (12 -> 3 key heads and as many value heads) x 4 numbers x 4 bytes.
     cache = {"before": 2 * 2 * 12 * 4 * 4, "after": 2 * 2 * 3 * 4 * 4}
     assert written["kv_cache_bytes_per_token"] == {"self": cache, "cross": cache}
     assert [(row["module"], row["site"]) for row in written["layers"]] == [

@@ -100,7 +100,7 @@ def test_unsupported_models_raise_an_error(tmp_path):
         convert(nowhere, 4)
     with pytest.raises(ValueError, match=r"`model` must be .* got Linear"):
         convert(torch.nn.Linear(3, 3), 1)
-    # As `add_adapter` does, which of transformers 5.24 wants a peft newer than 0.21.
+    # `add_adapter` does the same, but requires peft newer than 0.21 in transformers 5.24.
     adapted = peft.inject_adapter_in_model(
         peft.LoraConfig(target_modules=["query"]), BERT.make_upstream_model("BertModel")
     )

@@ -22,7 +22,7 @@ from hf_attn_variants.conversion import Calibration
 
 SIZES = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 SIZES |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "init_std": 0.3}
-# No text has the end token's number, or each row one.
+# BART requires the same number of end tokens (1) in each row: the texts have none, and the batches below have one.
 BART = BartConfig(vocab_size=60, **SIZES, eos_token_id=1, decoder_start_token_id=1, pad_token_id=0)
 T5 = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
 

@@ -23,7 +23,7 @@ from .conftest import load_tensors
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
 def test_tokenizer_without_a_class_name_loads_after_conversion(tmp_path, file):
-    # Old repositories such as bert-base-uncased name the class only by model_type.
+    # Old repositories such as bert-base-uncased imply the tokenizer class only by their model_type.
     source, out = make_tiny_bert(tmp_path / "source"), tmp_path / "out"
     for path in source.glob("*token*"):
         if path.name != file:
@@ -80,7 +80,7 @@ def test_whisper_saved_by_hand_has_a_processor(tmp_path):
 def test_processor_of_the_source_is_kept(tmp_path):
     source = save_whisper_checkpoint(tmp_path / "source")
     (source / "preprocessor_config.json").unlink()
-    # As transformers 5 saves it: one file, and no preprocessor_config.json.
+    # transformers 5 saves one file and no preprocessor_config.json.
     transformers.WhisperProcessor(make_feature_extractor(), make_tokenizer()).save_pretrained(source)
     before = (source / "processor_config.json").read_bytes()
     convert_checkpoint(source, tmp_path / "out", 2)

@@ -61,7 +61,7 @@ def test_search_uses_every_layer_that_shares_an_attention():
 
     calls = [Call(layer) for _ in range(64) for layer in range(12)]
     seen = [call.layer for call in _sample_inputs(calls, num_uses=12)]
-    assert len(seen) == len(set(seen)) == 11  # as many tokens as the search looks at, in as many layers
+    assert len(seen) == len(set(seen)) == 11  # the sampled calls are all from different layers
 
 
 def test_search_is_skipped_if_it_exceeds_the_memory(caplog):

@@ -191,7 +191,8 @@ def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
     assert stored["heads"]["cross_kv_lora_rank"] == [None, 8] and stored["heads"]["kv_lora_rank"] == [None, 32]
     assert "encoder_kv_lora_rank" not in stored["heads"]
     assert "cross_kv_lora_rank          none -> 8" in report.summary()
-    # Two layers of 4 key and 4 value heads of 8 before; then the input of each layer, and one latent for all.
+    # Before: 4 key heads and 4 value heads of size 8 in two layers. After: the input of each layer in self-attention,
+    # and one latent for all layers in cross-attention.
     before = 2 * 2 * 4 * 8 * 4
     assert stored["kv_cache_bytes_per_token"] == {
         "decoder": {"before": before, "after": 2 * 32 * 4},
@@ -332,13 +333,13 @@ def test_dropped_value_directions_change_outputs_by_their_energy():
     )
     difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
     expected = (1 - compute_preserved_energy_share(form, latent)) * form.energy
-    # `UNSEEN` directions are in the form, and not in the text.
+    # The tolerance covers the share of directions that the form has in addition to those in the text.
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
 
 def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
     tensors, heads = make_attention(heads=1, kv_heads=1)
-    # One query for all: then nothing is taken as independent that is not.
+    # All texts have the same query, so it is correct to treat queries and keys as independent.
     states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
     memory = torch.randn(400, 7, 10, generator=torch.Generator().manual_seed(3))
     text = [AttentionInputs(states, memory, None, None, torch.ones(400, 1, dtype=torch.bool), 0.3)]
@@ -363,7 +364,7 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
 
 
 class TestLatentsOfASourceWithLatents:
-    """From rank r to a smaller one, to the full width, to none."""
+    """Check changes from one rank to a smaller rank, to the full width, and to no latent."""
 
     fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
 

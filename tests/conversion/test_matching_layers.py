@@ -29,7 +29,7 @@ def make_matching_bert(layers=3, layer=1, **fields):
     model = BertModel(BertConfig(vocab_size=60, initializer_range=0.3, **sizes, **fields)).eval()
     with torch.no_grad():
         model.embeddings.position_embeddings.weight.mul_(0.0)
-        for other in range(layer):  # the layers before do not change the words
+        for other in range(layer):  # earlier layers hardly change the words
             model.encoder.layer[other].attention.output.dense.weight.mul_(0.01)
             model.encoder.layer[other].output.dense.weight.mul_(0.01)
         attention = model.encoder.layer[layer].attention.self
@@ -55,7 +55,7 @@ class MarkedTokenizer(WordTokenizer):
 
 
 def shares_of(model, calibration):
-    """Return the shares of the source as a variant model, as a conversion requests them."""
+    """Return the matching shares of a model, computed as in a conversion, and the model as a variant."""
     converted = convert_model(model, 4, method="mean", copy=True)
     config = model.config.to_dict() | {"architectures": ["BertModel"]}
     plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
@@ -154,7 +154,7 @@ def test_second_conversion_keeps_other_per_layer_values():
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda item: item.name)
 def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
-    """Check that encoder fields keep layers, and that the decoder is converted in all layers."""
+    """Check that encoder layers are kept by the encoder fields, and that all decoder layers are converted."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
     model = architecture.make_upstream_model(head)
     options = {"target_texts": list(make_small_calibration().texts), "tokenizer": WordTokenizer()}

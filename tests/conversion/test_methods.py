@@ -54,7 +54,7 @@ def test_incompatible_head_counts_raise_an_error(source, target):
 
 
 def test_groups_equal_those_of_torch_grouped_attention():
-    # One constant per key head: which query heads see which pooled key is decided by torch, not by this package.
+    # Each key head is a constant, so the output of torch shows which query heads share a pooled key head.
     values = torch.arange(float(HEADS)).repeat_interleave(HEAD_DIM)[:, None].expand(-1, SIZE)
     pooled = split_heads(average_heads(values, HEADS, KV_HEADS), KV_HEADS)[:, :, :HEAD_DIM]  # [k, d, d]
     query = torch.zeros(1, HEADS, 1, HEAD_DIM)

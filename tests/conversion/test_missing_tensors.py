@@ -10,7 +10,7 @@ from relatives import RELATIVES
 from hf_attn_variants.conversion import convert_checkpoint
 
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
-# Parts of encoder-decoders.
+# Classes that contain only the encoder of an encoder-decoder.
 ENCODERS = {f"{name}{end}" for name in ("T5", "UMT5") for end in ("EncoderModel", "ForTokenClassification")}
 ENCODERS |= {"WhisperForAudioClassification"}
 

@@ -35,7 +35,7 @@ def run(model):
     needs_decoder = type(model).__name__.endswith(("T5Model", "ForConditionalGeneration"))
     inputs = INPUTS | ({"decoder_input_ids": INPUTS["input_ids"][:, :3]} if needs_decoder else {})
     if "SequenceClassification" in type(model).__name__:
-        inputs = {"input_ids": INPUTS["input_ids"][:1]}  # one end of sentence each
+        inputs = {"input_ids": INPUTS["input_ids"][:1]}  # rows must have equal numbers of end tokens
     return model(**inputs)[0]
 
 

@@ -1,4 +1,4 @@
-"""Check where a conversion is written: into a new or empty folder, completely or not at all."""
+"""Check the output folder of a conversion: it is new or empty, and is written completely or not at all."""
 
 import os
 import shutil
@@ -70,7 +70,7 @@ def test_output_link_to_itself_raises_an_error(make_source, tmp_path):
 
 
 def test_output_may_be_an_empty_mount_point(make_source, tmp_path, monkeypatch):
-    # A mount point cannot be removed, and nothing can be renamed into or out of it.
+    # A mount point cannot be removed, and files cannot be renamed into it or out of it.
     mount = tmp_path / "mount"
     mount.mkdir()
     rmdir = Path.rmdir
@@ -110,7 +110,7 @@ def test_existing_folder_is_filled_completely_with_config_last(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path) as stage:
         for name in names:
             (stage / name).write_text("x")
-    # A notice replaces config.json first, because a class loads weights without it with its defaults.
+    # A notice replaces config.json first, because without this file, a class would load the weights with its defaults.
     assert moved == ["config.json", "a.txt", "z.safetensors", "config.json"] and list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +131,7 @@ def test_sigterm_leaves_no_partial_folder(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_unwritable_folder_raises_an_error(make_source, tmp_path):
     source = make_source()
     (tmp_path / "locked").mkdir(mode=0o500)

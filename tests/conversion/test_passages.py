@@ -11,7 +11,7 @@ from hf_attn_variants.conversion import convert_model
 from hf_attn_variants.conversion.calibration.batches import join_passages, make_batches
 
 TEXTS = [f"{number} is a number" for number in range(400)]
-FOUR = [4] * 400  # tokens of each
+FOUR = [4] * 400  # the number of tokens in each text
 
 
 def test_every_second_text_continues_with_the_next_texts():
@@ -19,7 +19,7 @@ def test_every_second_text_continues_with_the_next_texts():
     assert sorted(result) == list(range(0, 400, 2))
     for number, (passage, length) in result.items():
         parts = TEXTS[number:] + TEXTS[:number]
-        count = -(-length // 4)  # of texts of four words, one token each at least
+        count = -(-length // 4)  # the texts of four tokens that reach the length
         assert passage == " ".join(parts[:count])
 
 
@@ -31,11 +31,11 @@ def test_short_and_long_passages_are_equally_frequent():
 
 
 def test_text_without_spaces_is_joined_by_token_count():
-    """Check chemical formulas of 60 tokens without spaces, of which 256 were joined and tokenized slowly."""
+    """Check chemical formulas of 60 tokens without spaces, because a count of words would join up to 256 of them."""
     texts, counts = ["CC(=O)Oc1ccccc1C(=O)O" * 3] * 400, [60] * 400
     assert max(passage.count(" ") for passage, _ in join_passages(texts, counts, 256).values()) == 4
     result = join_passages(texts, counts, 256).values()
-    assert all(len(passage.split()) > 1 for passage, _ in result)  # others stay whole
+    assert all(len(passage.split()) > 1 for passage, _ in result)  # each passage has several texts
 
 
 def test_passages_work_with_few_texts_and_positions():
@@ -54,7 +54,8 @@ def test_passages_are_the_default_only_for_encoders():
     alone = sorted(map(len, WordTokenizer()(make_texts(), max_length=23)["input_ids"]))
     assert count_tokens(make_bert(), passages=False) == alone and max(alone) < 64
     mixed = count_tokens(make_bert(), passages=None)
-    # Single texts have at most 23 tokens. Of passages of 16 to 256, log(256 / 24) / log(16) are longer.
+    # Single texts have at most 23 tokens. Half of the examples are passages of 16 to 256 tokens, of which a share of
+    # log(256 / 24) / log(16) is longer.
     assert len(mixed) == 512 and sum(count > 23 for count in mixed) == pytest.approx(218, abs=4)
     assert 200 < max(mixed) < 256
     assert max(count_tokens(make_bert(), passages=None, max_length=40)) < 40
@@ -66,7 +67,7 @@ def test_passages_are_the_default_only_for_encoders():
 
 
 def test_fitted_passages_contain_no_held_out_text():
-    texts = [chr(number) * 30 for number in range(207, 257)]  # each with one unique token
+    texts = [chr(number) * 30 for number in range(207, 257)]  # each text has one unique token
     calibration_data = replace(make_calibration(passages=None), texts=texts)
     used, held_out = (
         {int(token) for batch in part for token in batch["input_ids"].unique()}

@@ -27,7 +27,7 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
     head = next(iter(architecture.heads))
     source = architecture.make_upstream_model(head).eval()
     source.save_pretrained(tmp_path / "source")
-    # RoBERTa's first two are of no token.
+    # The first two positions of RoBERTa are not used for tokens.
     first = 2 if architecture.name == "roberta" else 0
     old = source.config.max_position_embeddings
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90, **WINDOW)
@@ -39,7 +39,7 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
     assert model.config.max_position_embeddings == 90 and model.config.attention_window == 8
     with torch.no_grad():
         assert model(make_token_ids(2, 80)).last_hidden_state.isfinite().all()
-        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # no other change
+        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # without other changes
         ids = make_token_ids(2, 9)
         expected = source(ids).last_hidden_state
         torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)
@@ -52,7 +52,7 @@ def test_learned_positions_are_interpolated(architecture, tmp_path):
     first = 2 if architecture.name == "roberta" else 0
     before = load_positions(tmp_path / "source")
     old = before.shape[0] - first
-    new = 3 * (old - 1) + 1  # every third one is an old one
+    new = 3 * (old - 1) + 1  # every third position is an original one
     convert_checkpoint(
         tmp_path / "source", tmp_path / "out", max_position_embeddings=new + first, position_extension="interpolated"
     )

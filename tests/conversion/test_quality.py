@@ -35,7 +35,7 @@ def make_source_outputs(model, **changes):
     calibration_data = make_calibration(**changes)
     has_encoder = model.config.is_encoder_decoder or "Encoder" in type(model).__name__
     field = f"{'encoder_' if has_encoder else ''}num_key_value_heads"
-    model = convert(model, **{field: 4}).eval()  # this package's class, the same heads
+    model = convert(model, **{field: 4}).eval()  # a class of this package with all heads
     return model, compute_source_outputs(model, calibration_data)
 
 
@@ -51,7 +51,7 @@ SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
 CASES = [
     ("BertModel", {}, "embeddings", 1.0),
     ("BertForMaskedLM", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
-    ("BertForMaskedLM", {}, "embeddings", 1.0),  # a tokenizer that masks nothing
+    ("BertForMaskedLM", {}, "embeddings", 1.0),  # the tokenizer has no mask token
     ("BertForPreTraining", {"tokenizer": MaskingTokenizer()}, "loss", 0.0),
     ("BertForSequenceClassification", {}, "predictions", 0.0),
     ("BertForSequenceClassification", {"num_labels": 1}, "scores", 0.0),
@@ -64,7 +64,7 @@ CASES = [
     ("T5Model", {"target_texts": make_texts(seed=1)}, "embeddings", 1.0),
     ("T5EncoderModel", {}, "embeddings", 1.0),
     ("BartForConditionalGeneration", {"max_length": 10}, "tokens", 0.0),
-    ("BartForSequenceClassification", {}, "embeddings", 1.0),  # these texts have no end token, which it reads
+    ("BartForSequenceClassification", {}, "embeddings", 1.0),  # it needs an end token, which these texts lack
 ]
 
 
@@ -76,7 +76,7 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
     calibration_options = {name: value for name, value in changes.items() if name not in fields}
     upstream = family.make_upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
-        upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
+        upstream.generation_config.suppress_tokens = [0, 1]  # otherwise, random weights generate only these
     model, outputs = make_source_outputs(upstream, **calibration_options)
     result = outputs.compare_with(model)
     assert result.measure == measure and result.examples == 128
@@ -98,7 +98,7 @@ def test_nan_outputs_are_outside_tolerance():
 
 
 def test_endless_texts_are_counted_separately_from_changed_words():
-    """Check that the summary names one repeating text of ten, which causes most of the value."""
+    """Check that the summary reports one repeating text of ten, which causes most of the difference."""
     source = [list(range(10, 50)), [1, 2, 3]]
     assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are not a loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
@@ -128,11 +128,11 @@ def test_identical_examples_are_inconclusive():
 
 
 def test_text_unknown_to_the_source_is_inconclusive(caplog):
-    """Check a T5 that predicts other words than its targets, as for swapped source and target."""
+    """Check a T5 that does not predict its targets, as if sources and targets were swapped."""
     model = T5.make_upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
-    model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
+    model.generation_config.suppress_tokens = [0, 1]  # otherwise, random weights generate only these
     model, outputs = make_source_outputs(model, target_texts=make_texts(seed=1))
     result = outputs.compare_with(model)
     assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
@@ -176,14 +176,14 @@ def test_wilson_and_clustered_intervals_equal_their_formulas():
     result[:4] = 1
     assert compute_ratio_confidence_interval(result, counts, True) == pytest.approx(
         (0.0417, 0.2413), abs=3e-3
-    )  # by the tables 4 of 38
+    )  # the tabulated interval for 4 of 38
     tokens = torch.full((38,), 20.0)
     low, high = compute_ratio_confidence_interval(
         result * 20, tokens, True
-    )  # four whole texts, and not 80 tokens apart
+    )  # four complete texts, not 80 independent tokens
     assert (low, high) == pytest.approx((0.0417, 0.2413), abs=3e-3)
     low, high = compute_ratio_confidence_interval(torch.full((38,), 2.0), tokens, True)
-    assert high - low < 0.05  # two in each text are spread as if each was drawn by itself
+    assert high - low < 0.05  # two tokens in each text vary like independent ones
     assert compute_ratio_confidence_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
 
 
@@ -191,7 +191,7 @@ def test_intervals_have_their_nominal_coverage():
     generator, hits = torch.Generator().manual_seed(0), {"share": 0, "mean": 0}
     for _ in range(400):
         counts = torch.randint(5, 30, (60,), generator=generator).double()
-        chance = 0.06 * torch.rand(60, generator=generator) * 2  # texts differ
+        chance = 0.06 * torch.rand(60, generator=generator) * 2  # the rate differs between texts
         low, high = compute_ratio_confidence_interval(
             torch.binomial(counts, chance.double(), generator=generator), counts, True
         )
@@ -246,7 +246,7 @@ def test_majority_classifier_is_outside_tolerance():
     result = outputs.compare_with(model)
     assert (result.value, result.verdict, result.is_rare) == (1.0, "outside tolerance", True)
     outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
-    assert outputs.compare_with(model).value == 0.5  # none is so frequent: all examples count
+    assert outputs.compare_with(model).value == 0.5  # no label is too frequent, so all examples count
 
 
 def compare_labels(source, converted):
@@ -276,7 +276,7 @@ def test_label_of_all_texts_is_compared_by_scores():
     fields = SEVERAL_LABELS | {"num_labels": 1}
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
-        upstream.classifier.bias.fill_(100.0)  # every text has it
+        upstream.classifier.bias.fill_(100.0)  # every text has this label
     model, outputs = make_source_outputs(upstream)
     result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
@@ -318,7 +318,7 @@ def test_edit_distance_counts_changed_words(first, second, distance):
 
 @pytest.mark.thorough
 def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
-    """A latent of two numbers holds nothing of keys and values of thirty-two."""
+    """Check a latent of rank 2, which loses nearly all information about keys and values of size 32."""
     make_bert().save_pretrained(tmp_path / "source")
     options = {"kv_lora_rank": 2, "calibration": make_calibration()}
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **options)

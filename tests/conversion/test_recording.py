@@ -97,7 +97,7 @@ PATTERNED = [
 
 
 def record_contexts(model, batch):
-    """Return the inputs of each attention's output projection, {path: tensors of its calls}."""
+    """Return the inputs of the output projection of each attention module, {path: tensors of its calls}."""
     actual = {}
     for site, path, module in model.named_attention_modules():
         read = actual.setdefault(path, [])
@@ -111,7 +111,7 @@ def record_contexts(model, batch):
 @pytest.mark.parametrize("pattern", OF_PATTERNS)
 @pytest.mark.parametrize(("architecture", "head", "prefix"), PATTERNED)
 def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, prefix, pattern, is_padded):
-    """Check also rows that are padded on either side."""
+    """Check texts, including rows that are padded on either side."""
     fields = OF_PATTERNS[pattern] | {"attention_pattern": pattern}
     model = architecture.make_model(head, **{f"{prefix}{name}": value for name, value in fields.items()})
     generator = torch.Generator().manual_seed(0)

@@ -102,13 +102,13 @@ def test_maps_commute_with_partial_rotary_positions(layout):
 
 
 def list_scores(tensors, inputs, heads):
-    """Return the scores of each head [h, pairs of tokens], for all pairs in each text, without the mean over keys."""
+    """Return the scores of each head [h, pairs of tokens] for the pairs in each text, minus their mean over keys."""
     rows = []
     for batch in inputs:
         query, key = (project_heads(tensors, role, heads, batch) for role in ("query", "key"))
         for text, valid in enumerate(batch.valid):
             scores = torch.einsum("nhd,mhd->hnm", query[text, valid], key[text, valid])
-            # Each query has the same weight.
+            # Each query has the same weight, regardless of its number of keys.
             rows.append(((scores - scores.mean(-1, keepdim=True)) / valid.sum() ** 0.5).flatten(1))
     return torch.cat(rows, 1)
 
@@ -140,7 +140,7 @@ def test_query_factors_equal_least_squares_over_all_pairs_of_tokens(layout, freq
         best = (features @ solution)[:, 0] - target[head]
         error = list_scores(fitted, inputs, counts)[head] - target[head]
         torch.testing.assert_close(error.norm(), best.norm(), rtol=1e-4, atol=1e-4)
-        assert best.norm() > 0.05 * target[head].norm()  # otherwise, any factors would do
+        assert best.norm() > 0.05 * target[head].norm()  # the comparison needs an error clearly above 0
 
 
 def apply_maps(projection, maps):
@@ -172,7 +172,7 @@ def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
         singular = torch.linalg.svdvals(numbers * scales)
         preserved, total = preserved + singular[0] ** 2, total + singular.square().sum()
         new = torch.complex(*torch.einsum("hde,nhe->nd", key_maps, key)[:, [first, second]].T)
-        # The best factors predict each key from the new one, so what is left is orthogonal to it.
+        # The best factors predict each key from the new key, so the remainder is orthogonal to the new key.
         factors = torch.complex(query_maps[:, first, first], -query_maps[:, second, first])
         left = numbers - new[:, None] * factors
         torch.testing.assert_close((left * new.conj()[:, None]).mean(0).abs(), torch.zeros(4, dtype=torch.float64))
@@ -180,7 +180,7 @@ def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
 
 
 def make_tied_attention(layout, modulus, frequencies=(1.0, 0.1), head_dim=6):
-    """Return an attention with 4 heads in two groups, in each of which the keys differ only by commuting maps."""
+    """Return an attention with 4 heads in two groups, in which the keys differ only by commuting matrices."""
     tensors, pairs = make_attention(head_dim), make_rotary(1, frequencies, layout).get_pairs(head_dim)
     generator = torch.Generator().manual_seed(3)
     rest = torch.linalg.qr(torch.randn(QUERY_HEADS, 2, 2, dtype=torch.float64, generator=generator))[0]
@@ -307,7 +307,7 @@ def test_calibrated_eurobert_reproduces_texts_of_2048_tokens():
     with torch.no_grad():
         expected, outputs, averaged = (m(ids).last_hidden_state for m in (model, converted, convert(model, 2)))
     assert type(converted) is EuroBertModel and converted.config.num_key_value_heads == 2
-    # The calibration texts have 21 tokens, but the factors hold at every distance.
+    # The calibration texts have only 21 tokens, but the factors are valid at every distance.
     assert (outputs - expected)[:, -50:].norm() < 0.02 * expected[:, -50:].norm()
     assert (averaged - expected)[:, -50:].norm() > 0.2 * expected[:, -50:].norm()
 

@@ -49,7 +49,7 @@ def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsy
     card = str(generate_model_card(tmp_path / "out", "me/model"))
     assert "talking heads before and after the softmax in cross-attention" in card
     assert "cross-attention: logits of 12 heads --P_l [12 x 12]-->" in card and "talking-heads-attention" in card
-    # In memory the same numbers.
+    # A conversion in memory gives the same weights.
     live = convert(plain, cross_talking_heads="both", cross_talking_heads_dynamic=["m2l"])
     for name, tensor in live.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name

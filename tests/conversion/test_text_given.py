@@ -1,4 +1,4 @@
-"""Check the text that users give a conversion: its types, missing text, options and warnings."""
+"""Check the text that users pass to a conversion: its types, missing text, options and warnings."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def short_fits(monkeypatch):
 
 @pytest.fixture
 def warnings_of(caplog):
-    """A function that calls another and returns the warnings of the conversion."""
+    """A function that calls another function and returns the warnings of the conversion."""
 
     def call(function, *args, **options):
         caplog.clear()
@@ -197,7 +197,7 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
 
 @pytest.mark.parametrize("names_its_class", [False, True])
 def test_model_saved_without_a_tokenizer_loads_without_one(encoder, tmp_path, names_its_class):
-    if names_its_class:  # in config.json, as old repositories do
+    if names_its_class:  # in config.json, as in old repositories
         encoder = shutil.copytree(encoder, tmp_path / "named")
         config = json.loads((encoder / "config.json").read_text())
         (encoder / "config.json").write_text(json.dumps(config | {"tokenizer_class": "BertTokenizer"}))

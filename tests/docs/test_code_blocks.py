@@ -45,18 +45,18 @@ DOCUMENTS = {
 }
 BLOCKS = {name: read_blocks(path, name) for name, path in DOCUMENTS.items()}
 
-# Blocks that are something to read, by their document and how they begin.
+# Blocks that are neither Python nor shell code, by document and first words, with a description.
 SHOWN = {
     ("docs/tree.md", "hf_attn_variants/"): "the tree of the repository",
     ("docs/architecture.md", "modeling/ops/softmax_attention.py"): "files to read first",
     ("docs/architecture.md", "model(**batch)"): "a drawing",
     ("docs/architecture.md", "convert(model, num_key_value_heads"): "a drawing",
-    ("docs/experiments.md", "title: Fewer key"): "a file; tests/sweep makes the plan of it",
-    ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the command above it printed",
+    ("docs/experiments.md", "title: Fewer key"): "a sweep file, whose plan tests/sweep checks",
+    ("docs/hub.md", "t5-mini-multi30k-en-de (T5ForCond"): "the table that the preceding command prints",
 }
-# Generated documents, whose blocks that are not commands are output to read.
+# Generated documents, in which blocks other than commands show output.
 GENERATED = {"docs/command_line.md"}
-# Documents whose blocks run by default: what everyone reads first, and short ones. The others run with `-m slow`.
+# Documents whose blocks run by default: the ones to read first, and short ones. The others run with `-m slow`.
 QUICK = {
     "README.md",
     "docs/installation.md",
@@ -69,28 +69,28 @@ QUICK = {
     "docs/share_memory.md",
     "docs/quantization.md",
 }
-# Commands that are not run, by their first words; their arguments and files are still checked.
+# Commands that do not run, by their first words, with the reason. Their arguments and files are still checked.
 NOT_RUN = {
     "accelerate config": "asks questions",
-    "attn-variants average": "reads whole runs; those of the documents are of a few rows here",
-    "make": "makes an environment, or runs for minutes; that the target is there, and what ARGS says, is checked",
-    "pip": "installs",
+    "attn-variants average": "needs complete runs, but the runs here have only a few rows",
+    "make": "creates an environment or takes minutes; the target and ARGS are checked",
+    "pip": "installs packages",
     "python -m benchmarks": "takes minutes to hours",
     "attn-variants export sentence-transformers/all-MiniLM-L6-v2 --to onnx --quantization int8 --calibration_file": (
         "needs nncf and OpenVINO"
     ),
-    "attn-variants sweep": "takes hours; tests/sweep has each file's plan, and runs small ones",
+    "attn-variants sweep": "takes hours; tests/sweep checks the plan of each file and runs small sweeps",
 }
-# Local folders that a document may name before a command of it has made them; None: any.
+# Local folders that a document may name before one of its commands creates them. None allows any folder.
 GIVEN: dict[str, set[str] | None] = {"README.md": set(), "docs/quickstart.md": set()}
-# The width of a T5 where a document speaks of a real one's; of others it is 32.
+# The width of a T5 if a document mentions the width of the real model. The default is 32.
 WIDTHS = {("docs/latents.md", "google-t5/t5-small"): 512}
-# Names of Python blocks that the text around them introduces.
+# Names in Python blocks that the text around the blocks defines.
 INTRODUCED: dict[str, set[str]] = {
     "docs/conversion.md": {"make_upstream_model"},
     "docs/talking_heads.md": {"model", "tokenizer"},
 }
-# Placeholders for values of the reader.
+# Values for placeholders that the reader replaces.
 PLACEHOLDERS = {"CHECKPOINT": "minilm", "TASK": "CoLA", "OUT": "out", "EPOCHS": "1"}
 CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", "checkpoint")
 
@@ -121,7 +121,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch, restored_tables):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)  # maps of tiny checkpoints gain nothing in int8
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)  # tiny layers are below the minimum for int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     shutil.copy(ROOT / "examples/my_attention.py", "my_attention.py")
     with LocalHub() as hub:
@@ -146,7 +146,7 @@ class Reader:
         self.monkeypatch.chdir(self.folder)
 
     def run_python(self, block: Block) -> None:
-        # Errors show the document's own line.
+        # Errors show the line in the document.
         tree = ast.parse("\n" * block.line + block.text, filename=block.document)
         for name in find_checkpoint_names(tree):
             self.provide_checkpoint(name, block.document)
@@ -192,12 +192,12 @@ class Reader:
             return None
         if words[0] == "pip":
             extras = re.search(r"^(?:hf_attn_variants|\.)\[(\w+)\]$", words[-1])
-            # setup.cfg of an sdist is rewritten, with a space at the end of such lines.
+            # The setup.cfg of an sdist is rewritten, with a space at the end of such lines.
             assert extras is None or re.search(rf"^{extras[1]} = ?$", (ROOT / "setup.cfg").read_text(), re.M), extras
             return None
         if words[1:3] == ["-m", "pytest"]:
             paths = [ROOT / word.removesuffix("...") for word in words[3:] if word.startswith("tests")]
-            assert all(path.exists() for path in paths), f"not there: {paths}"
+            assert all(path.exists() for path in paths), f"missing paths: {paths}"
             return None
         return self.parse(remove_launcher(words))
 
@@ -222,7 +222,7 @@ class Reader:
         assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
         if named := re.search(r'run\("([\w-]+)"\)', (ROOT / words[1]).read_text(encoding="utf-8")):
             return load_command(named[1]), words[2:]
-        self.monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))  # as Python does for a script
+        self.monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))  # as Python does for scripts
         spec = importlib.util.spec_from_file_location(Path(words[1]).stem + "_of_the_docs", ROOT / words[1])
         module = importlib.util.module_from_spec(spec)
         self.monkeypatch.setitem(sys.modules, spec.name, module)
@@ -253,7 +253,7 @@ class Reader:
         if Path(name).exists() or guess_architecture(name) is None:
             return
         checkpoint = GIVEN.get(document)
-        assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: nothing before it makes {name!r}"
+        assert checkpoint is None or "/" in name or name in checkpoint, f"{document}: no earlier block makes {name!r}"
         self.shelf.put(name, Path(name), WIDTHS.get((document, name), 32))
 
 
@@ -312,7 +312,7 @@ def get_short_run_flags(args: argparse.Namespace) -> list[str]:
             more |= {"--total_train_batch_size": 2, "--pretraining_steps": 40}
         elif hasattr(args, "max_target_length"):
             more["--max_target_length"] = 8
-        if "hidden_size=1024" in (getattr(args, "config_overrides", None) or ""):  # for a GPU
+        if "hidden_size=1024" in (getattr(args, "config_overrides", None) or ""):  # sizes for a GPU
             sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 64}
             more["--config_overrides"] = ",".join(f"{name}={value}" for name, value in sizes.items())
         if getattr(args, "model_type", None) and not args.config_overrides:
@@ -320,9 +320,9 @@ def get_short_run_flags(args: argparse.Namespace) -> list[str]:
     if hasattr(args, "rounds"):
         more |= {"--rounds": 1, "--length": 16}
     if hasattr(args, "target_text"):
-        more |= {"--max_length": 8, "--layers": 1}  # what is drawn
+        more |= {"--max_length": 8, "--layers": 1}  # fewer tokens and layers to draw
     if hasattr(args, "held_out_size"):
-        more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant, of a T5
+        more |= {"--held_out_size": 16, "--cross_kv_lora_rank": 16}  # one variant of a T5
     return [str(part) for pair in more.items() for part in pair if part is not None]
 
 
@@ -332,7 +332,7 @@ def make_targets() -> set[str]:
 
 
 def find_checkpoint_names(tree: ast.AST) -> list[str]:
-    """Return the texts in calls of a program, except those that it writes to."""
+    """Return the names of checkpoints in the calls of a program, except those that it writes to."""
     names, written = [], find_keyword_texts(tree, "output_dir")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -345,7 +345,7 @@ def find_checkpoint_names(tree: ast.AST) -> list[str]:
 
 
 def find_keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
-    """Return the texts that calls of a program pass under a keyword."""
+    """Return the strings that a program passes in calls as a keyword argument."""
     words = [word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
     arguments = [word.value for word in words if word.arg == keyword]
     return {node.value for node in arguments if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -367,7 +367,7 @@ def test_code_blocks_run(document, reader, capsys):
 def test_all_code_blocks_are_found():
     for name, path in DOCUMENTS.items():
         fences = re.findall(r"^[ \t>]*(?:```|~~~)", path.read_text(encoding="utf-8"), re.M)
-        assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence is not one of a block that is run"
+        assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence does not belong to a known block"
 
 
 def test_invalid_command_is_detected(reader):
@@ -389,14 +389,14 @@ def test_every_block_runs_or_is_listed_as_not_run():
     used = set()
     for block in (block for blocks in BLOCKS.values() for block in blocks):
         if block.is_python or block.is_shell:
-            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: what is {block.info!r}?"
+            assert block.info in ("", "python", "bash", "sh", "console"), f"{block}: unknown {block.info!r} code"
             continue
         if block.document in GENERATED:
             continue
         result = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
         assert result, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
         used |= result
-    assert used == SHOWN.keys(), f"SHOWN names blocks that are gone: {SHOWN.keys() - used}"
+    assert used == SHOWN.keys(), f"SHOWN names blocks that do not exist: {SHOWN.keys() - used}"
 
 
 def test_blocks_listed_as_not_run_exist():
@@ -416,6 +416,6 @@ def test_inline_commands_are_accepted_by_their_parsers(document, reader):
                 cli.main(words[1:])
             assert stopped.value.code == 0, words
         elif words[-1] == "..." or (len(words) == 2 and words[0] in ("python", "attn-variants")):
-            reader.program(words)  # named only: it must be there
+            reader.program(words)  # the text only names the program, which must exist
         elif words != ["accelerate", "launch"]:
             reader.check(words)

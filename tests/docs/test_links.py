@@ -18,7 +18,7 @@ PAGES = sorted(
 @cache
 def get_anchors(path):
     """Return the anchors of a page's headings, as GitHub makes them."""
-    # In a block of code "# " begins a comment; code within a line may be a heading's.
+    # Code blocks are removed, because "# " starts a comment there. Inline code can be part of a heading.
     text = CODE.sub(lambda code: "" if "\n" in code[0] else code[0], path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]

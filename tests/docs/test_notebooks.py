@@ -16,7 +16,7 @@ def list_outputs(notebook):
 
 
 def parse_scores(notebook):
-    """Return the rows of the notebook's tables: {name: [numbers]}."""
+    """Return the rows of the tables in a notebook: {name: [numbers]}."""
     texts = ["".join(output.get("data", {}).get("text/markdown", "")) for output in list_outputs(notebook)]
     rows = [line.strip("| ").split(" | ") for text in texts for line in text.splitlines()[2:]]
     return {name: [float(number) for number in numbers] for name, *numbers in rows}
@@ -28,12 +28,12 @@ def test_notebook_is_committed_with_its_outputs(path):
     notebook = json.loads(content)
     assert len(content) < LARGEST
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run it from the top"
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run all cells in order"
     assert {output["output_type"] for output in list_outputs(notebook)} <= {"display_data", "execute_result", "stream"}
     assert not [output for output in list_outputs(notebook) if output.get("name") == "stderr"]
     assert any("image/png" in output.get("data", {}) for output in list_outputs(notebook))
     shown = json.dumps([output for output in list_outputs(notebook) if "image/png" not in output.get("data", {})])
-    assert not re.search(r"/(home|root|tmp|work|usr)/", shown), "a path of somebody's machine"
+    assert not re.search(r"/(home|root|tmp|work|usr)/", shown), "the output contains a local path"
 
 
 def test_notebook_outputs_agree_with_the_text():

@@ -65,4 +65,4 @@ def test_text_lengths_that_fit_agree_with_the_report(load):
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert f"can process {upstream} texts per batch" in page
     assert f"is {shared} texts with `share_memory`, {latents} with latents, and {ctranslate2} with CTranslate2" in page
-    assert shared > ctranslate2 > upstream  # README.md says this without numbers
+    assert shared > ctranslate2 > upstream  # README.md states this without numbers

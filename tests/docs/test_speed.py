@@ -10,15 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = {path.stem: path for path in (ROOT / "benchmarks").glob("*/results/*.json") if path.parts[-3] != "gpu"}
 PAGES = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/*.md"))
-# The allocator of a GPU is not that of glibc; test_gpu_page.py checks its page.
+# GPU runs do not use the allocator of glibc. test_gpu_page.py checks their page.
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in PAGES if path.parent.name != "gpu"}
 IS_TIME = re.compile(r"seconds|_ms$|speedup|tokens_per_second")
-# How a ratio of speed reads.
+# The forms in which pages give a speed ratio.
 IS_RATIO = re.compile(
     r"\d(\.\d+)?(×|x\b)|times Longformer's|"
     r"\d(\.\d+)? times (the speed|as fast|full attention's|the fused)"
 )
-# Sections that give ratios without a link to their reports, by document and heading -> the reports.
+# The reports of sections that give ratios without a link to them, by document and heading.
 BERTS = ("encode_minilm_cpu", "encode_bert-base_cpu")
 LONG = ("decode_t5-small_latents_cpu", "decode_t5-small_latents_cpu_long")
 SIZES = ("decode_t5-multi30k_cpu", "decode_t5-large-attention_cpu")
@@ -48,9 +48,9 @@ WITHOUT_LINKS = {
     ("benchmarks/speed/talking_heads.md", "Attention"): ALONE,
     ("benchmarks/speed/talking_heads.md", "Whole layers"): MIXED,
 }
-# Sections whose ratios show the effect of page faults, or are from a GPU.
+# Sections whose ratios show the effect of page faults or come from a GPU.
 NO_CLAIMS = ("Allocator settings", "On a GPU")
-# Reports of quality with a column of seconds that a section shows.
+# Quality reports with a column of seconds that a section shows.
 SHOWN_SECONDS = ("long_inputs", "long_questions", "kernel_conversion", "conversion_memory")
 
 

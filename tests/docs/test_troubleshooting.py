@@ -63,7 +63,7 @@ class User:
 
     def no_remote_code(self):
         self.shelf.put("bert-gqa4", Path("bert-gqa4"))
-        # Transformers asks only if no installed package has registered the model type.
+        # Transformers only asks for `trust_remote_code` if no installed package has registered the model type.
         config = json.loads(Path("bert-gqa4/config.json").read_text())
         Path("bert-gqa4/config.json").write_text(json.dumps(config | {"model_type": "not_registered"}))
         return self.raised(AutoModel.from_pretrained, "bert-gqa4")

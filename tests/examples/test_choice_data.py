@@ -40,7 +40,7 @@ def get_rows(split):
     return {name: split.data[name][:] for name in ("text1", "text2", "label") if name in split.data.column_names}
 
 
-# Data sets that are known
+# Known datasets
 
 
 def test_race_format_is_detected_by_its_columns(load):
@@ -66,7 +66,7 @@ def test_swag_format_is_detected_by_its_columns(load):
         "text2": [["He runs.", "He sits.", "He eats.", "He sleeps."], ["It a.", "It b.", "It c.", "It d."]],
         "label": [1, 2],
     }
-    # Only by what SWAG is: of other tables these could count from 1 as well.
+    # The labels start at 0 because the table is SWAG. In other tables, they could also start at 1.
     other = (header + rows).replace("sent1", "context").replace("sent2", "question")
     with pytest.raises(ValueError, match=r"--answer_format.*\(1, 2\) match from_0 and"):
         load({"train.csv": other})
@@ -99,7 +99,7 @@ def test_nested_choices_are_read(monkeypatch):
     assert get_rows(result["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 
 
-# A user's own columns
+# Custom columns
 
 
 def test_column_names_and_choice_counts_are_free(load):
@@ -217,7 +217,7 @@ def test_partly_labeled_test_rows_raise_an_error(load):
     known = [row | {"answer": answer} for answer in "AB"]
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has one"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
-    named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
+    named = {"label": "c", "choices": ["x", "y"]}  # the context may have a column name of answers
     result = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
     assert get_rows(result.splits["test"])["text1"] == ["c", "c"]
 

@@ -75,12 +75,12 @@ def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     mask = (torch.arange(9) < torch.randint(3, 10, (3, 4, 1))).long()
     batch, labels = {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 2, 1])
     output = model(**batch, labels=labels)
-    choice_model = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
+    choice_model = ChoiceHead.__new__(ChoiceHead)  # the loss needs no settings or tokenizer
     actual = choice_model.scores(model, batch)
     assert_close(actual, output.logits, atol=1e-5, rtol=1e-5)
     loss = choice_model.make_objective().loss_sum(model, {**batch, "labels": labels})
     assert_close(loss / len(ids), output.loss, atol=1e-5, rtol=1e-5)
-    # The last choice of the first question is not there.
+    # Remove the last choice of the first question.
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, -1] = 0
     fewer = choice_model.scores(model, batch)
@@ -177,7 +177,7 @@ def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_pat
         assert results[name] == pytest.approx(expected[name], rel=1e-4), name
     actual, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "two", out))
     for weights in (actual, expected):
-        weights.pop("classifier.bias")  # it is added to each choice alike: its gradient is nothing but rounding
+        weights.pop("classifier.bias")  # equal for all choices, so its gradient is only rounding
     assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     one, two = (read_lines(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]

@@ -68,7 +68,7 @@ def test_model_learns_copa_and_boolq(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     flags = "--num_train_epochs", 20, "--dropout_rate", 0
     results, out = run("copa", *flags, model=learner)
-    assert results["eval_accuracy"] == 1.0  # an animal each time
+    assert results["eval_accuracy"] == 1.0  # the answer is always an animal
     assert [row["label"] for row in read_lines(out / "predictions_COPA.jsonl")] == [1, 0] * 4
     results, _ = run("boolq", *flags, model=learner, out="boolq")
     assert results["eval_accuracy"] > 0.7
@@ -133,7 +133,7 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, printed["AX-g"], strict=True)])
     pairs = zip(printed["AX-g"][::2], printed["AX-g"][1::2], strict=True)
     assert results["axg_gender_parity"] == np.mean([first == second for first, second in pairs])
-    # Without labels, and without pairs.
+    # Remove the labels and the first row, so that the pairs are incomplete.
     rows = [{k: v for k, v in row.items() if k != "label"} for row in make_diagnostic_rows("AX-g")]
     (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     again, folder = run("rte", "--num_train_epochs", 0, model=out, out="again")

@@ -26,7 +26,7 @@ def load(task, data_dir):
     return superglue_data.load_examples(settings, get_superglue_task(task))
 
 
-# What is read
+# Examples that are read
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_multirc_scores_answers_and_whole_questions(tmp_path):
     task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", make_official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
     printed = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
-    printed[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
+    printed[: len(examples[0].labels)] = examples[0].labels  # all answers of one question are right
     result = compute_superglue_metrics(task, examples, make_scores(printed, 2))
     hits = sum(t and s for t, s in zip(true, printed, strict=True))
     precision, recall = hits / sum(printed), hits / sum(true)
@@ -163,7 +163,7 @@ def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path)
     scores = np.array([[0.3, 0.3 + item] for row in likely for item in row])
     assert choose_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
     result = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
-    # Without the article the paper has three words, two of which are right: precision 2/3, recall 1.
+    # Without the article, the first prediction has three words, two of which are right: precision 2/3, recall 1.
     assert result["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and result["exact_match"] == pytest.approx(1 / 3)
 
 

@@ -30,7 +30,7 @@ from transformers import (
 from hf_attn_variants.conversion import convert_checkpoint
 
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
-# All words of the tiny files: those of the tasks' fields and labels as well.
+# All words of the tiny files, including the words of the tasks' fields and labels.
 TEXT = (
     "boolq cb copa multirc record rte wic wsc passage question hypothesis premise choice1 choice2 answer paragraph "
     "query entities sentence1 sentence2 word text is it a A sees in the The What does see man big and of It cause "
@@ -120,7 +120,7 @@ def test_choice_log_probabilities_are_independent(row, variant):
     sources, choices = make_token_ids(2, 9), make_token_ids(2, 3, 4)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
-    choices[0, 1, 2:] = choices[1, 2] = -100  # a shorter choice, and one that is not there
+    choices[0, 1, 2:] = choices[1, 2] = -100  # a shorter choice and a missing one
     starts = torch.full_like(choices[..., :1], 2)
     read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
     batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
@@ -236,7 +236,7 @@ def run(writer, tmp_path):
     return call
 
 
-# By default one whose answers are labels, and the two whose rows have several.
+# The default tasks are one whose answers are labels, and the two whose rows have several answers.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "task",

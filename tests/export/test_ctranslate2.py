@@ -35,11 +35,11 @@ needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is Non
 LINES = ["w4 w9 w12 w30 w7", "w20", "w8 w8 w41 w15 w16 w17 w23 w42 w5 w6 w11 w31", "w33 w34 w40"]
 NEW = 12
 SEARCHES = [({"num_beams": 1}, {"beam_size": 1})]
-# Scores are plain sums of logarithms, because both libraries divide by different lengths by default.
+# Scores are sums of log-probabilities without a length penalty, because the libraries count lengths differently.
 SEARCHES += [({"num_beams": 4, "length_penalty": 0.0, "early_stopping": False}, {"beam_size": 4, "length_penalty": 0})]
 
 
-# By default CTranslate2 writes a token at least, and `generate` none.
+# By default, CTranslate2 generates at least one token, and `generate` may generate none.
 OURS, THEIRS = {"max_new_tokens": NEW}, {"min_decoding_length": 0, "max_decoding_length": NEW}
 
 
@@ -140,7 +140,7 @@ def test_t5_output_scaling_is_exported(kind, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
-    # A factor changes no greedy token: the logits too.
+    # Output scaling does not change greedy tokens, so the test also compares logits.
     expected = model(**batch, decoder_input_ids=torch.full((len(LINES), 1), 2)).logits[:, 0]
     torch.testing.assert_close(
         compute_first_logits(tmp_path / "ct2", tokenizer, LINES), expected, atol=1e-4, rtol=1e-4
@@ -183,7 +183,7 @@ def test_target_language_is_generated_first(kind, tmp_path):
     batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
     assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
-    # A published checkpoint names no target language.
+    # Published checkpoints name no target language, so the printed code must ask for it.
     unexported_settings = "pass target_prefix=[["
     assert unexported_settings not in written.usage
     if start.forced_bos_token_id is not None:
@@ -209,14 +209,15 @@ def test_exported_whisper_gives_equal_transcripts(heads, tmp_path, capsys):
     config = json.loads((tmp_path / "ct2/config.json").read_text())
     assert config["alignment_heads"] == [[0, 3], [1, 7]] and config["lang_ids"] == [30, 31]
     assert config["suppress_ids_begin"] == [7, 8] and config["suppress_ids"][:2] == [5, 6]
-    # The printed lines ask AutoProcessor, which finds a Whisper's name in this test's folder.
+    # The printed code loads AutoProcessor, which finds the class by this name.
     assert json.loads((tmp_path / "ct2/preprocessor_config.json").read_text())["processor_class"] == "WhisperProcessor"
     run_usage(printed.partition("Use it as follows:\n")[2])
     import ctranslate2
 
     model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
     features = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(3))
-    prompt = [33, 39]  # in this vocabulary languages come before the start, where CTranslate2 takes them for words
+    # The prompt names no language, because CTranslate2 treats token ids below the start token (33) as words.
+    prompt = [33, 39]
     prompts = torch.tensor([prompt] * 3)
     for step in range(NEW):
         logits = model(input_features=features, decoder_input_ids=prompts).logits[:, -1]
@@ -300,7 +301,7 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
     free = {token for row in model.generate(**batch, max_new_tokens=NEW).tolist() for token in row[1:]}
-    model.generation_config.bad_words_ids = [[token] for token in sorted({1, 2, *free})]  # 2 ends
+    model.generation_config.bad_words_ids = [[token] for token in sorted({1, 2, *free})]  # 2 is the end token
     (folder / "generation_config.json").write_text(
         json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
     )

@@ -34,7 +34,7 @@ WRITERS = {
     for row in (T5, *ENCODER_DECODERS, WHISPER)
 }
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
-# The fields of each variant. Whisper and BART have unequal heads here, so they have no talking heads.
+# The fields of each variant. Whisper and BART have unequal head counts here, so they have no talking heads.
 VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}, "values": {}}
 DECODER_FILES = ("encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged")
 NAMES = ["input_ids", "attention_mask", "token_type_ids"]
@@ -49,7 +49,7 @@ def test_old_torch_raises_before_reading_the_model(tmp_path, monkeypatch):
 
 def make_generating_model(name, variant="gqa", **fields):
     fields |= {field: value for field, value in VARIANTS[variant].items() if "heads" not in field or "t5" not in name}
-    # Tied to its random embeddings, and with weights this small, a model would repeat one token.
+    # A head that is tied to random embeddings and small weights would make the model repeat one token.
     fields |= {} if "t5" in name else {"tie_word_embeddings": False}
     model = ROWS[name].make_model(WRITERS[name], variant, **fields)
     model.get_output_embeddings().weight = torch.nn.Parameter(torch.randn_like(model.get_output_embeddings().weight))
@@ -82,7 +82,7 @@ def test_onnx_graphs_equal_the_model(name, variant):
     cache = {key.replace("present", "past_key_values"): value for key, value in first_outputs.items()}
     model_inputs = {"input_ids": tokens[:, 4:]} | mask | cache
     assert model_inputs.keys() == step.axes.keys() == step.make_inputs(sizes).keys()
-    # optimum fills the inputs of caches by their place: layer by layer.
+    # optimum passes the cache inputs by position, layer by layer.
     assert [key for key in step.axes if key in cache] == list(cache)
     if variant == "latent":
         assert cache["past_key_values.0.encoder.key"].shape[1::2] == (1, 24)
@@ -101,7 +101,7 @@ def test_onnx_graphs_equal_the_model(name, variant):
 @pytest.mark.parametrize(
     "name, variant, layers",
     [
-        # Exporting takes seconds a graph and layer.
+        # An export takes seconds per graph and layer.
         ("t5", "gqa", 1),
         *(
             pytest.param(*case, 2, marks=pytest.mark.slow)
@@ -115,7 +115,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(tmp_path / "model")
-    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed again
+    model = type(model).from_pretrained(tmp_path / "model").eval()  # recomputes sinusoidal positions
     assert cli.main(["export", str(tmp_path / "model"), "--to", "onnx", "--output_dir", str(tmp_path / "onnx")]) == 0
     printed = capsys.readouterr().out
     assert "onnx/decoder_with_past_model.onnx within" in printed and "opset 18" in printed
@@ -128,9 +128,9 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     source = {key: value.numpy() for key, value in inputs.items()}
     for merged in (False, True):
         result = greedy(load_graphs(tmp_path / "onnx", merged=merged), source, start, end=-1, pad=0, new_tokens=8)
-        result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
+        result = result[:, -expected.shape[1] :]  # `generate` of Whisper omits the start
         assert result.tolist() == expected.tolist()
-    # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
+    # Loading ties the heads of Marian and PEGASUS to the embeddings again, so these models repeat one token.
     assert name in ("marian", "pegasus") or len(set(result.flatten().tolist())) > 3
 
 
@@ -139,7 +139,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
 def test_real_t5_gives_equal_translations_in_onnx_runtime(kv_heads, opset, tmp_path):
     checkpoint = SHARED / "checkpoints/t5-mini-multi30k-en-de"
     if not checkpoint.is_dir():
-        pytest.skip("needs the checkpoint beside the repository")
+        pytest.skip("needs the shared checkpoint")
     texts = [SHARED / f"multi30k/train.{side}.gz" for side in ("en", "de")]
     lines = [gzip.open(path, "rt", encoding="utf-8").read().splitlines()[:300] for path in texts]
     hf_attn_variants.convert(
@@ -192,7 +192,7 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
     graph = load_graph(tmp_path / "onnx/onnx/model.onnx")
     batch = {name: value for name, value in row.make_batch(head).items() if name in names}
     expected = model(**batch)
-    # A graph has no input that is not given: token types are 0.
+    # All inputs of a graph are required. Missing token types are 0.
     inputs = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
     for output in graph.get_outputs():
         [result] = graph.run([output.name], inputs)

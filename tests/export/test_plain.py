@@ -26,7 +26,8 @@ HEADS = [
     for row in (*ARCHITECTURES, *RELATIVES)
     for head in row.heads
     for variant in ("mqa", "latent")
-    # The base model of each architecture with grouped heads, and each head also with latents.
+    # Most architectures: the base model with grouped heads, and every head with latents. Architectures with rotary
+    # positions have no latents, so every head has grouped heads.
     if head == next(iter(row.heads)) or (variant == "latent") != (row in ROTARY)
     if variant != "latent" or row not in ROTARY
 ]
@@ -58,8 +59,8 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     assert config["model_type"] in row.config_class.transformers_model_types and config["architectures"] == [head]
     assert not {*row.config_class.get_variant_fields(), "auto_map"} & config.keys()
     assert written.architecture == head and written.heads
-    # Under sdpa, UMT5's decoder looks ahead in transformers 5.15 and 5.17. In float64, eager attention returns NaN for
-    # padding in the local layers of ModernBERT.
+    # With sdpa, UMT5's decoder is not causal in transformers 5.15 and 5.17. In float64, eager attention returns NaN
+    # for padding in the local layers of ModernBERT.
     options = {"output_loading_info": True, "attn_implementation": "sdpa" if row in ROTARY else "eager"}
     plain, info = getattr(transformers, head).from_pretrained(tmp_path / "plain", **options)
     assert type(plain).__module__.startswith("transformers.models.")
@@ -182,7 +183,7 @@ def test_exported_model_loads_without_this_package(tmp_path):
     export_transformers(tmp_path / "ours", tmp_path / "plain")
     script = """
 import sys
-sys.modules["hf_attn_variants"] = None  # importing it is an error
+sys.modules["hf_attn_variants"] = None  # importing it raises ImportError
 from transformers import AutoModelForSeq2SeqLM
 model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])
 print(type(model).__name__, model.num_parameters())

@@ -1,4 +1,4 @@
-"""Check each command with a disk that fills at each write: a one-line error, and no partial results.
+"""Check each command on a disk that becomes full at any write: a one-line error, and no partial results.
 
 Each command runs in a new process once per file that it opens for writing and per file size, and another write fails
 each time. Some of the cases run by default, and all of them with `-m slow`.
@@ -26,7 +26,8 @@ from hf_attn_variants import cli
 
 GLUE = ["--task_name", "stsb", "--data_dir", DATA, "--max_length", 16, "--max_train_steps", 2, "--logging_steps", 1]
 GLUE += ["--checkpointing_steps", 1, "--cpu", "--disable_tqdm", "--metric_for_best_model", "loss"]
-# The source, what comes after `attn-variants COMMAND SOURCE`, and whether the output is there whole or not at all.
+# The original model, the arguments after `attn-variants COMMAND SOURCE`, and whether the output must be complete or
+# absent.
 COMMANDS = {
     "convert": ("bert", ["--num_key_value_heads", 2], True),
     "export, transformers": ("gqa", ["--to", "transformers"], True),
@@ -52,7 +53,7 @@ def make_argv(command, source, flags, out):
 
 
 class DiskFullAtOpen:
-    """An `open` that fails for one file, by its number among the files below a folder that are opened to write."""
+    """An audit hook that makes one `open` for writing below a folder fail, by the number of the call."""
 
     def __init__(self, folder):
         self.folder, self.number, self.seen = str(folder), None, 0
@@ -84,8 +85,8 @@ def call_command(argv):
 
 
 def fill_at_each_write(command, source, flags, whole_or_nothing, folder, max_tries):
-    """Run all tries of a command in this process, or `most` of them; print how many failed."""
-    logging.raiseExceptions = False  # stderr is a file here, and full as well
+    """Run all tries of a command in this process, or about `max_tries` of them, and print how many failed."""
+    logging.raiseExceptions = False  # stderr is a file on the same full disk
     no_room, failed = DiskFullAtOpen(folder), []
     with no_room.at(0):
         status, errors = call_command(make_argv(command, source, flags, folder / "whole"))
@@ -100,7 +101,7 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, max_tri
         out = folder / f"out {name}"
         with fault():
             status, errors = call_command(make_argv(command, source, flags, out))
-        if status == 0:  # that file need not be there
+        if status == 0:  # the file is optional
             assert read_contents(out).keys() == complete_contents.keys(), name
             continue
         failed.append(name)

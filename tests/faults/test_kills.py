@@ -37,7 +37,7 @@ def read_contents(folder):
 
 
 def assert_readable(folder):
-    """Check that every file of ours with its final name is complete."""
+    """Check that every file with its final name is complete."""
     for path in folder.rglob("*"):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -135,7 +135,7 @@ def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
     convert_to(bert, tmp_path / "model")
     num_operations, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
     assert read_contents(tmp_path / "whole") == read_contents(tmp_path / "model")
-    moves = len(read_contents(tmp_path / "model")) + 3  # a notice is opened and renamed, and the stage is removed
+    moves = len(read_contents(tmp_path / "model")) + 3  # plus opening and renaming a notice, and removing the stage
     for point in range(num_operations - moves, num_operations + 1):
         out = tmp_path / f"out-{point}"
         out.mkdir()
@@ -180,6 +180,6 @@ def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
                 assert hub.files(REPO) in (expected, {".gitattributes": b""}), point
             run_watched(push, tmp_path / "bert-gqa2", hub.url)
             assert hub.files(REPO) == expected, point
-            # Once more changes nothing, so there is one commit of ours, however often it was tried.
+            # A repeated push changes nothing, so there is one commit after the first one.
             assert len(hub.repositories[REPO].log) == 2, point
     assert read_contents(tmp_path / "bert-gqa2") == before

@@ -32,7 +32,7 @@ GLUE_DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
 QUIET = ["--max_train_steps", 1, "--logging_steps", 1, "--cpu", "--disable_tqdm", "--overwrite_output_dir"]
 TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16"
 TINY_T5 = "d_model=16,d_kv=4,d_ff=16,num_layers=1,num_heads=4,relative_attention_num_buckets=8"
-# The trainings, with files of `sources` in capitals.
+# The arguments of each training command. Names in capitals are files of `sources`.
 TRAININGS = {
     "glue": ["--model_name_or_path", "BERT", "--task_name", "stsb", "--data_dir", GLUE_DATA, "--max_length", 16],
     "uptrain": ["--model_name_or_path", "SENTENCES", "--objective", "mlm", "--train_file", "LINES"],
@@ -184,7 +184,7 @@ def copy_at_each_change(command, sources, folder):
     assert identify_model(out, old, new) == "new" and "spiece.model" not in new and not (out / "README.md").exists()
     for copy in sorted((folder / "copies").iterdir()):
         seen.append(identify_model(copy, old, new))
-        if seen[-1] == "refused":  # what is advised gives a whole one
+        if seen[-1] == "refused":  # the command in the error message restores a complete model
             command = re.search("`(mv .*?)`", describe_unfinished_model(copy))[1]
             subprocess.run(command, shell=True, check=True)
             assert identify_model(copy, old, new) in ("old", "new")
@@ -219,13 +219,13 @@ def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
         out = shutil.copytree(before, tmp_path / f"out-{number}")
         run_killed(point, run_here, "glue", sources, out)
         identify_model(out, old, new)
-        run_watched(run_here, "glue", sources, out)  # the next run goes its way
+        run_watched(run_here, "glue", sources, out)  # the next run finishes
         assert identify_model(out, old, new) == "new"
         assert not any(name.startswith(".") for name in os.listdir(out)), point
 
 
 def fill_at_each_write(command, sources, folder, max_tries):
-    logging.raiseExceptions = False  # stderr is a file here, and full as well
+    logging.raiseExceptions = False  # stderr is a file on the same full disk
     no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
     old, complete_folder = read_model_files(before), shutil.copytree(before, folder / "whole")
@@ -245,7 +245,7 @@ def fill_at_each_write(command, sources, folder, max_tries):
         seen.append(identify_model(out, old, new))
         assert status == 0 or (status == 2 and len(errors) == 1), (name, status, errors)
         assert status == 2 or seen[-1] == "new", name
-        assert seen[-1] != "refused", (name, errors)  # moving needs no disk space
+        assert seen[-1] != "refused", (name, errors)  # moving files needs no disk space
     print(json.dumps(seen))
 
 

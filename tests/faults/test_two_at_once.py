@@ -39,7 +39,7 @@ def test_simultaneous_conversions_into_one_folder_are_not_mixed(bert, tmp_path, 
     if exists:
         (tmp_path / "out").mkdir()
     statuses, outputs = run_at_once(*[(convert_to, bert, tmp_path / "out")] * 2)
-    # Into a folder that is there, each may see the other's work, and leave it.
+    # If the folder exists, each process may find files of the other one and raise an error.
     assert sum(status == 0 for status in statuses) in ((0, 1) if exists else (1,)), outputs
     for status, output in zip(statuses, outputs, strict=True):
         assert status == 0 or "FileExistsError" in output.splitlines()[-1], output

@@ -24,12 +24,13 @@ FOLDER = Path(__file__).parent
 MODELS = list_folders(FOLDER / "models.tar.xz")
 TRAININGS = list(list_folders(FOLDER / "trainings.tar.xz"))
 KINDS = MODELS | {"trainings": TRAININGS}
-# Folders that a later version rejects on purpose ("repositories/bert-gqa", "trainings/glue"), and words that its
-# ValueError must contain.
+# The folders that the current version rejects on purpose, such as "repositories/bert-gqa" or "trainings/glue", and
+# words that its ValueError must contain.
 REJECTED_FOLDERS: dict[str, str] = {}
-# Relative to the largest logit, for another order of float32 sums. Any two mechanisms differ by at least 1e-2.
+# The tolerance relative to the largest logit, because machines order float32 sums differently. Any two mechanisms
+# differ by at least 1e-2.
 TOLERANCE = 1e-5
-# Relative to the largest weight, on a machine that rounds sums differently.
+# The tolerance relative to the largest weight, on a machine that rounds sums differently.
 WEIGHTS_TOLERANCE = 1e-5
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_local"
 USER = "me"
-LFS_BYTES = 10_000  # the Hub's own rule is a list of suffixes and sizes
+LFS_BYTES = 10_000  # the real Hub uses a list of suffixes and sizes
 
 
 @dataclass

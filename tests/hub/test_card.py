@@ -57,7 +57,7 @@ def test_card_describes_the_conversion_report(folder):
     assert "q0 q1" in text and "kv1" in text
     assert 'from_pretrained("me/bert-gqa2", trust_remote_code=True)' in text
     assert ATTN_VARIANTS_VERSION in text
-    # the source is a folder here, and means nothing elsewhere
+    # The original model is a local folder, which has no meaning elsewhere.
     assert str(folder.parent) not in text and report["source"] not in text
     data = read_front_matter(text)
     assert data["base_model"] == "me/tiny" and data["license"] == "mit"
@@ -82,14 +82,14 @@ def test_training_scores_are_in_the_model_index(folder):
     assert data["base_model"] == "google-bert/bert-base-uncased" and data["datasets"] == ["nyu-mll/glue"]
     assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimizer steps" in text
     assert "/home/somebody" not in text
-    # huggingface_hub reads back what it wrote
+    # huggingface_hub reads the same metadata.
     again = ModelCard(text).data
     assert {result.metric_type: result.metric_value for result in again.eval_results} == metrics
 
 
 def test_card_omits_unused_features(folder):
     arguments = RESULTS["arguments"] | {"task_name": "SST-2", "num_train_epochs": 3.0, "max_train_steps": 1200}
-    local = "./runs/bert-gqa4"  # as save_results writes a folder
+    local = "./runs/bert-gqa4"  # save_results writes folders like this
     (folder / "all_results.json").write_text(
         json.dumps(RESULTS | {"arguments": arguments | {"model_name_or_path": local}})
     )

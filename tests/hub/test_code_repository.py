@@ -54,7 +54,7 @@ def test_complete_code_includes_every_class_and_no_stub():
         names = config_class.auto_classes.values()
         assert all(f"\nclass {name}(" in code[f"{config_class.modeling_file}.py"] for name in names)
     stubs = re.findall(r"^class (\w+)\(MissingDefinition\)", "".join(code.values()), re.MULTILINE)
-    assert stubs == ["build_code"]  # a repository does not build code
+    assert stubs == ["build_code"]  # repositories do not build code
     architectures = {path.name for path in (MODELING_FOLDER / "architectures").glob("*.py")} - {"__init__.py"}
     assert architectures <= {*code}
 
@@ -164,7 +164,7 @@ def test_sentence_model_names_the_commit_of_the_code(folder, hub, api, tmp_path)
     pin = {"code_revision": result.code_commit}
     after = {"model_kwargs": {"dtype": "float16"} | pin, "config_args": pin, "tokenizer_args": pin}
     assert json.loads(hub.files(REPO)[name]) == before | after
-    # With its own code, the commit of another repository would not exist.
+    # A model with its own code must not name the commit of another repository.
     (folder / name).write_bytes(hub.files(REPO)[name])
     push_checkpoint(plan_push(folder, "me/own"), api=api)
     assert json.loads(hub.files("me/own")[name]) == before | {"tokenizer_args": {}}
@@ -260,7 +260,7 @@ MODELS = {
     ),
     "whisper-latent": (WHISPER, "WhisperModel", "latent", {}),
 }
-# Fields that are set when the first model is loaded.
+# Fields that the test sets when it loads the first model again.
 NEW_FIELDS = {"attention_pattern": "sliding_window", "attention_window": 2}
 
 
@@ -295,7 +295,7 @@ def test_models_share_code_in_one_process_without_this_package(pushed, hub, tmp_
     edited = save_outputs(BERT, "BertModel", folder, "edited", **NEW_FIELDS)
     repo_id, commits, _ = pushed["bert-gqa"]
     loads = [*pushed.values(), [repo_id, commits | NEW_FIELDS, edited]]
-    # A later commit of the code that does not run must not matter.
+    # A later, broken commit of the code must have no effect.
     hub.repositories[CODE].commit(
         "main", {**hub.files(CODE), "attn_variants_base.py": b"raise SystemExit(1)"}, "broken"
     )
@@ -305,7 +305,7 @@ def test_models_share_code_in_one_process_without_this_package(pushed, hub, tmp_
     for owner, name, commit, _, attention in lines:
         assert (owner, name, commit) == ("me", "code", commits["code_revision"])
         assert attention.startswith("attn_variants_sdpa_") and attention.endswith(digest)
-    # Saving writes the code instead of the reference.
+    # A saved model contains the code instead of a reference to it.
     for index, (architecture, *_) in enumerate([*MODELS.values(), MODELS["bert-gqa"]]):
         saved = tmp_path / "again" / str(index)
         auto_map = json.loads((saved / "config.json").read_text())["auto_map"]
@@ -345,7 +345,7 @@ def test_example_of_the_card_runs_without_this_package(kind, converted, hub, api
     }[kind]()
     for part in (model, tokenizer, *([make_feature_extractor()] if kind == "whisper" else [])):
         part.save_pretrained(folder)
-    if kind == "sentences":  # whose SentenceTransformer must run the pinned code, too
+    if kind == "sentences":  # SentenceTransformer must run the pinned code, too
         library = pytest.importorskip("sentence_transformers")
         library.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu").save_pretrained(str(folder))
     push(folder, api, "me/model")

@@ -23,7 +23,7 @@ from hf_attn_variants.modeling.remote_code import get_code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
-# The saved models of each architecture: a variant and a head.
+# The models that are saved for each architecture: pairs of a variant and a head.
 KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
 KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor", "extensions")]
 OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
@@ -57,7 +57,7 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
                 generated = model.generate(prompts, max_new_tokens=3, do_sample=False, pad_token_id=0)
                 assert generated.shape[0] == prompts.shape[0]
             if auto_class == "AutoModelForCausalLM":
-                # Where upstream's Trainer looks whose labels it shifts.
+                # The Trainer of Transformers shifts the labels of classes in this mapping.
                 names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
                 assert type(model).__name__ in names.values()
         again = transformers.AutoModel.from_pretrained(resaved, trust_remote_code=True)
@@ -65,7 +65,7 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
             torch.testing.assert_close(again.eval()(**inputs).last_hidden_state, saved["expected"], atol=1e-6, rtol=0)
         return seen
 
-    # Several in one process: each has the code of its own folder.
+    # Several models in one process use the code of their own folders.
     print(json.dumps([load(*sys.argv[i : i + 3]) for i in range(1, len(sys.argv), 3)]))
     """
 )
@@ -100,10 +100,10 @@ def save_one(architecture, variant, saved, folder):
             fields["per_layer_values"] = {"talking_heads": [None, "weights"]}
     if variant == "extensions":
         variant, fields = "gqa", ALL_FIELDS
-    if variant in ("favor", "hedgehog"):  # random vectors, learned maps
+    if variant in ("favor", "hedgehog"):  # with random vectors, and with learned feature maps
         has_cross = hasattr(architecture.config_class, "cross_attention_kernel")
         variant, fields = "gqa", {"cross_attention_kernel" if has_cross else "attention_kernel": variant}
-        if not has_cross and "hedgehog" in fields.values():  # and a window's factor
+        if not has_cross and "hedgehog" in fields.values():  # also with the factor of a window
             fields = {"attention_kernel": "hybrid", "attention_window": 4}
     architecture.make_model(head, variant, **fields).save_pretrained(folder / "repo")
     model = getattr(hf_attn_variants, f"AttnVariant{base}").from_pretrained(folder / "repo").eval()
@@ -160,7 +160,7 @@ def test_peft_finds_target_modules_without_this_package(tmp_path):
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
 def test_shipped_files_import_only_torch_transformers_and_siblings(path):
-    siblings = {item.stem for item in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
+    siblings = {item.stem for item in TRAVELLING} | {"code_builder"}  # repositories contain a stub of it
     guarded = {"triton"}
     standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
     standard |= {"functools", "inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}

@@ -18,7 +18,7 @@ def test_example_cards_exist_for_minilm_whisper_and_t5():
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
 def test_example_card_is_as_generated_with_valid_metadata(path):
     text = path.read_text(encoding="utf-8")
-    assert is_unedited_card(text), "edited by hand: generate it again"
+    assert is_unedited_card(text), "the card was edited manually; generate it again"
     data = ModelCard.load(path, ignore_metadata_errors=False).data
     assert data.license and data.pipeline_tag and "attn-variants" in data.tags
     assert data.eval_results and all(isinstance(item.metric_value, float) for item in data.eval_results)

@@ -99,7 +99,7 @@ def test_card_describes_all_steps_of_the_readme(tuned):
     assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
     assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]
     assert "mit, the license of the original model." in card
-    # the card has only the scores of the last step
+    # The card has only the scores of the last step.
     assert {m["type"] for r in data["model-index"][0]["results"] for m in r["metrics"]} >= {"spearmanr"}
     assert "model_history.json" in plan.files and not plan.warnings
     assert str(tuned.parent) not in card
@@ -143,7 +143,7 @@ def test_conversion_after_training_keeps_the_history_without_scores(tuned, tmp_p
     data = read_front_matter(card)
     assert "model-index" not in data and data["license"] == "mit" and "captions" in data["tags"]
     assert "The model was not trained after the conversion" in card
-    assert '"Dogs are running outside."' in card  # still a model of pairs
+    assert '"Dogs are running outside."' in card  # still a model for pairs of texts
 
 
 def test_training_in_the_same_folder_keeps_the_history(tuned, tmp_path):
@@ -224,7 +224,7 @@ def test_readme_of_the_source_or_without_a_model_is_kept(is_continuation, name, 
 
 
 def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
-    """Check that the card is not the source's, and keeps its license terms."""
+    """Check that the card is not that of the original model, and keeps its license terms."""
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert "README.md is the model card. `attn-variants push` adds" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
@@ -242,7 +242,7 @@ def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
 
 
 def test_broken_readme_of_the_source_is_kept(tiny, tmp_path, caplog):
-    """Check that a license in the text is kept; a push warns about the README."""
+    """Check that the README is copied unchanged, and that a push raises an error about it."""
     folder = shutil.copytree(tiny, tmp_path / "broken")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("convert", folder, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
@@ -351,7 +351,7 @@ def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
         card = generate_model_card(folder, "me/x")
         assert f"1. `{name}` was converted" in str(card) and f"\n`{name}` was converted" in str(card)
         assert read_front_matter(card)["base_model"] == "me/bert-gqa4"
-        assert str(card).count("me/bert-gqa4") == 1  # the summary too tells of the first
+        assert str(card).count("me/bert-gqa4") == 1  # the summary also names the first model
         assert "1. `big/a` was converted" in str(generate_model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 

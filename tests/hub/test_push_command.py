@@ -19,7 +19,7 @@ from hf_attn_variants.errors import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 
-# A process with another home and folder that cannot import the package, as for another user.
+# A process with another home and working directory that cannot import the package, like that of another user.
 ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
     """
     import torch, transformers
@@ -54,7 +54,7 @@ def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted,
     assert pushed.returncode == 0, pushed.stderr[-3000:]
     pinned = hub.head("me/bert-gqa2")
     assert pinned in pushed.stdout and hub.repositories["me/bert-gqa2"].private
-    # what comes after the pinned commit does not matter
+    # Commits after the pinned one have no effect.
     repository = hub.repositories["me/bert-gqa2"]
     repository.commit("main", {**hub.files("me/bert-gqa2"), "config.json": b"{}"}, "broken")
     ids = torch.tensor([[2, 7, 8, 9, 3]])

@@ -19,7 +19,7 @@ from hf_attn_variants.modeling import code_builder
 from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, MODELING_FOLDER, build_code
 from hf_attn_variants.modeling.fields.composition import ATTENTION_EXTENSIONS, MECHANISMS, get_used_mechanisms
 
-# A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
+# Repositories with different mechanisms: the configuration fields of a BERT, and the mechanisms with included code.
 REPOSITORIES = {
     "grouped": ({"num_key_value_heads": 2}, set()),
     "windowed": ({"attention_pattern": "sliding_window", "attention_window": 4}, {"patterns"}),
@@ -34,7 +34,8 @@ REPOSITORIES = {
     "gated": (ALL_FIELDS, {*ALL_FIELDS}),
     "knocking": ({"knocking_heads": "all"}, {"knocking_heads"}),
 }
-# Loads repositories in the order of the arguments, and imports the package before or after them or never.
+# A program that loads repositories in the order of its arguments, and imports the package before them, after them or
+# never.
 LOADING = textwrap.dedent(
     """
     import json, sys, torch
@@ -82,7 +83,7 @@ def test_entry_points_and_fields_exist():
     defined = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []
     mechanisms = {mechanism for needed_by in ENTRY_POINTS.values() for mechanism in needed_by}
-    # The classes of extensions are found in their files.
+    # The code builder finds the classes of extensions in their files.
     extensions = {extension.__name__: extension.field for extension in ATTENTION_EXTENSIONS}
     assert code_builder._find_extensions() == extensions
     assert mechanisms - {"extensions"} | {*extensions.values()} == {*MECHANISMS.values()}
@@ -194,7 +195,7 @@ USED = textwrap.dedent(
         return result
 
     with torch.no_grad():
-        model(input_ids=batch["input_ids"])  # a call without padding before those with padding
+        model(input_ids=batch["input_ids"])  # first call the model without padding
     check(model)
     check(copy.deepcopy(model))
     check(pickle.loads(pickle.dumps(model)))
@@ -202,7 +203,7 @@ USED = textwrap.dedent(
     assert len(check(model, output_attentions=True).attentions) == model.config.num_hidden_layers
     model.set_attn_implementation("sdpa")
     check(model, output_attentions=True)
-    for name in ("other.txt", "attn_variants_ops.py"):  # a file of somebody else, and one of another mechanism
+    for name in ("other.txt", "attn_variants_ops.py"):  # unrelated, and of another mechanism
         again.mkdir(exist_ok=True)
         (again / name).write_text("x = 1")
     model.save_pretrained(again)
@@ -249,7 +250,7 @@ EXTENDED = textwrap.dedent(
         session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
         inputs = {item.name: batch[item.name].numpy() for item in session.get_inputs()}
         result = torch.from_numpy(session.run(None, inputs)[0])
-        # ONNX Runtime has its own values for padding whose window contains no text.
+        # ONNX Runtime returns other values for padding whose window contains no text.
         is_text = batch["attention_mask"].bool()
         torch.testing.assert_close(result[is_text], saved["expected"][is_text], atol=1e-4, rtol=0)
         merged = get_peft_model(load(), LoraConfig(target_modules=["query", "value"]))

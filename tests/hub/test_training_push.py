@@ -26,7 +26,7 @@ def arguments(converted, hub, api, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_finished_run_is_pushed(arguments, hub, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as the other scripts leave them
+    (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as written by other scripts
     results = main(parse_args([*arguments, "--overwrite_output_dir"]))
     assert f"Pushed to {hub.url}/me/stsb" in capsys.readouterr().out
     repository, remote_files = hub.repositories["me/stsb"], hub.files("me/stsb")

@@ -112,7 +112,8 @@ def assert_stages_follow(maps):
     stages = {stage.name: stage.maps for stage in maps.stages}
     P_l, P_w = (projection.matrix for projection in maps.projections)
     assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
-    # The difference is the same in every column of a row, so the projections and the softmax commute with it.
+    # The mean of each row of logits is subtracted. The logits projection preserves a mean of 0, and the softmax
+    # ignores it.
     mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
     torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5, equal_nan=True)
     weights = stages["logits_after"].nan_to_num(-torch.inf).softmax(-1)
@@ -236,7 +237,7 @@ def test_trained_projections_are_compared_with_the_identity():
 def test_page_fits_into_a_window(tokenizer, tmp_path, width, words):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("there is no chromium to look at the page with")
+        pytest.skip("Chromium is not installed")
     maps = attention_maps(make_model(), tokenizer, " ".join([TEXT] * 5).rsplit(" ", 30 - words)[0], max_length=32)
     (tmp_path / "page.html").write_text(
         render_attention_page(maps, "somebody/a-model-with-a-name-of-many-words-" + "x" * 40)

@@ -121,7 +121,7 @@ def test_missing_targets_are_generated_by_the_source(source):
     model, calibration = source
     few = replace(calibration, texts=calibration.texts[:4], target_texts=None, max_length=6)
     text = make_held_out_set(model, calibration.tokenizer, few)
-    # the most probable token is the target at each position
+    # The most probable token at each position is the target.
     for batch in text.batches:
         logits = model(**batch).logits
         assert torch.equal(
@@ -265,7 +265,7 @@ def test_default_variants_are_valid_for_the_model():
     assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
     for fields in options:
         T5.config_class.from_upstream(config, **fields)
-    # an encoder has no full-width latent, which would save nothing
+    # The variants of an encoder do not include a full-width latent, which would save nothing.
     encoder = list_default_variants(config, "encoder_num_key_value_heads", decodes=False)
     assert {item for fields in encoder for item in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert {"encoder_kv_lora_rank": 512} not in encoder
@@ -463,7 +463,7 @@ def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, m
     assert rows[json.dumps({"encoder_num_key_value_heads": 2})]["name"] == "MHA + encoder GQA-2"
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
-    # The expected loss: files outside of the sample, transcripts of the source, and the converted model.
+    # Compute the expected losses on files outside of the sample, with transcripts of the original model as targets.
     extractor = make_feature_extractor()
     calibration = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in calibration.audio]
@@ -500,7 +500,8 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
         runs.clear()
         torch.testing.assert_close(text.compute_losses(model), expected)
         assert len(runs) == count
-    # Nor does a second conversion listen again: its decoder is recorded on what the first one's source has heard.
+    # A second conversion does not run the encoder either, because it uses the recorded encoder outputs of the original
+    # model.
     runs.clear()
     pieces.build_model({"num_key_value_heads": 4})
     assert not runs

@@ -209,7 +209,7 @@ def test_talking_heads_equals_loops_with_bias_and_mask_after_the_logits_projecti
     X, M = make_inputs()
     P, P_l, P_w = make_talking_heads_weights()
     bias, mask = draw_normal(1, 4, N, M_LEN), torch.zeros(B, 1, 1, M_LEN, dtype=torch.float64)
-    mask[0, ..., -1] = -torch.inf  # before a projection this would be NaN or flip its sign
+    mask[0, ..., -1] = -torch.inf  # if added before the projection, this would become NaN or change its sign
     Y = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, bias=bias, mask=mask, scale=SCALE)
     close(Y, compute_with_loops(X, M, P, P_l, P_w, term=bias + mask))
 
@@ -282,7 +282,7 @@ def test_latent_attention_equals_multihead_attention_to_the_latent(rank):
     mask = draw_normal(B, H, N, M_LEN)
     Y = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o, mask=mask)
     close(Y, heads.multihead_attention(X, M, P_q, A @ P_k, A @ P_v, P_o, mask=mask))
-    if rank == D:  # the memory itself
+    if rank == D:  # the latent can be the unchanged input
         projections, eye = (P_q, A @ P_k, A @ P_v, P_o), torch.eye(D, dtype=torch.float64)
         close(heads.latent_attention(X, M, eye, *projections, mask=mask), Y)
 
@@ -297,7 +297,7 @@ def test_talking_heads_equals_low_rank_bilinear_attention(projection_names):
     B_l, B_v = talking_heads.bilinear_forms(*P, **projections, scale=SCALE)
     expected = talking_heads.talking_heads_attention(X, M, *P, **projections, mask=mask, scale=SCALE)
     close(talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask), expected)
-    # each form has up to h_k times the rank of a head; the forms together span no more than h_k of them
+    # Each form has up to h_k times the rank of a head. All forms together span at most h_k dimensions.
     head_rank = (h_k if "P_l" in projection_names else 1) * K_DIM
     assert torch.linalg.matrix_rank(B_l).tolist() == [min(D, head_rank)] * 4
     assert torch.linalg.matrix_rank(B_l.flatten(1)) == h_k

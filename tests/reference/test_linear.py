@@ -29,7 +29,7 @@ def test_hedgehog_features_are_weights_of_both_signs():
     x, W = torch.randn(2, 3, 5, 4, dtype=DOUBLE), torch.randn(3, 4, 6, dtype=DOUBLE)
     phi = hedgehog_features(x, W)
     torch.testing.assert_close(phi.sum(-1), torch.ones(2, 3, 5, dtype=DOUBLE))
-    # exp(y) exp(-y) = 1, whatever the factor that both are divided by.
+    # The ratio exp(y) / exp(-y) = exp(2 y) does not depend on the common denominator.
     torch.testing.assert_close((phi[..., :6] / phi[..., 6:]).log() / 2, torch.einsum("bhnk,hkr->bhnr", x, W))
 
 

@@ -90,7 +90,7 @@ def test_random_blocks_have_the_right_count_and_cover_the_text():
         random_blocks = sorted(set(read) - set(near))
         assert len(random_blocks) == 8 and all(key // 4 * 4 in random_blocks for key in random_blocks)
         counts[[key // 4 for key in random_blocks[::4]]] += 1
-    assert counts.max() <= 8 and (counts > 0).sum() >= 16  # of 50 draws over 25 blocks
+    assert counts.max() <= 8 and (counts > 0).sum() >= 16  # 50 draws from 25 blocks
     assert keys_in_random_blocks(40, 100, **fields) != keys_in_random_blocks(40, 100, **fields, layer=1)
     causal = {**fields, "causal": True}
     assert keys_in_random_blocks(40, 60, **causal) == keys_in_random_blocks(40, 100, **causal)

@@ -73,7 +73,7 @@ def test_bahdanau_context_equals_additive_attention_of_the_previous_state():
 def test_luong_output_combines_context_and_current_state():
     h, H, W_c = draw(2, 4), draw(2, 5, 4), draw(3, 8)
     output, weights = luong_output(h, H, torch.eye(4, dtype=torch.float64), W_c)
-    for row in range(2):  # the identity: dot-product attention
+    for row in range(2):  # with the identity, scores are dot products
         context = dot_product_attention(h[row], H[row], H[row])
         torch.testing.assert_close(context, weights[row] @ H[row])
         torch.testing.assert_close(output[row], torch.tanh(W_c[:, :4] @ context + W_c[:, 4:] @ h[row]))

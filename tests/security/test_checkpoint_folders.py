@@ -17,7 +17,7 @@ SECRET = "hf_secret"
 DATA = ["--train_file", "DATA", "--validation_file", "DATA", "--max_train_steps", "1", "--cpu", "--disable_tqdm"]
 STSB = ["--task_name", "stsb", "--data_dir", "tests/fixtures/glue/STS-B", "--max_train_steps", "1", "--cpu"]
 TEXT = ["--calibration_file", "LINES"]
-# The arguments of every command that reads a checkpoint, here FOLDER.
+# The arguments of every command that reads a checkpoint, which is FOLDER here.
 COMMANDS = {
     "convert": ["convert", "FOLDER", "--num_key_value_heads", "2", "--output_dir", "OUT"],
     "export": ["export", "FOLDER", "--to", "transformers", "--output_dir", "OUT"],
@@ -170,7 +170,7 @@ def test_other_links_out_of_the_folder_are_skipped_and_named(relative, folder, c
     at = "../elsewhere" if relative else elsewhere
     (folder / "notes.txt").symlink_to(f"{at}/token")
     (folder / "assets").symlink_to(at)
-    (folder / "sub/more").symlink_to("../notes.txt")  # by way of another link
+    (folder / "sub/more").symlink_to("../notes.txt")  # a link to another link
     (folder / "same.txt").symlink_to("inside.txt")
     assert call("convert", folder)[0] == 0
     out = tmp_path / "out"

@@ -24,7 +24,7 @@ ALL_ARCHITECTURES = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
 OTHERS = (None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.25, 1e-3, 10**12, math.nan, "", "x", "12", [], [1], {}, "gelu")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "gated-gelu", "tanh", "nothing")
 DELETED = object()
-HEADS = 12  # of every tiny model: multi-head attention stays what it was
+HEADS = 12  # all heads of each tiny model, so the conversion does not change its attention
 COUNTS = pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
 
 
@@ -94,14 +94,14 @@ def describe_outcome(upstream, folder, out, batch, changes):
         assert str(error).strip() and not out.exists(), changes
         print(f"{changes}: {str(error).replace(str(folder), '')}")
         return "refused"
-    if report.is_reduced():  # the configuration has other heads, of the same size in all
+    if report.is_reduced():  # the edited configuration has more heads of the same total size
         return "merged"
     try:
         model, loading = upstream.from_pretrained(folder, output_loading_info=True)
         expected = compute_output(model.eval(), batch)
     except Exception:
         return "upstream fails"
-    assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: a part of it was not loaded"
+    assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: some weights were not loaded"
     actual = compute_output(
         getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch
     )

@@ -100,7 +100,7 @@ CLASSIFIED = {
     "numbers.csv.gz": gzip.compress(b"a,score\ndog,0.5\ncat,-1\n", mtime=0),
     "several.jsonl": b'{"a": "dog", "labels": ["x", "y"]}\n{"a": "cat", "labels": []}\n',
 }
-# The file's name, its content unharmed, and what reads it (given its path).
+# By file name: the intact content, and the function that reads the file at a path.
 GLUE_FILES = {
     name: b"".join((FIXTURES / folder / "dev.tsv").read_bytes().splitlines(keepends=True)[:5])
     for name, folder in (("stsb", "STS-B"), ("cola", "CoLA"))
@@ -139,7 +139,7 @@ def assert_works_or_explains(read, *args):
 def test_fuzzed_example_files_are_read_or_raise_an_error(name, scale, tmp_path):
     content, read = READERS[name]
     (tmp_path / name).write_bytes(content)
-    read(tmp_path / name)  # unharmed it is read
+    read(tmp_path / name)  # the intact file can be read
 
     @make_hypothesis_settings(12 * scale)
     @given(edits=EDITS)
@@ -212,7 +212,7 @@ def test_fuzzed_run_files_are_read_or_raise_an_error(name, scale, tmp_path):
 
 
 def test_yaml_alias_bomb_in_a_card_uses_little_memory(checkpoint, tmp_path):
-    """Check lines that are each ten times the previous one, a billion words for a parser that copies."""
+    """Check YAML lines that each repeat the previous line ten times, which some parsers expand to a billion words."""
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [

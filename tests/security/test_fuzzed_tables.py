@@ -54,7 +54,7 @@ HARM = [
     "\0",
     "\ud800",
 ]
-# Text that an error must contain in addition to the file.
+# An error must match this pattern, in addition to naming the file.
 PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 
 
@@ -119,7 +119,7 @@ def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
         result = read_rows_or_none(
             path, lambda path=path, names=names: read_columns([path], names, keep_blank=True).texts
         )
-        if content == written.encode():  # without harm every cell is there
+        if content == written.encode():  # an undamaged table has all cells
             num_complete += 1
             assert result == [tuple(row) for row in rows], (seed, result)
         if result is not None:
@@ -174,7 +174,7 @@ def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
             "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*item, strict=True)) for item in zip(words, tags, strict=True)
         ]
         written = "\n".join(lines)
-        content = damage_content(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
+        content = damage_content(draw, written).replace("\ufeff".encode(), b"")  # pandas removes it from each line
         path = tmp_path / f"{seed}.txt"
         path.write_bytes(content)
         result = read_rows_or_none(path, lambda path=path: read_conll(path))

@@ -184,7 +184,7 @@ def test_non_text_arguments_raise_an_error(bert, tmp_path, capsys, text):
         Calibration(["a", text])
 
 
-# Names with a $, and pictures that fail.
+# Names with a $, and plots that fail.
 
 
 def test_dollar_signs_in_names_are_plotted_literally(sources, tmp_path, capsys):
@@ -208,7 +208,7 @@ def test_failed_plot_gives_a_warning(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-# A frontier that is stopped.
+# An interrupted frontier.
 
 
 def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
@@ -245,7 +245,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     assert "is not empty" in read_single_line(capsys, *argv)
 
 
-# The environment of a process.
+# Environment variables and working directories.
 
 
 def call(*argv, cwd=None, prefix="", **variables):

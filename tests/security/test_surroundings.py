@@ -24,7 +24,7 @@ def source(tmp_path):
 
 
 class Interrupted(MeanPooling):
-    """A mean pooling during which another conversion into the same folder runs to its end."""
+    """A mean-pooling method during which another conversion into the same folder runs completely."""
 
     def __init__(self, other):
         self.other = other
@@ -56,7 +56,7 @@ def test_second_conversion_into_the_same_folder_raises_an_error(source, tmp_path
     (lost,) = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
     (won,) = [outcome for outcome in outcomes if outcome is not lost]
     assert str(output) in str(lost) and "Choose a new" in str(lost)
-    # the folder is the winner's, whole, and nothing of the other's is left
+    # The folder contains the complete result of one conversion, and no files of the other one.
     config = json.loads((output / "config.json").read_text())
     assert config["num_key_value_heads"] == won.heads["num_key_value_heads"][1]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -17,7 +17,7 @@ from hf_attn_variants.sweep import runner
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "sweeps").glob("*.yaml"))
 LOCAL = [path for path in FILES if not path.stem.endswith("_cluster")]
-# The shares of 5 to 10 percent of so many steps are two steps.
+# In the sweeps, `alpha` is at most 0.1, which is at most two of 20 pretraining steps.
 VALUES = {"STEPS": 2, "PRETRAINING_STEPS": 20, "EVAL_SAMPLES": 64}
 
 

@@ -231,7 +231,7 @@ def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
     (tmp_path / "b.json").write_text(json.dumps(content))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out")]) == 2
     assert "`num_key_value_heads` must divide `num_attention_heads`, got 3" in capsys.readouterr().err
-    # Without its tokenizer no model can be built, and none is trained.
+    # If the tokenizer is missing, no model can be built, and no training starts.
     content = BASE | {"flags": flags | {"tokenizer_name": "a/tokenizer"}}
     (tmp_path / "c.json").write_text(json.dumps(content))
     assert cli.main(["sweep", str(tmp_path / "c.json"), "--output_dir", str(tmp_path / "out")]) == 2

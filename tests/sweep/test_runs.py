@@ -85,7 +85,7 @@ def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys)
     contestants, table = read_results_without_times(undisturbed)
     assert [item["name"] for item in contestants] == ["multi-head", "grouped"]
     assert all(item["seeds"] == [0, 1] and set(item["runs"]) == {"0", "1"} for item in contestants)
-    # Every number is that of the training's own file, and the spread is that of these numbers.
+    # All numbers equal those in the files of the trainings, and the spread is computed from them.
     for name, item in zip(("multi-head", "grouped"), contestants, strict=True):
         sweep_rows = [
             json.loads((undisturbed / f"runs/{name}/seed-{seed}/trained/all_results.json").read_text())
@@ -115,12 +115,12 @@ def test_finished_sweep_only_runs_new_runs(undisturbed, sweep_file, tmp_path, ca
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("output.log")}
-    shutil.rmtree(out / "runs/grouped/seed-0/trained")  # the record keeps what was found
+    shutil.rmtree(out / "runs/grouped/seed-0/trained")  # the record still has the results
     other = change(sweep_file, metrics=["eval_spearmanr"])
     assert run(other, out) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("output.log")} == before
     assert "spearmanr" in (out / "sweep_results.md").read_text()
-    # With another flag it would be another run than the existing one.
+    # Another flag would make a different run from the existing one.
     flags = json.loads(sweep_file.read_text())["flags"]
     capsys.readouterr()
     assert run(change(sweep_file, flags=flags | {"learning_rate": "2e-3"}), out) == 2
@@ -228,7 +228,7 @@ def test_killed_sweep_ends_with_the_same_table(undisturbed, sweep_file, tmp_path
         wait_for(lambda: (out / "runs").is_dir(), process)
         try:
             process.wait(timeout=seconds)
-            break  # it had come to its end
+            break  # the sweep has finished
         except subprocess.TimeoutExpired:
             kill_all(process)
             kills += 1
@@ -237,7 +237,7 @@ def test_killed_sweep_ends_with_the_same_table(undisturbed, sweep_file, tmp_path
     if count == 1:
         path = change(sweep_file, seeds=[0])
         shutil.copytree(undisturbed, tmp_path / "expected")
-        assert run(path, tmp_path / "expected") == 0  # of its finished runs
+        assert run(path, tmp_path / "expected") == 0  # only writes the table of the finished runs
         undisturbed = tmp_path / "expected"
     assert read_results_without_times(out) == read_results_without_times(undisturbed)
 
@@ -280,7 +280,7 @@ def half_done(undisturbed, tmp_path, monkeypatch):
 
 
 def test_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
-    """It ends after this call read the records and before the turn of the run."""
+    """Check a run that ends after this call has read the records and before the run would start."""
 
     def finish_elsewhere(*args):
         shutil.copytree(undisturbed / "runs/grouped/seed-1", half_done / "runs/grouped/seed-1")
@@ -299,7 +299,7 @@ def test_sweep_uses_accelerate_launch(sweep_file, tmp_path):
     assert run(change(sweep_file, launch=launch, seeds=[0]), out) == 0
     log = (out / "runs/grouped/seed-0/output.log").read_text()
     assert "accelerate launch --config_file" in log
-    # As many processes as the configuration says left their random states.
+    # Each of the two processes of the configuration saved its random states.
     states = [*(out / "runs/grouped/seed-0/trained").glob("checkpoint-*/random_states_*.pkl")]
     assert len(states) == 2
 

@@ -1,4 +1,4 @@
-"""Check the files of `accelerate_configs/`: accelerate reads them, and trainings equal those of one process."""
+"""Check the files of `accelerate_configs/`: accelerate reads them, and training with them equals one process."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_every_config_has_a_test():
 @pytest.mark.parametrize("name", TYPES)
 def test_accelerate_knows_every_key(name):
     path = str(CONFIGS / f"{name}.yaml")
-    assert load_config_from_file(path).distributed_type == TYPES[name]  # raises for a key that it does not know
+    assert load_config_from_file(path).distributed_type == TYPES[name]  # raises an error for unknown keys
     # accelerate does not check keys below fsdp_config and deepspeed_config, which must be launcher options.
     known = vars(launch_command_parser().parse_args(["script.py"]))
     settings = yaml.safe_load(Path(path).read_text())
@@ -67,8 +67,8 @@ def test_accelerate_knows_every_key(name):
     ],
 )
 def test_fsdp2_shards_existing_layer_classes(name, sizes, layers):
-    # Without fsdp_transformer_layer_cls_to_wrap they are those of `_no_split_modules`; ALBERT names none, since its
-    # layers share one set of weights, and is sharded as a whole.
+    # Without fsdp_transformer_layer_cls_to_wrap, these are the classes in `_no_split_modules`. ALBERT has none there
+    # because its layers share one set of weights, so it is sharded as a whole.
     model_class = getattr(hf_attn_variants, f"AttnVariant{name}")
     model = model_class(model_class.config_class(vocab_size=50, **sizes))
     assert list_fsdp_layer_class_names(model) == layers

@@ -17,7 +17,7 @@ from hf_attn_variants.training.engine import checkpoints
 
 main, parse_args = glue.main, glue.parse_args
 
-STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
+STEPS = 13  # past the end of an epoch (step 8, or 4 with accumulation), and not at the end of another one
 
 
 def make_flags(tiny_bert, glue, out, *more):
@@ -57,7 +57,7 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
     untimed = [
         {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
     ]
-    assert json.dumps(untimed[0]) == json.dumps(untimed[1])  # as text, because NaN is not NaN
+    assert json.dumps(untimed[0]) == json.dumps(untimed[1])  # as text, because NaN != NaN
     assert (killed / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     assert not list(killed.glob(".tmp-*"))
 
@@ -144,7 +144,8 @@ def test_resume_with_a_changed_option_error_names_the_option(
         text = (glue / "STS-B/train.tsv").read_text()
         value = tmp_path / "train.tsv"
         value.write_text(text.replace(" a ", " one ", 1))
-    # The schedule's setting needs a schedule that has it; it is built before the checkpoint is read.
+    # --lr_scheduler_kwargs needs a schedule with that setting, because the schedule is built before the checkpoint
+    # is read.
     more = ["--lr_scheduler_type", "cosine"] if flag == "--lr_scheduler_kwargs" else []
     before = log_without_times(once_trained)
     with pytest.raises(ValueError, match=message):

@@ -51,7 +51,7 @@ def get_columns(split):
     return {name: split.data[name][:] for name in split.data.column_names if name not in ("file", "line")}
 
 
-# Which kind of labels
+# Kinds of labels
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_class_weights_equal_scikit_learn_or_are_given():
             compute_class_weights(value, label_scheme, rows)
 
 
-# Which columns
+# Detected columns
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_detected_settings_are_printed(load, caplog):
     assert "train: 2 rows with labels from -1 to 0.5 (regression)" in caplog.text
 
 
-# A saved model's labels
+# Labels of a saved model
 
 
 def make_classifier_config(names, kind=None):
@@ -452,7 +452,7 @@ def test_evaluation_uses_the_labels_of_the_model(load):
             load(rows, *only, config=config)
 
 
-# A `datasets` source
+# Data from the `datasets` library
 
 
 @pytest.fixture

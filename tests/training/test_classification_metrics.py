@@ -185,7 +185,7 @@ def test_labels_follow_the_order_of_the_outputs():
     assert reorder_labels_for_model(np.array([0.5, 3]), LabelMap((0,))).tolist() == [0.5, 3]
 
 
-# The picture
+# The plot of the confusion matrix
 
 
 @pytest.mark.thorough
@@ -208,7 +208,7 @@ def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(task, "save_plot", lambda path, draw, **options: figures.append(draw()))
     plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = figures[0].axes[0]
-    # Nothing where there is nothing, and the true class is the row.
+    # Cells with a count of 0 have no text, and rows are the true classes.
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {
         ((0, 0), "3"),
         ((1, 0), "1"),

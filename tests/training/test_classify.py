@@ -73,7 +73,7 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# GLUE's scores
+# Scores of GLUE tasks
 
 
 @pytest.mark.thorough
@@ -149,7 +149,7 @@ def test_saved_classifier_evaluates_and_predicts(run, sorts, tmp_path):
     label = "--label_column", "kind of $"
     first, out = run(train, dev, *TEXT, *label, "--max_train_steps", 12, test=dev)
     assert first["test_accuracy"] == first["eval_accuracy"] and (out / "confusion_matrix_test.png").is_file()
-    # Its numbering is another one.
+    # Make another model whose labels are in a different order.
     model, order = AutoModelForSequenceClassification.from_pretrained(out), [2, 0, 1]
     model.classifier.weight.data = model.classifier.weight.data[order]
     model.classifier.bias.data = model.classifier.bias.data[order]
@@ -247,7 +247,7 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
     assert f"model's training: {printed}" in caplog.text
     assert scored["test_samples"] == len(read_lines(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
-    # The prediction uses them too, and given columns take precedence.
+    # A prediction also uses the columns of the training, and explicit columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
     assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
     overridden, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
@@ -307,7 +307,7 @@ def test_nan_outputs_raise_an_error(run, sorts, tmp_path):
     save_file(weights | {name: torch.full_like(value, torch.nan)}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"contains NaN values in 1 of its tensors, such as classifier\.bias"):
         run(*only, model=out, out="damaged")
-    # Each weight is a number, and their products are too large to be any.
+    # All weights are finite, but the logits overflow.
     inputs = weights["classifier.weight"].clone()
     inputs[:] = 3e38
     save_file(weights | {"classifier.weight": inputs}, out / "model.safetensors", {"format": "pt"})
@@ -360,7 +360,7 @@ def test_converted_classifier_drops_the_scores(run, sorts, tmp_path):
     assert not [name for name in left if name.startswith(("confusion", "predictions", "training"))]
 
 
-# The card
+# The model card
 
 
 def test_card_names_the_problem_labels_and_scores(run, tmp_path):

@@ -47,7 +47,7 @@ def test_length_groups_are_not_sorted_by_length(count):
     order = list(EpochSampler(count, seed=1, group_lengths=lengths, batch_size=8))
     assert sorted(order) == list(range(count)) and lengths[order[0]] == max(lengths)
     longest = [max(lengths[i] for i in order[start : start + 8]) for start in range(0, count, 8)]
-    # As transformers groups them the batches of 25 would fall from the longest to the shortest.
+    # Transformers would sort these 25 batches from the longest to the shortest.
     assert count < 200 or sum(after > before for before, after in itertools.pairwise(longest)) >= 8
     assert count < 200 or max(longest[len(longest) // 2 :]) > 50
 
@@ -68,7 +68,7 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["training", "resumed training", "stream", "evaluation"])
 def test_workers_survive_a_signal_that_the_loop_handles(kind, number):
-    # torchrun, schedulers and terminals send it to all processes of a job.
+    # torchrun, schedulers and terminals send a signal to all processes of a job.
     rows = list(range(12))
     accelerator = Accelerator(cpu=True, rng_types=[])
     train = create_dataloader(rows, 1, sampler=EpochSampler(12, seed=0), collate_fn=torch.tensor)
@@ -78,7 +78,7 @@ def test_workers_survive_a_signal_that_the_loop_handles(kind, number):
         "stream": create_stream_dataloader(accelerator, Stream(), seed=0, num_workers=1),
         "evaluation": create_dataloader(rows, 1, collate_fn=torch.tensor),
     }[kind]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore SIGINT
     try:
         batches = iter(loader)
     finally:

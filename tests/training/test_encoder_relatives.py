@@ -30,7 +30,7 @@ from hf_attn_variants.commands.training import ner, squad, uptrain
 pytestmark = pytest.mark.cross_product
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-SIZES |= {"initializer_range": 0.3}  # attention matters
+SIZES |= {"initializer_range": 0.3}  # attention affects the outputs
 MODELS = {
     "roberta": lambda size: RobertaForMaskedLM(
         RobertaConfig(**SIZES, vocab_size=size, pad_token_id=0, type_vocab_size=1, max_position_embeddings=65)
@@ -78,7 +78,7 @@ def test_encoder_relatives_classify_pairs(call, folders, glue, name):
         task = ["--task_name", "stsb", "--data_dir", glue / "STS-B", "--max_length", 48]
         results, out = call(glue_command, folder, *task, *QUICK)
         assert results["steps"] == 2 and "eval_spearmanr" in results
-        # Whoever reads the result with its tokenizer hands it what the model knows.
+        # The saved tokenizer returns only inputs that the model accepts.
         tokenizer, model = AutoTokenizer.from_pretrained(out), AutoModel.from_pretrained(out)
         inputs = tokenizer("A dog.", "A cat.", return_tensors="pt")
         assert ("token_type_ids" in inputs) is (name in ("electra", "nomic_bert"))

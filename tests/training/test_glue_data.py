@@ -155,7 +155,7 @@ def test_tokenized_pairs_are_truncated_to_max_length(glue, tiny_bert):
 def test_pairs_have_token_types_if_the_model_uses_them(glue, tiny_bert):
     split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as for ALBERT
     configure_token_types(tokenizer, T5Config())
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
     configure_token_types(tokenizer, AlbertConfig())

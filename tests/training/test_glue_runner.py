@@ -116,7 +116,7 @@ def test_predictions_are_in_row_order(run, tiny_bert, glue, tmp_path):
     header, rows = lines[0].split("\t"), [line.split("\t") for line in lines[1:]]
     pairs = [(row[header.index("sentence1")], row[header.index("sentence2")]) for row in rows]
     labels = [float(row[header.index("score")]) for row in rows]
-    # Large weights: those of `tiny_bert` give every row nearly the same score.
+    # Use large weights, because `tiny_bert` gives every row nearly the same score.
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -131,7 +131,7 @@ def test_predictions_are_in_row_order(run, tiny_bert, glue, tmp_path):
     with torch.no_grad():
         one_at_a_time = np.array([model(**inputs).logits.item() for inputs in encoded])
     expected = one_at_a_time.clip(0, 5)
-    # Rows that already came longest first, or predictions all alike, would not tell one order from another.
+    # A wrong order would not be detected if the rows were already sorted by length or the predictions were equal.
     order = np.argsort([-inputs["input_ids"].shape[1] for inputs in encoded], kind="stable")
     assert (np.abs(expected[order] - expected) > 0.01).sum() > len(pairs) / 2
     written = [line.split("\t") for line in (out / "predictions_dev_STS-B.tsv").read_text().splitlines()[1:]]
@@ -150,7 +150,7 @@ def test_mnli_evaluates_two_dev_sets_and_predicts_ax(run):
 
 def test_classifier_with_other_label_names_gives_a_warning(run, tmp_path, caplog):
     _, out = run("cola", "--max_train_steps", 1)
-    assert "differ from" not in caplog.text  # it was not a classifier before
+    assert "differ from" not in caplog.text  # the original model was not a classifier
 
     def warnings_for(*names):
         config = json.loads((out / "config.json").read_text())
@@ -205,7 +205,7 @@ def test_metric_of_a_missing_dev_set_raises_before_training(run, glue, tmp_path)
 
 @pytest.mark.thorough
 def test_predictions_and_scores_belong_to_the_saved_model(run):
-    # The clock ends the run in its first step, long before the first evaluation of a whole epoch.
+    # The time limit ends the run after its first step, long before the evaluation at the end of the epoch.
     first, out = run("cola", "--max_train_minutes", 1e-9, "--num_train_epochs", 2)
     again, _ = run("cola", "--num_train_epochs", 0, model=out, output_dir=out.with_name("again"))
     assert first["steps"] == 1 and first["eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-5)
@@ -226,7 +226,7 @@ def test_resumed_run_keeps_the_metric_for_the_best_weights(run, glue, tmp_path):
 
 @pytest.mark.thorough
 def test_early_stopping_ends_with_the_best_weights(run):
-    # A zero learning rate never gets better: the first evaluation stays the best.
+    # With a learning rate of zero the score never improves, so the first evaluation stays the best.
     flags = ["--learning_rate", 0, "--eval_steps", 2, "--early_stopping_patience", 3]
     results, out = run("stsb", *flags, "--metric_for_best_model", "pearson")
     assert results["steps"] == 8 and results["best_step"] == 2
@@ -253,7 +253,7 @@ def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
     flags += ["--pad_to_multiple_of", 8, "--lr_scheduler_type", "cosine", "--warmup_ratio", 0.5]
     results, out = run("stsb", *flags, "--max_eval_samples", 5)
     assert results["eval_samples"] == 5
-    # Each of two steps goes through each layer twice, the second time in its backward pass, under autocast.
+    # Both steps run each layer twice under autocast: in the forward pass, and again during the backward pass.
     assert dtypes == [torch.bfloat16] * (2 * 2 * AutoConfig.from_pretrained(tiny_bert).num_hidden_layers)
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float32}
 
@@ -302,7 +302,7 @@ def test_output_folder_must_be_empty_and_writable(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(OSError, match="neither an existing folder"):
         run("cola", model="./nosuch", output_dir=tmp_path / "empty")
-    assert (tmp_path / "empty").is_dir()  # it was not ours to remove
+    assert (tmp_path / "empty").is_dir()  # the run did not create it
     with pytest.raises(OSError, match="cannot be written to"):
         run("cola", output_dir=tmp_path / "used/notes.txt/out")
 
@@ -355,7 +355,7 @@ def test_first_signal_prints_valid_resume_flags(number, name, run, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(TrainingLoop, "_run_optimizer_step", plain)
-    with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
+    with monkeypatch.context() as loading:  # before training starts, the folder still contains the earlier run
         loading.setattr("hf_attn_variants.training.engine.models.load_tokenizer", at_start)
         with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C. No files were changed.$"):
             run(*flags)

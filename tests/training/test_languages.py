@@ -39,7 +39,7 @@ def save(kind, folder, **fields):
     tokenizer = TOKENIZERS[kind](folder)
     torch.manual_seed(0)
     config_class, model_class = MODELS[kind]
-    # As upstream's checkpoints: mBART-50 begins with the end token, the first mBART with none that its config names.
+    # As in published checkpoints: mBART-50 starts with the end token, and the configuration of mBART names no start.
     start = {} if kind == "mbart" else {"decoder_start_token_id": 2}
     model = model_class(config_class(vocab_size=300, **SIZES, **start, **fields))
     model.save_pretrained(folder)
@@ -110,7 +110,7 @@ def test_training_saves_the_languages(run, folders, kind):
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     ids = model.generate(**tokenizer(["the dog"], return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]
     assert ids[:2].tolist()[kind != "mbart"] == (marks[-1] if kind == "mbart" else marks[0])
-    # A trained model needs no flags for its languages, but for another language it does.
+    # A trained model remembers its languages. Unknown languages raise an error.
     again, _ = run(seq2seq, out, out="again", length=("--num_train_epochs", 0))
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"--target_lang must be .* got 'xx'. Use one of \w+"):

@@ -36,7 +36,7 @@ def fresh_accelerator():
 def test_accumulated_batches_equal_one_large_batch(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir(), many.mkdir()
-    # 10 rows: steps of 4, 4 and 2 rows; the last group is a short one either way.
+    # Both loops make steps of 4, 4 and 2 rows, so the last group of batches is a short one.
     large_batch_loop = make_loop(one, batch_size=4)
     large_batch_loop.run()
     split = make_loop(many, batch_size=1, gradient_accumulation_steps=4)
@@ -48,8 +48,8 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path):
 
 @pytest.mark.thorough
 def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
-    # By plain SGD without clipping: AdamW, or a clipped gradient, would not show that it is twice or half of what it
-    # should be, nor what each process's mean weighs.
+    # Plain SGD without clipping reveals a wrong factor in the gradient and wrong weights of the processes' means.
+    # AdamW or clipping would hide both.
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     train_accumulated(one, 4)
@@ -109,7 +109,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path, poison, named):
         loss = OBJECTIVE.loss_sum(model, batch)
         if len(seen) < 4:
             return loss
-        # sqrt has an infinite slope at 0: a finite loss with a NaN gradient.
+        # sqrt has an infinite slope at 0, so the loss is finite and its gradient is NaN.
         return loss * torch.nan if poison == "loss" else loss + torch.sqrt(model(batch["x"]).sum() * 0)
 
     loop = make_loop(
@@ -127,7 +127,7 @@ def test_gradients_not_finite_at_any_loss_scale_stop_the_run(tmp_path):
     def loss_sum(model, batch):
         return OBJECTIVE.loss_sum(model, batch) + torch.sqrt(model(batch["x"]).sum() * 0)
 
-    # From 65536 it is halved at each step.
+    # The loss scale starts at 65536 and is halved at each step.
     with pytest.raises(NonFiniteLossError, match="gradient norm became nan at step 17"):
         make_loop(
             tmp_path, objective=Objective(loss_sum, OBJECTIVE.count), scaler=torch.amp.GradScaler("cpu"), **SCALED
@@ -162,7 +162,7 @@ def test_unwritable_log_error_names_the_last_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("written", "size", "message"),
     [
-        # The weights, the optimiser, the random states.
+        # The sizes at which the weights, the optimizer and the random states no longer fit.
         ("save_checkpoint", 64, r"checkpoint-4 could not be written \(SafetensorError: .*File too large"),
         ("save_checkpoint", 1024, r"checkpoint-4 could not be written \(.*disk"),
         ("save_checkpoint", 8192, r"checkpoint-4 could not be written \(.*disk"),
@@ -176,7 +176,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, siz
     write = getattr(checkpoints, written)
 
     def disk_full(*args, **named):
-        # Step 2 has a checkpoint and no evaluation.
+        # The disk is full after the checkpoint of step 2, which precedes the first evaluation.
         with full_disk(size) if (tmp_path / "checkpoint-2").is_dir() else nullcontext():
             return write(*args, **named)
 
@@ -296,7 +296,7 @@ def test_losses_are_checked_with_a_delay_of_one_step(tmp_path):
     loop = make_loop(tmp_path, total_steps=4, logging_steps=100, data=make_rows(20))
     loop.__class__ = Watched
     loop.run()
-    # The step that ends a run is looked at before the clock is.
+    # The loss of the last step is checked before the time limit.
     assert looked == [None, 1, 2, 3, 4, None]
 
 
@@ -316,7 +316,7 @@ def test_time_limit_ends_training_with_a_resumable_checkpoint(tmp_path):
 
 
 class Seekable(IterableDataset):
-    """Ten rows that record reads, readable from any position."""
+    """Ten rows that can be read from any position, and that record each read."""
 
     start = 0
 
@@ -388,7 +388,7 @@ def test_best_weights_are_restored_and_nan_metrics_are_ignored(tmp_path):
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_clipping_moves_to_the_configured_values(resumed, tmp_path):
-    """Check that values between those of the softmax and its own train a clipped softmax, and its own evaluate it."""
+    """Check that training moves a clipped softmax from a plain softmax to its configured values, used to evaluate."""
     heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
 
     def record(model, batch):

@@ -23,7 +23,7 @@ def test_correlations_equal_hand_computed_values():
     x, y = np.array([1.0, 2.0, 3.0, 10.0]), np.array([0.5, 2.5, 2.0, 4.0])
     values = compute_glue_metrics(["pearson", "spearmanr"], x, y)
     assert values["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
-    assert values["spearmanr"] == pytest.approx(1 - 6 * 2 / (4 * 15))  # two ranks swapped
+    assert values["spearmanr"] == pytest.approx(1 - 6 * 2 / (4 * 15))  # two ranks are swapped
 
 
 def test_constant_predictions_have_undefined_correlations():

@@ -68,7 +68,7 @@ def test_variant_learns_to_tag_every_word(run, tiny_bert, tmp_path):
 
 def test_truncated_words_are_tagged_o_with_a_warning(run, caplog):
     results, out = run("--max_train_steps", 1, "--max_length", 4)
-    for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # of four to six words, two are read
+    for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # two of four to six words fit
         printed = (
             rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
         )

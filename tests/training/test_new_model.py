@@ -19,7 +19,7 @@ BLOCKS = {"attention_pattern": "random_blocks", "attention_block_size": 4, "num_
 SUMMARIES = {"attention_pattern": "fixed", "attention_block_size": 4, "num_summary_tokens": 1}
 WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
-# A value of each field and its required fields, without a prefix.
+# A value of each field without a prefix, and the fields that it requires.
 GIVEN = {
     "num_key_value_heads": (2, {}),
     "value_head_dim": (5, {}),

@@ -73,7 +73,7 @@ def make_adafactor(**changed):
 
 
 def test_adafactor_uses_the_learning_rate_and_schedule():
-    # On a gradient of ones the first update is one everywhere: the step is the rate.
+    # With a gradient of ones, the first update is one everywhere, so the step equals the learning rate.
     model, optimizer, scheduler = make_adafactor(warmup_ratio=0.0)
     before = model.query.weight.detach().clone()
     step_on_ones(model, optimizer, scheduler)
@@ -130,7 +130,7 @@ def get_rates_of_eight_steps(optimizer, **changed):
         ("cosine", {}, [0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]),
         ("cosine", {"num_cycles": 1}, [0.5 * (1 + math.cos(2 * math.pi * i / 6)) for i in range(6)]),
         ("inverse_sqrt", {}, [math.sqrt(2 / step) for step in range(2, 8)]),
-        # Two steps at the peak, then a cosine over four.
+        # Two steps at the peak, and then a cosine over four steps.
         ("warmup_stable_decay", {"num_decay_steps": 4}, [1, 1, 1, 0.5 * (1 + math.sqrt(0.5)), 0.5, 0.5 - 0.125**0.5]),
         ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, [1, 1, 1, 0.75, 0.5, 0.25]),
     ],

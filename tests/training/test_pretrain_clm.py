@@ -136,7 +136,7 @@ def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
     for i, block in enumerate(blocks):
         ids = torch.tensor([[tokenizer.cls_token_id, *block]])
         with torch.no_grad():
-            output = model(input_ids=ids, labels=ids)  # upstream moves the labels itself
+            output = model(input_ids=ids, labels=ids)  # Transformers shifts the labels
         expected = 0.0
         for place, token in enumerate(block):
             logits = output.logits[0, place].double()

@@ -189,7 +189,7 @@ def test_whole_word_masking_masks_all_pieces(tokenizer, blocks):
 
 def test_vocabulary_may_have_gaps(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "talk", "##ing", "heads"]
-    vocabulary = {piece: 3 * i for i, piece in enumerate(pieces)}  # as where a trainer saw a piece twice
+    vocabulary = {piece: 3 * i for i, piece in enumerate(pieces)}  # a trainer that sees a piece twice leaves gaps
     raw = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     raw.pre_tokenizer = Whitespace()
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), pieces, strict=False))
@@ -296,7 +296,7 @@ def test_loss_with_a_sentence_task_equals_the_model_loss(model, label_name):
     model_loss = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
     batch["sentence_labels"] = torch.tensor([1, 0, 1])
     masked = int((batch["labels"] != IGNORED_LABEL).sum())
-    # The model's own has both means; ours counts a sentence as so many masked tokens.
+    # The model adds the means of both losses. In our sum, a sentence counts as `masked / 3` masked tokens.
     objective = make_masked_lm_objective(model, sentence_weight=masked / 3)
     torch.testing.assert_close(objective.loss_sum(model, batch) / masked, model_loss)
     batch["sentence_labels"][:] = IGNORED_LABEL
@@ -408,11 +408,12 @@ def test_sentence_task_trains_its_head(run, model_type, task, loaded):
 
 def test_run_reports_throughput_and_utilization(run):
     results, out = run(*make_scratch_flags(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
-    # Seconds are compared, not rates: they are rounded to a millisecond, a good part of so short a run.
+    # Compare seconds instead of rates, because times are rounded to milliseconds and the run is short.
     seconds, tokens = results["train_runtime"], results["train_tokens"]
     assert tokens / results["train_tokens_per_second"] == pytest.approx(seconds, abs=1e-3, rel=1e-2)
     assert tokens / 24 / results["train_samples_per_second"] == pytest.approx(seconds, abs=1e-3, rel=1e-2)
-    # Two layers of four projections and two of the feed-forward a token, attention over 24; the head aside.
+    # The FLOPs of two layers with four projections, two feed-forward matrices and attention over 24 tokens. The head
+    # is not included.
     flops = 3 * tokens * 2 * (2 * (4 * 16 * 16 + 2 * 16 * 32) + 4 * 24 * 16)
     seconds = tokens / results["train_tokens_per_second"]
     assert flops < results["train_tflops_per_second"] * 1e12 * seconds < 2 * flops
@@ -455,7 +456,7 @@ def test_continued_training_starts_from_the_checkpoint(run):
     ],
 )
 def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, more):
-    # 30 steps of 4 examples go over an epoch's end; dropout is BERT's.
+    # 30 steps of 4 examples cross the end of an epoch. Dropout has BERT's default rate.
     flags = [*make_scratch_flags(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
     flags += ["--metric_for_best_model", "loss"]
     expected, uninterrupted = run(*flags, out=tmp_path / "whole")
@@ -610,7 +611,7 @@ def test_model_without_a_masked_lm_raises_an_error(run, tokenizer, tmp_path):
 
 
 def test_roberta_positions_start_after_the_padding_index(run, tokenizer, tmp_path):
-    # 64 positions, of which texts cannot use the padding index and those before it.
+    # Texts cannot use all 64 positions, because they start after the padding index.
     used = 63 - tokenizer.pad_token_id
     results, _ = run(*make_scratch_flags("roberta"), "--max_train_steps", 1, "--max_length", used)
     assert results["steps"] == 1

@@ -52,7 +52,7 @@ def test_new_t5_variant_learns_and_continues_from_its_checkpoint(run):
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert results["block_length"] == 34 and results["target_length"] == 8
-    # 5 of 34 tokens are masked in two spans: 32 inputs and 8 targets, fewer in the last block of an epoch.
+    # Two spans mask 5 of 34 tokens, which gives 32 inputs and 8 targets. The last block of an epoch has fewer.
     assert 0.99 < results["train_tokens"] / (40 * results["train_samples"]) <= 1 and results["steps"] == 40
     assert results["train_samples"] > 300 and results["train_tflops_per_second"] > 0
     assert {"eval_perplexity", "eval_accuracy", "gate_passed", "gate_shuffled_cost"} <= results.keys()

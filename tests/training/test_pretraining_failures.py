@@ -86,7 +86,7 @@ def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, m
         def seek(self, offset):
             self.file.seek(offset)
 
-        def read(self, size):  # of the first bytes, which tell how lines end
+        def read(self, size):  # the first bytes are read to detect the line endings
             return self.file.read(size)
 
         def readline(self, size):
@@ -100,7 +100,7 @@ def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, m
         run()
     last = list_checkpoints(text / "out")[-1]
     assert 2 <= json.loads((last / "train_state.json").read_text())["step"] < STEPS
-    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads, and the shard is unchanged
+    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads, but the shard still fails
         run("--resume_from_checkpoint", "latest")
     monkeypatch.undo()
     assert_goes_on_to_the_same_end(run, text)

@@ -66,7 +66,7 @@ def test_t5_has_no_length_limit_and_disabled_bars_are_not_printed(run, t5, tmp_p
     folder = shutil.copytree(t5, tmp_path / "short")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 10}))
-    run("--max_train_steps", 1, model=folder)  # sources of up to 16 tokens
+    run("--max_train_steps", 1, model=folder)  # sources have up to 16 tokens
     assert "it/s" not in (printed := capfd.readouterr().err) and "%|" not in printed
 
 
@@ -147,7 +147,7 @@ def test_finished_model_remembers_columns_and_prefix(run, source, tmp_path, capl
     assert printed in caplog.text
     assert {name: again[name] for name in remembered} == remembered
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
-    # Given values take precedence, also "no prefix". Parallel text only has the prefix.
+    # Explicit values take precedence, including an empty prefix. Parallel text uses only the prefix.
     arguments = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
     other = run(*arguments, **only, output_dir=tmp_path / "other")
     assert (other["source_column"], other["target_column"]) == ("source", "de") and "source_prefix" not in other
@@ -190,7 +190,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
     assert caplog.text.count("Skipping 2 of 4 rows") == 3
-    # Predictions name the rows of their files; training rows have no numbers.
+    # Rows for predictions have their row numbers in the file, and training rows do not.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
     assert splits["dev"].take(1).keys == [{"row": 2}]
 
@@ -358,7 +358,7 @@ def test_resumed_seq2seq_run_keeps_the_best_weights(run):
     flags = ["--max_train_steps", 4, "--checkpointing_steps", 2, "--metric_for_best_model", "bleu"]
     run(*flags, "--num_beams", 1, 2)
     flags += ["--resume_from_checkpoint", run.out / "checkpoint-2", "--num_beams"]
-    run(*flags, 1, 3)  # only the last evaluation decodes with the second number
+    run(*flags, 1, 3)  # the second number is only used in the last evaluation
     for more, message in (
         ([3, 1], "num_beams was 1 and is now 3"),
         ([1, "--length_penalty", 2], "length_penalty was 1.0 and is now 2.0"),

@@ -120,7 +120,7 @@ def test_resumed_squad_run_keeps_the_best_weights(run, flag, value, message):
 
 
 def test_squad_test_file_is_predicted(run):
-    run("--max_train_steps", 1)  # writes the questions
+    run("--max_train_steps", 1)  # also writes the question file
     results = run("--max_train_steps", 1, "--test_file", run.file(), output_dir=run.out.with_name("test"))
     folder = run.out.with_name("test")
     assert results["steps"] == 1

@@ -37,7 +37,8 @@ def test_rows_may_have_different_numbers_of_references():
 def test_rouge_equals_hand_computed_values():
     pytest.importorskip("rouge_score")
     result = score_texts(["rouge"], ["the cat sat", "x"], [("the cats sat down",), ("y", "x")])
-    # First row: 3 words against 4, the cat(s) by its stem: rouge-1 and -L 6/7, rouge-2 2 * 2 / (2 + 3); second: 1.
+    # First row: 3 of 4 words match ("cat" by its stem), so rouge-1 and rouge-L are 6/7 and rouge-2 is 2 * 2 / (2 + 3).
+    # Second row: 1.
     expected = {"rouge1": 6 / 7, "rouge2": 4 / 5, "rougeL": 6 / 7, "rougeLsum": 6 / 7}
     for name, value in expected.items():
         second = 0.0 if name == "rouge2" else 1.0  # a single word has no pair
@@ -127,7 +128,7 @@ def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
     ],
 )
 def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, caplog, value, flags, best, printed):
-    # Tried once, then of three steps, then of the best weights.
+    # The calls are a check before training, one per step for three steps, and one for the best weights.
     values = '{"%s": [0.0, 2.0, 1.0, 3.0, 3.0][(self.__dict__.setdefault("n", []).append(0) or len(self.n)) - 1]}'
     source, target = make_text(tmp_path)
     argv = [make_t5(tmp_path / "t5"), "--source_file", source, "--target_file", target, "--max_length", 8]

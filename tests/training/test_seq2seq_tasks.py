@@ -40,7 +40,7 @@ def test_labels_become_words_and_scores_are_rounded():
         format_glue_label(TASKS["cola"], 0) == "unacceptable"
         and format_glue_label(TASKS["mnli"], 2) == "contradiction"
     )
-    scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # 0.3 / 0.2 is less than 1.5
+    scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # in floating point, 0.3 / 0.2 < 1.5
     assert [format_glue_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
 
 
@@ -64,7 +64,7 @@ def test_glue_task_is_read_and_scored_as_text(glue):
     assert set(data.splits) == {"train", "dev", "test"} and data.splits["test"].references is None
     assert all(source.startswith("x stsb sentence1: ") and " sentence2: " in source for source in dev.sources)
     scores = data.score([row[0] for row in dev.references], dev.references)
-    # The worded scores are rounded, the true ones are not.
+    # The scores in the texts are rounded, and the true scores are not.
     assert (
         set(scores) == {*data.metric_names} and 0.99 < scores["pearson"] <= 1 and data.main_metric == "combined_score"
     )

@@ -54,7 +54,7 @@ def test_field_type_determines_the_flag_parser():
     settings = seq2seq.parse_args([*argv, "--lr_scheduler_kwargs", '{"x": 1}', "--max_length", "7"])
     assert (settings.num_beams, settings.learning_rate, settings.group_by_length) == ((1, 4), 1e-3, True)
     assert (settings.checkpointing_steps, settings.lr_scheduler_kwargs) == ("epoch", {"x": 1})
-    # Defaults that depend on other settings.
+    # These defaults depend on other settings.
     assert (settings.max_target_length, settings.metrics) == (7, ("bleu",))
 
 
@@ -95,7 +95,7 @@ def test_python_values_are_converted_like_flags():
 
 @pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda item: item.__name__)
 def test_field_default_comes_from_the_nearest_class(settings):
-    """Check dataclasses with several bases, which would use the default of the first one."""
+    """Check dataclasses with several bases, for which Python would use the default of the first base."""
     for item in dataclasses.fields(settings):
         owner = next(base for base in settings.__mro__ if item.name in inspect.get_annotations(base))
         assert item.metadata == owner.__dataclass_fields__[item.name].metadata, (item.name, owner)
@@ -116,7 +116,7 @@ def test_resumed_run_must_share_settings_that_affect_weights():
     assert {"seed", "learning_rate", "max_length", "group_by_length"} <= always.keys()
     assert not always.keys() & {"output_dir", "logging_steps", "cpu", "per_device_eval_batch_size"}
     text = Seq2SeqSettings(train_file=("a",), validation_file=("b", "c"), **shared)
-    # As a checkpoint's JSON holds it.
+    # A tuple becomes a list, as in the JSON file of a checkpoint.
     assert text.get_resume_fingerprint(True)["validation_file"] == ["b", "c"]
 
 

@@ -147,7 +147,7 @@ def test_predicted_spans_are_ordered_short_and_within_the_context(questions, win
                 for a in range(first, first + len(windows[i].offsets)):
                     for b in range(a, min(a + longest, first + len(windows[i].offsets))):
                         best = max(best, starts[i, a] + ends[i, b])
-            # Five starts and ends hold the best pair nearly always; never do they give a better one.
+            # The five best starts and ends nearly always contain the best pair, and never give a better one.
             assert prediction.spans[0].score <= best + 1e-9
             assert prediction.null.score == pytest.approx(min(starts[i, 0] + ends[i, 0] for i in question_windows))
             assert all(span.text in question.context and span.text for span in prediction.spans)

@@ -54,10 +54,10 @@ def test_version_2_scores_empty_answers_and_the_best_threshold():
     texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}
     odds = {"a": -3.0, "b": 1.0, "c": -1.0, "d": 2.0}
     result = compute_squad_metrics(questions, texts, odds, no_answer_threshold=0.0)
-    # Answered: a (right) and c (wrong); silent: b (wrong) and d (right).
+    # At the threshold 0, a (right) and c (wrong) are answered. b (wrong) and d (right) are not.
     assert result["exact"] == result["f1"] == 50.0 and result["total"] == 4
     assert result["HasAns_exact"] == result["HasAns_f1"] == 50.0 and result["NoAns_exact"] == 50.0
-    # From silence, 2 right: keeping a gives 3; c loses one; b wins F1 2/3, not enough.
+    # Without answers, c and d are right. Answering a adds 1, answering c subtracts 1, and answering b adds F1 2/3.
     assert result["best_exact"] == result["best_f1"] == 75.0
     assert result["best_exact_thresh"] == result["best_f1_thresh"] == -3.0
     everything = compute_squad_metrics(questions, texts, odds)

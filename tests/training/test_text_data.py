@@ -183,7 +183,7 @@ def test_seek_opens_only_the_needed_shards(tokenizer, any_shards, monkeypatch):
 def test_two_processes_split_the_batch_of_one(tokenizer, shards):
     one = list(make_stream(tokenizer, shards, batch_size=10))
     both = [list(make_stream(tokenizer, shards, i, 2, batch_size=5)) for i in range(2)]
-    assert len(one[-1]["ids"]) == 3  # shared as 2 and 1
+    assert len(one[-1]["ids"]) == 3  # the processes get 2 and 1 of these
     for batch, left, right in zip(one, *both, strict=True):
         assert torch.equal(batch["ids"], torch.cat([left["ids"], right["ids"]]))
 
@@ -210,7 +210,7 @@ def test_special_tokens_in_text_are_removed(tokenizer, tmp_path):
     plain.write_text("war nation , zzz\n\nfield")
     blocks = [read_blocks([TextFile(p)], tokenizer, LENGTH, tokenizer.sep_token_id) for p in (path, plain)]
     assert [block.tolist() for block in blocks[0]] == [block.tolist() for block in blocks[1]]
-    assert tokenizer.unk_token_id in blocks[0][0]  # of an unknown word
+    assert tokenizer.unk_token_id in blocks[0][0]  # "zzz"
     assert_goes_on_from_any_block([TextFile(path)], tokenizer, 1, tokenizer.sep_token_id)
 
     t5 = AutoTokenizer.from_pretrained(make_sentinel_tokenizer(tmp_path / "t5"))

@@ -125,7 +125,8 @@ def test_shared_layers_count_once_per_run():
     counter = TrainingCostCounter(model)
     for parameter in model.predictions.parameters():
         parameter.requires_grad_(False)
-    # Three runs of 4 x 32^2 + 2 x 32 x 64, the embeddings' 16 x 32; the head's 32 x 16 and 16 x 50 stay.
+    # The shared layer runs three times, with 4 x 32^2 + 2 x 32 x 64 weights, and the embedding projection has 16 x 32.
+    # The frozen head has 32 x 16 and 16 x 50.
     body, head = 3 * (4 * 32**2 + 2 * 32 * 64) + 16 * 32, 32 * 16 + 16 * 50
     assert counter.passes == 3 and TrainingCostCounter(model).passes == pytest.approx(2 + body / (body + head))
 

@@ -50,7 +50,7 @@ def read_records(out):
 @pytest.mark.parametrize("name", SIZES)
 def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_path, name):
     script = COMMANDS[name]
-    # Each of two processes evaluates five rows, one of them a second time.
+    # Each process evaluates five of the nine rows, so one row is evaluated twice.
     more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
     more += ["--max_eval_samples", 9, "--per_device_eval_batch_size", 2]
     expected = script.main(script.parse_args(flags(name, tmp_path / "one", 4, *more)))
@@ -76,7 +76,7 @@ def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     statuses, output = run_processes(2, run_script, script, resumed[:-2], Signal(signal.SIGKILL, killed))
     assert statuses == [-signal.SIGKILL] * 2, output
     assert list_checkpoints(cut)[-1].name == f"checkpoint-{killed // 2 * 2}"
-    # One of the two gets it, and its worker lives on until the checkpoint is there.
+    # Only one process gets the signal. Its data worker must survive until the checkpoint is written.
     terminated = draw_step(range(6, 11))
     workers = ["--dataloader_num_workers", "1"]
     statuses, output = run_processes(
@@ -114,7 +114,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="processes launched on accelerators know of each other")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="processes on accelerators are connected")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_unconnected_processes_raise_before_any_work(name, tmp_path):
     argv = ["--output_dir", str(tmp_path / "runs/out"), "--model_name_or_path", "no/model", *SCRIPTS[name]]

@@ -79,7 +79,7 @@ def run(grouped_bert, bert, source, tmp_path):
 
     def flags(objective, *more, model, teacher, steps, output_dir):
         pairs = ["--source_file", source, "--target_file", source.with_name("target.txt")]
-        is_t5 = Path(model).parent.name.startswith("t5")  # the folder "bert5" does not exist
+        is_t5 = Path(model).parent.name.startswith("t5")
         text = pairs if is_t5 else [] if "--train_file" in more else ["--train_file", source]
         argv = ["--model_name_or_path", model, "--objective", objective, *text, "--output_dir", output_dir]
         argv += ["--teacher", teacher] if teacher is not None else []
@@ -114,7 +114,7 @@ def test_distillation_recovers_the_embeddings_of_the_teacher(run, bert, grouped_
     assert (run.out / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((run.out / "all_results.json").read_text())
     assert saved["eval_loss"] == results["eval_loss"] and saved["arguments"]["teacher"] == str(bert)
-    # The saved model is the one that was evaluated.
+    # The saved model has the scores of the last evaluation.
     held_out = split_off_held_out_rows(read_lines([source]))[1]
     tokenizer = AutoTokenizer.from_pretrained(run.out)
     embeddings = [
@@ -148,7 +148,7 @@ def test_pooler_is_kept_without_a_place_in_the_language_model(run, grouped_bert,
     # bert-base-uncased has a pooler; without it, a classifier would start with a random pooler.
     with_pooler = shutil.copytree(grouped_bert, tmp_path / "with-pooler")
     pooler = {"bert.pooler.dense.weight": torch.randn(32, 32), "bert.pooler.dense.bias": torch.randn(32)}
-    # Whole numbers, of positions in old checkpoints, stay whole.
+    # Integer tensors, such as the positions in old checkpoints, must keep their type.
     pooler["bert.old.numbers"] = torch.arange(64)
     tensors = load_file(with_pooler / "model.safetensors") | pooler
     save_file(tensors, with_pooler / "model.safetensors", metadata={"format": "pt"})
@@ -190,7 +190,7 @@ def test_resumed_uptraining_is_bitwise_equal(run, tmp_path, objective, trainable
         pytest.importorskip("peft")
     more = ["--checkpointing_steps", 4, "--eval_steps", 3, "--dropout_rate", 0.1, "--trainable", trainable]
     more += ["--metric_for_best_model", "loss"]
-    run(objective, *more, steps=10, output_dir=tmp_path / "whole")  # 8 steps an epoch: the masks are new after that
+    run(objective, *more, steps=10, output_dir=tmp_path / "whole")  # an epoch of 8 steps, and new masks
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again/checkpoint-8")
     results = run(objective, *more, "--resume_from_checkpoint", "latest", steps=10, output_dir=tmp_path / "again")
@@ -251,7 +251,7 @@ def test_encoder_uptrains_on_lines_and_table_columns(run, source, tmp_path):
         return main(parse_args([*argv[:position], *map(str, text), *argv[position + 2 :]]))["initial_eval_loss"]
 
     pair = ["--text_columns", "question", "text"]
-    texts = initial_loss("--train_file", table)  # the column "text"
+    texts = initial_loss("--train_file", table)  # reads the column "text"
     assert texts == initial_loss("--train_file", source.with_name("target.txt"))
     assert len({texts, initial_loss("--train_file", table, *pair), initial_loss("--train_file", source)}) == 3
     for flags, message in (
@@ -273,7 +273,7 @@ def test_albert_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch)
     config = AlbertConfig(vocab_size=AutoConfig.from_pretrained(bert).vocab_size, **sizes)
     AlbertModel(config).save_pretrained(tmp_path / "albert")
     tokenizer = AutoTokenizer.from_pretrained(bert)
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's own of transformers v5
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as for ALBERT in transformers 5
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
     tokenizer.save_pretrained(tmp_path / "albert")
     convert_checkpoint(tmp_path / "albert", tmp_path / "mqa", 1)
@@ -292,7 +292,7 @@ def test_question_answering_is_distilled(run, bert, tmp_path):
     torch.manual_seed(0)
     teacher = AutoModelForQuestionAnswering.from_pretrained(bert)
     with torch.no_grad():
-        teacher.qa_outputs.weight.mul_(100)  # as sure of its answers as a trained one
+        teacher.qa_outputs.weight.mul_(100)  # as confident as a trained model
     teacher.save_pretrained(tmp_path / "qa")
     for path in bert.glob("*token*"):
         shutil.copy(path, tmp_path / "qa")
@@ -327,7 +327,7 @@ def test_classifier_is_distilled_with_its_problem_type(run, bert, tmp_path, fiel
     convert_checkpoint(tmp_path / "classifier", tmp_path / "mqa", 1)
     alone = ["--logits_weight", 1, "--hidden_states_weight", 0, "--attention_outputs_weight", 0, "--trainable", "all"]
     results = run("distill", *alone, model=tmp_path / "mqa", teacher=tmp_path / "classifier", steps=60)
-    # In evaluation it is the only weighted term.
+    # The evaluation loss consists only of this term.
     assert results[f"eval_{term}"] == pytest.approx(results["eval_loss"], rel=1e-6)
     assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]
 
@@ -510,7 +510,7 @@ def test_lora_without_peft_raises_an_error(run, monkeypatch):
 @pytest.mark.thorough
 def test_uptraining_in_two_processes_equals_one_with_a_double_batch(run, grouped_bert, bert, tmp_path):
     more = ["--gradient_accumulation_steps", 2, "--per_device_eval_batch_size", 2]
-    # 3 steps of 16 rows: the last batch of an epoch would repeat rows to give each process as many.
+    # 3 steps of 16 rows do not reach the last batch of the epoch, which would repeat rows to fill both processes.
     out = {"model": grouped_bert, "teacher": bert, "steps": 3, "output_dir": tmp_path / "two"}
     expected = run("distill", *more, "--per_device_train_batch_size", 8, steps=3, output_dir=tmp_path / "one")
     argv = run.flags("distill", *more, "--per_device_train_batch_size", 4, **out)

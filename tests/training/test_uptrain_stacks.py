@@ -1,4 +1,4 @@
-"""Check the uptraining of encoders and decoders: heads read one text twice, and other models need targets."""
+"""Check the uptraining of encoders and of classification encoder-decoders on lines; other models need targets."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_encoder_decoder_without_a_head_is_distilled_on_pairs(run, tokenizer):
 def test_encoder_with_an_encoder_decoder_configuration_uses_lines(run, tokenizer):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "initializer_factor": 1.0}
     model = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **sizes))
-    model.config.is_encoder_decoder = True  # as that of a T5 whose encoder was taken
+    model.config.is_encoder_decoder = True  # like the configuration of a complete T5
     run.save(model)
     convert(run.folder / "model", encoder_num_key_value_heads=2, method="mean", output_dir=run.folder / "gqa")
     results = run("--train_file", run.source)

@@ -31,7 +31,7 @@ from hf_attn_variants.training.engine.optimization import create_optimizer, crea
 from hf_attn_variants.training.uptraining import UptrainingSettings
 
 LENGTH = ["--max_length", 32]
-# A step of one batch, where a test says no other.
+# The default of the tests: one batch per step.
 BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
 
 
@@ -130,7 +130,7 @@ def test_loss_decreases_and_equals_the_pretraining_loss(run, text, t5, tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (t5 / "mqa", run.out))
     assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
     assert results["num_trainable_parameters"] == sum(tensor.numel() for tensor in before.values())
-    # Dropout is off while it trains, as in T5 1.1; the checkpoint keeps its own.
+    # Training turns dropout off, as for T5 1.1, but the checkpoint keeps its dropout rate.
     assert AutoConfig.from_pretrained(run.out).dropout_rate == 0.1
 
 
@@ -320,7 +320,7 @@ def test_models_with_another_objective_raise_an_error(run, tiny_bert, tmp_path, 
 
 @pytest.mark.slow
 def test_real_t5_learns_span_corruption(shared_data, tmp_path):
-    """Check the T5 of captions, which has no sentinels: they are added, and it learns to use them."""
+    """Check a T5 that translates captions and has no sentinels: the test adds them, and the T5 learns to use them."""
     source = shared_data / "checkpoints/t5-mini-multi30k-en-de"
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)

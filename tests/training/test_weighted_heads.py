@@ -81,7 +81,7 @@ def test_weighted_heads_start_as_the_mean_of_their_group(bert, grouped_bert):
     assert [layer.weight.shape for layer in layers] == 2 * model.config.num_hidden_layers * [(32, 32)]
     names = {name for name, _ in model.named_parameters() if name.endswith("_head_weights")}
     assert len(names) == len(layers) and names <= get_no_decay_parameter_names(model)
-    # The gradient of a weight is the product of its head and the gradient of the grouped head.
+    # The gradient of a head weight is the dot product of its head and the gradient of the grouped head.
     outputs.square().sum().backward()
     expected.square().sum().backward()
     layer, linear = (item.encoder.layer[0].attention.self.value for item in (model, grouped))
