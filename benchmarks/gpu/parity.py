@@ -140,10 +140,10 @@ def compare(
             output = next(iter(model_outputs.values()))
             (output if "loss" in model_outputs else (output * torch.randn_like(output)).mean()).backward()
         upstream_outputs = {
-            name: tensors.grad for name, tensors in upstream.named_parameters() if tensors.grad is not None
+            name: weight.grad for name, weight in upstream.named_parameters() if weight.grad is not None
         }
         variant_outputs = {
-            name: tensors.grad for name, tensors in variant_model.named_parameters() if name in upstream_outputs
+            name: weight.grad for name, weight in variant_model.named_parameters() if name in upstream_outputs
         }
         # Only gradients with equal shapes are compared, because a shared head has the gradient of all its copies.
         common_names = [
@@ -196,7 +196,7 @@ def measure_real_parity(architecture: Architecture, device: str, dtype: str) -> 
                 model.set_attn_implementation(implementation)
                 model.to(device, getattr(torch, dtype))
             model_errors = compare(variant_model, upstream, batch, exact, with_gradients=dtype == "float32")
-            errors |= {f"{name}, {implementation}, {output}": pair_of for output, pair_of in model_errors.items()}
+            errors |= {f"{name}, {implementation}, {output}": error for output, error in model_errors.items()}
     misses = [
         name
         for name, (variant_error, upstream_error) in errors.items()

@@ -66,7 +66,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent / "results")
     add_memory_argument(parser)
     args = parser.parse_args(arguments)
-    if min(args.lengths) % WINDOW or args.hidden_size % HEAD_DIM:
+    if any(length % WINDOW for length in args.lengths) or args.hidden_size % HEAD_DIM:
         parser.error(
             f"--lengths must be multiples of {WINDOW}, which Longformer requires. "
             "--hidden_size must be a multiple of 64."

@@ -158,8 +158,8 @@ def _compare_repository(repository: Path) -> dict[str, Any]:
     }
     same = {}
     for name in set(SEARCHES) & set(outputs):
-        expected = [saved[warning] for warning in (name, f"uncached {name}") if warning in saved]
-        same[f"same_{name}"] = all(torch.equal(outputs[name], warning) for warning in expected)
+        expected = [saved[key] for key in (name, f"uncached {name}") if key in saved]
+        same[f"same_{name}"] = all(torch.equal(outputs[name], output) for output in expected)
     deprecated = [warning for warning in caught if issubclass(warning.category, (FutureWarning, DeprecationWarning))]
     messages = sorted({str(warning.message).splitlines()[0] for warning in deprecated})
     return row | dict(sorted(same.items())) | cached | ({"warnings": messages} if messages else {})

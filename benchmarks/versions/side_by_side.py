@@ -130,12 +130,12 @@ def start_worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]
         line = output_pipe.readline()
         if not line:
             raise SystemExit(f"The process of {code} ended. Its error is printed above.")
-        said_now = json.loads(line)
+        answer = json.loads(line)
         if task is None:
-            if Path(said_now["package"]).parent != code:
-                raise SystemExit(f"The process of {code} imported the package from {said_now['package']}")
-            return said_now["tasks"]
-        return said_now
+            if Path(answer["package"]).parent != code:
+                raise SystemExit(f"The process of {code} imported the package from {answer['package']}")
+            return answer["tasks"]
+        return answer
 
     try:
         yield ask

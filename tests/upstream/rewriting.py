@@ -175,12 +175,12 @@ def _use(function: ast.FunctionDef, new: str) -> None:
     raise ValueError(f"no place to use {new}")
 
 
-# The second entry converts the changed result of a call to the old tuple.
+# These expressions convert the changed result of a call to the old tuple.
 TUPLES = {
-    "more": ("({0}, None)", "(lambda each: each[:-1])({0})"),
-    "fewer": ("({0},)[:-1]", "(lambda each: (*each, None))({0})"),
-    "between": ("({0})", "(lambda each: (each[0], *each[2:]))({0})"),
-    "swapped": ("({0})", "(lambda each: each[::-1])({0})"),
+    "more": "(lambda each: each[:-1])({0})",
+    "fewer": "(lambda each: (*each, None))({0})",
+    "between": "(lambda each: (each[0], *each[2:]))({0})",
+    "swapped": "(lambda each: each[::-1])({0})",
 }
 
 
@@ -204,7 +204,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
             self.generic_visit(node)
             if not any(node is item for item in result):
                 return node
-            return ast.parse(TUPLES[how][1].format(ast.unparse(node)), mode="eval").body
+            return ast.parse(TUPLES[how].format(ast.unparse(node)), mode="eval").body
 
     Unpacking().visit(tree)
 

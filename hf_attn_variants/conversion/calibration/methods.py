@@ -527,7 +527,10 @@ def _replace_tensors(
 
 
 def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Add the second moment of projected white noise to `moment`, scaled to `UNSEEN` times the trace of `moment`."""
+    """Add the second moment of projected white noise to `moment`.
+
+    The added moment is scaled to `UNSEEN_ENERGY_SHARE` times the trace of `moment`.
+    """
     white = projection @ projection.T
     return moment + (UNSEEN_ENERGY_SHARE * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
