@@ -378,7 +378,7 @@ def test_invalid_command_is_detected(reader):
         reader.run(block)
     with pytest.raises(AssertionError, match="no such program"):
         reader.run(Block("docs/none.md", 1, "", "python scripts/none.py\n"))
-    with pytest.raises(AssertionError, match="nothing before it makes 'bert-gqa4'"):
+    with pytest.raises(AssertionError, match="no earlier block makes 'bert-gqa4'"):
         reader.run(Block("README.md", 1, "", "attn-variants inspect bert-gqa4\n"))
     with pytest.raises(ZeroDivisionError):
         reader.run(Block("docs/none.md", 1, "python", "1 / 0\n"))
