@@ -37,13 +37,15 @@ def collect(
         report: the results of other stages, by name.
         stage: the stage.
         folder: the folder with the runs of the stage.
-        earlier: the stages of an earlier report, whose results are kept if the folder does not exist.
+        earlier: the stages of an existing report, whose results are kept if the folder does not exist.
     """
-    if earlier and stage.name in earlier and not folder.exists():
-        return report | {stage.name: earlier[stage.name]}
-    file = folder / "sweep_results.json"
-    contestants = json.loads(file.read_text(encoding="utf-8"))["contestants"] if file.is_file() else []
-    done = {row["name"]: row["runs"] for row in contestants}
+    if earlier is not None and not folder.exists():
+        kept = earlier.get(stage.name, {"rows": {}})["rows"]
+        done = {name: runs for name, runs in kept.items() if runs}
+    else:
+        file = folder / "sweep_results.json"
+        contestants = json.loads(file.read_text(encoding="utf-8"))["contestants"] if file.is_file() else []
+        done = {row["name"]: row["runs"] for row in contestants}
     points = [f", alpha {alpha}" for alpha in stage.content.get("grid", {}).get("alpha", [])] or [""]
     rows = {
         name + point: {seed: _select(run) for seed, run in done.get(name + point, {}).items()}

@@ -1,5 +1,7 @@
 """The series of trainings of the comparison, as files for `attn-variants sweep`, in the order of their priority."""
 
+import contextlib
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +242,9 @@ def _find_problem(convert: Mapping[str, Any]) -> str | None:
         words += [f"--{name}", *map(str, values)]
     command = load_command("convert")
     try:
-        command.check_convertible(command.parse_args(words))
+        with contextlib.redirect_stderr(io.StringIO()):  # argparse prints its errors
+            args = command.parse_args(words)
+        command.check_convertible(args)
     except (ValueError, OSError) as error:
         return str(error)
     except SystemExit:

@@ -78,9 +78,10 @@ def test_rows_without_a_run_are_kept_without_results(tmp_path):
 
 def test_report_keeps_the_results_of_runs_that_are_not_in_the_work_folder(tmp_path):
     earlier = collect({}, make_stage(tmp_path, LOSSES), tmp_path)
-    stage = Stage("bert-heads", {"variants": {"MHA, 8 heads": {}}}, {})
-    assert collect({}, stage, tmp_path / "no folder", earlier) == earlier
-    assert collect({}, stage, tmp_path / "no folder")["bert-heads"]["rows"] == {"MHA, 8 heads": {}}
+    stage = Stage("bert-heads", {"variants": {"MHA, 8 heads": {}, "new": {}}}, {})
+    report = collect({}, stage, tmp_path / "no folder", earlier)["bert-heads"]
+    assert report["rows"] == {"MHA, 8 heads": earlier["bert-heads"]["rows"]["MHA, 8 heads"], "new": {}}
+    assert collect({}, stage, tmp_path / "no folder")["bert-heads"]["rows"] == {"MHA, 8 heads": {}, "new": {}}
 
 
 def test_differences_within_the_seed_range_are_not_distinguishable(tmp_path):
