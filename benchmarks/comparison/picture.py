@@ -42,6 +42,7 @@ def draw(path: Path = FOLDER / "comparison.png") -> None:
         if losses.baseline is not None and losses.spread is not None:
             axes.axhspan(losses.baseline - losses.spread, losses.baseline + losses.spread, alpha=0.15, color="gray")
         axes.set(xlabel=label, ylabel="dev loss", title=f"{model.upper()} from scratch")
+        axes.margins(x=0.2)  # space for the names
         axes.grid(alpha=0.25)
     for method, points in load_curve().items():
         if points:

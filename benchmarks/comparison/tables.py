@@ -1,7 +1,7 @@
 """The tables of the comparison, made from its reports; `benchmarks.result_tables` writes them into the page.
 
-A difference from multi-head attention is only shown as a difference if it is larger than the seed range of multi-head
-attention. A row's rank counts the rows whose loss is lower by more than this range.
+A difference between two rows is only shown as a difference if it is larger than the seed range of multi-head attention
+and than the seed ranges of both rows. A row's rank counts the rows whose loss is lower by such a difference.
 """
 
 import json
@@ -71,23 +71,30 @@ class Losses:
         self.baseline = self._mean(baseline) if baseline else None
         values = [run["eval_loss"] for run in baseline.values()]
         self.spread = max(values) - min(values) if spread is None and len(values) > 1 else spread
+        self._ranges = {name: self._range(runs) for name, runs in rows.items() if runs}
 
     @staticmethod
     def _mean(runs: dict[str, Any]) -> float:
         return mean(run["eval_loss"] for run in runs.values())
+
+    @staticmethod
+    def _range(runs: dict[str, Any]) -> float:
+        values = [run["eval_loss"] for run in runs.values()]
+        return max(values) - min(values)
 
     def compare(self, name: str) -> str:
         """Return the difference from the baseline, or that it is not distinguishable."""
         if name not in self.means or self.baseline is None or self.spread is None:
             return MISSING
         difference = self.means[name] - self.baseline
-        return f"{difference:+.3f}" if abs(difference) > self.spread else SAME
+        return f"{difference:+.3f}" if abs(difference) > max(self.spread, self._ranges[name]) else SAME
 
     def rank(self, name: str) -> str:
-        """Return one more than the number of rows whose loss is lower by more than the seed range."""
+        """Return one more than the number of rows whose loss is distinguishably lower."""
         if name not in self.means or self.spread is None:
             return ""
-        return str(1 + sum(value < self.means[name] - self.spread for value in self.means.values()))
+        limits = {other: max(self.spread, self._ranges[name], self._ranges[other]) for other in self.means}
+        return str(1 + sum(self.means[other] < self.means[name] - limit for other, limit in limits.items()))
 
 
 def _values(runs: dict[str, Any], metric: str, form: str, scale: float = 1.0) -> str:
