@@ -111,8 +111,8 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: Tensor 
     if not module.supports_cache:
         name = "talking_heads_dynamic" if encoder_outputs is None else "cross_talking_heads_dynamic"
         raise ValueError(
-            f"The terms m2l and m2w of `{name}` do not support a cache. Set `use_cache` to False. The terms "
-            "need the inputs of past tokens, which a cache does not store."
+            f"`use_cache` must be False with the terms m2l and m2w of `{name}`. These terms need the inputs of past "
+            "tokens, which a cache does not store."
         )
     if encoder_outputs is not None:
         return
