@@ -34,7 +34,7 @@ def collect(
     """Return the report with the results of a stage. Rows without a finished run have no results.
 
     Args:
-        report: the results of other stages, by name.
+        report: the results of other stages, {name: results}.
         stage: the stage.
         folder: the folder with the runs of the stage.
         earlier: the stages of an existing report, whose results are kept if the folder does not exist.

@@ -422,7 +422,7 @@ class AttentionInputs:
         valid: Boolean mask [b, n] of the queries that are not padding.
         scaling: Factor by which dot products are multiplied.
         is_causal: Whether query i only attends to keys 0..i. False if `mask` already contains this restriction.
-        rotary: The rotary positions of the queries and keys, or None if there are none.
+        rotary: The rotary positions of the queries and keys, or None for a model without them.
         softcap: The limit c of scores s, which become c tanh(s / c), or None if they are not limited.
     """
 
