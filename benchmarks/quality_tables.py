@@ -774,15 +774,15 @@ ROTARY_METHODS = ("mean", "aligned", "calibrated")
     "float32",
     "`quantize`",
     "OpenVINO, int8",
-    "`quantize`, distance",
-    "OpenVINO, distance",
+    "`quantize`, distance × 1000",
+    "OpenVINO, distance × 1000",
 )
 def gated_int8() -> Rows:
     rows = load("gated_int8")["runs"]
     for name in dict.fromkeys(row["extension"] for row in rows):
         runs = [row for row in rows if row["extension"] == name]
         engines = ("float32", "quantize", "OpenVINO int8 (static)")
-        outliers = [spread([run[key] for run in runs], ".1f") for key in ("kurtosis", "infinity_norm")]
+        outliers = [spread([run[key] for run in runs], ",.0f") for key in ("kurtosis", "infinity_norm")]
         scores = [spread([run["spearman"][engine] for run in runs], ".4f") for engine in engines]
-        distances = [spread([run["distance"][engine] for run in runs], ".4f") for engine in engines[1:]]
+        distances = [spread([1e3 * run["distance"][engine] for run in runs], ".2f") for engine in engines[1:]]
         yield [name, *outliers, *scores, *distances]

@@ -201,6 +201,7 @@ def plot(rows: Iterable[dict[str, Any]], path: Path) -> None:
                 [row["kurtosis"] for row in chosen], [row["distance"][engine] for row in chosen], "o", label=name
             )
         axis.set(xlabel="mean kurtosis", ylabel="1 - cosine with float32", title=ENGINES[engine].replace("`", ""))
+        axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     temporary = path.with_name(f".tmp-{path.name}")
