@@ -756,15 +756,13 @@ def gpu_layers() -> Rows:
 def rotary_encoders() -> Rows:
     names = {"bert": "BERT", "modernbert": "ModernBERT", "eurobert": "EuroBERT"}
     rows = load("rotary_encoders")["runs"]
+    methods = dict.fromkeys(row["method"] for row in rows if row["method"])
     for model, label in names.items():
         original = find_row(rows, model=model, method=None)["accuracy"]
         yield [label, "8 (original)", f"{original:.1%}", "", ""]
         for heads in (4, 2, 1):
-            scores = [find_row(rows, model=model, method=method, heads=heads)["accuracy"] for method in ROTARY_METHODS]
+            scores = [find_row(rows, model=model, method=method, heads=heads)["accuracy"] for method in methods]
             yield [label, str(heads), *(f"{score:.1%} ({score / original:.0%})" for score in scores)]
-
-
-ROTARY_METHODS = ("mean", "aligned", "calibrated")
 
 
 @register_table(

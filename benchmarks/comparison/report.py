@@ -37,28 +37,27 @@ def collect(
         report: the results of other stages, {name: results}.
         stage: the stage.
         folder: the folder with the runs of the stage.
-        earlier: the stages of an existing report, whose results are kept if the folder does not exist.
+        earlier: the stages of an existing report, whose results and machine are kept if the folder does not exist.
     """
     if earlier is not None and not folder.exists():
-        kept = earlier.get(stage.name, {"rows": {}})["rows"]
-        done = {name: runs for name, runs in kept.items() if runs}
+        results = earlier.get(stage.name, {})
+        done, machine = results.get("rows", {}), results.get("machine")
     else:
         file = folder / "sweep_results.json"
         contestants = json.loads(file.read_text(encoding="utf-8"))["contestants"] if file.is_file() else []
-        done = {row["name"]: row["runs"] for row in contestants}
+        done, machine = {row["name"]: row["runs"] for row in contestants}, describe_machine("cpu")
     points = [f", alpha {alpha}" for alpha in stage.content.get("grid", {}).get("alpha", [])] or [""]
     rows = {
         name + point: {seed: _select(run) for seed, run in done.get(name + point, {}).items()}
         for name in stage.content["variants"]
         for point in points
     }
-    return report | {stage.name: {"rows": rows, "unsupported": stage.unsupported}}
+    return report | {stage.name: {"rows": rows, "unsupported": stage.unsupported, "machine": machine}}
 
 
 def write_report(path: Path, stages: dict[str, Any], size: str) -> None:
-    """Write the report, with the machine and the date."""
-    head = {"size": size, "date": time.strftime("%Y-%m-%d"), "machine": describe_machine("cpu")}
-    head["memory"] = describe_memory()
+    """Write the report, with the date and the allocator setting. Each stage contains its machine."""
+    head = {"size": size, "date": time.strftime("%Y-%m-%d"), "memory": describe_memory()}
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, json.dumps(head | {"stages": stages}, indent=1) + "\n")
 

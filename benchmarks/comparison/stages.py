@@ -61,7 +61,7 @@ class Budget:
 BUDGETS = {
     # At most 10 minutes per run on two cores, and 16 hours in total.
     "full": Budget(3000, 1500, 500, 32, 64, None, 4096, (0.01, 0.025, 0.05, 0.1)),
-    # About two hours of one idle core. The models are far from trained.
+    # About three hours of one idle core. The models are far from trained.
     "small": Budget(1500, 150, 100, 32, 16, 512, 512, (0.01, 0.025)),
 }
 

@@ -69,8 +69,7 @@ class Losses:
     def __init__(self, rows: dict[str, Any], baseline: dict[str, Any], spread: float | None = None) -> None:
         self.means = {name: self._mean(runs) for name, runs in rows.items() if runs}
         self.baseline = self._mean(baseline) if baseline else None
-        values = [run["eval_loss"] for run in baseline.values()]
-        self.spread = max(values) - min(values) if spread is None and len(values) > 1 else spread
+        self.spread = self._range(baseline) if spread is None and len(baseline) > 1 else spread
         self._ranges = {name: self._range(runs) for name, runs in rows.items() if runs}
 
     @staticmethod

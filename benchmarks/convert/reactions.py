@@ -103,15 +103,15 @@ def read_reactions(path: Path) -> dict[str, list[str]]:
 
 
 @torch.no_grad()
-def compute_masked_accuracy(folder: Path, reactions: list[str]) -> float:
+def compute_masked_accuracy(folder: Path, texts: list[str], max_length: int = MAX_LENGTH) -> float:
     """Return the share of masked tokens that a model predicts, with the same masks for each model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
     special, generator = torch.tensor(tokenizer.all_special_ids), torch.Generator().manual_seed(5)
     right = total = 0
-    for begin in range(0, len(reactions), BATCH):
-        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MAX_LENGTH}
-        batch = tokenizer(reactions[begin : begin + BATCH], **options)
+    for begin in range(0, len(texts), BATCH):
+        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": max_length}
+        batch = tokenizer(texts[begin : begin + BATCH], **options)
         ids = batch["input_ids"]
         word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
         masked = word & (torch.rand(word.shape, generator=generator) < MASKED_SHARE)

@@ -12,16 +12,14 @@ Example:
 """
 
 import argparse
-import gzip
 import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-
+from benchmarks.convert.conversion_subjects import sample_lines
+from benchmarks.convert.reactions import compute_masked_accuracy
 from benchmarks.machine import describe_machine
 from benchmarks.run_records import check_arguments, check_data_dir, write_rows
 from benchmarks.train.small_pretraining import (
@@ -48,9 +46,8 @@ RECIPE = f"--max_length {LENGTH} --mlm_probability 0.3 --learning_rate 2e-3 --ad
 RECIPE += "--cpu --dropout_rate 0 --per_device_train_batch_size 32 --max_eval_samples 4096 --disable_tqdm"
 METHODS = ("mean", "aligned", "calibrated")
 HEADS = (4, 2, 1)
-CALIBRATION_LINES = 2048
+NUM_LINES = 2048  # of calibration text, and of held-out text
 TRAIN, CALIBRATION, TEST = "wikipedia/train-*.txt.gz", "wikipedia/train-00000.txt.gz", "wikipedia/valid.txt.gz"
-TEST_BLOCKS, MASKED_SHARE = 2048, 0.15
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,7 +69,9 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not vocabulary.is_dir():
         shard = args.data_dir / CALIBRATION
         make_vocabulary(str(args.data_dir / "tokenizers/bert-base-uncased"), shard, vocabulary, VOCABULARY_SIZE)
-    ids, is_masked = make_test_blocks(args.data_dir / TEST, vocabulary)
+    lines = sample_lines([args.data_dir / CALIBRATION], NUM_LINES, seed=0, min_characters=2 * LENGTH)
+    calibration = Calibration(lines, max_length=LENGTH)
+    texts = sample_lines([args.data_dir / TEST], NUM_LINES, seed=0, min_characters=2 * LENGTH)
     rows = []
     for name in args.models:
         folder = args.work_dir / name
@@ -81,13 +80,12 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
         results = check_arguments(folder, pretrain.parse_args, command[2:])
         names = {command[0]: "python", f"{ROOT}/": "", str(args.work_dir): "WORK", str(args.data_dir): "DATA"}
         row = {"model": name, "method": None, "heads": SIZES["num_attention_heads"]}
-        row |= {"accuracy": compute_masked_accuracy(folder, ids, is_masked), "steps": results["steps"]}
+        row |= {"accuracy": compute_masked_accuracy(folder, texts, LENGTH), "steps": results["steps"]}
         row |= {"train_tokens": results["train_tokens"], "command": format_command(command, names)}
         rows.append(row | get_gate_scores(results))
         for heads in HEADS:
-            rows += [convert_and_evaluate(args, folder, method, heads, ids, is_masked) for method in METHODS]
-        head = {"machine": describe_machine("cpu"), "masked_tokens": int(is_masked.sum())}
-        write_rows(args.output, head, rows, ("model", "method", "heads"))
+            rows += [convert_and_evaluate(args, folder, method, heads, calibration, texts) for method in METHODS]
+        write_rows(args.output, {"machine": describe_machine("cpu")}, rows, ("model", "method", "heads"))
     return rows
 
 
@@ -103,47 +101,15 @@ def make_training_command(args: argparse.Namespace, name: str, vocabulary: Path,
     )
 
 
-def make_test_blocks(path: Path, vocabulary: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks of held-out token ids and a mask of the tokens to predict, both [TEST_BLOCKS, LENGTH]."""
-    tokenizer = AutoTokenizer.from_pretrained(vocabulary)
-    text = gzip.decompress(path.read_bytes()).decode()[: 8 * TEST_BLOCKS * LENGTH]
-    content = tokenizer(text.split("\n"), add_special_tokens=False)["input_ids"]
-    flat = torch.tensor([token for line in content for token in line])[: TEST_BLOCKS * (LENGTH - 2)]
-    blocks = flat.view(TEST_BLOCKS, LENGTH - 2)
-    first, last = (torch.full((TEST_BLOCKS, 1), i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-    is_masked = torch.rand(blocks.shape, generator=torch.Generator().manual_seed(0)) < MASKED_SHARE
-    is_masked &= blocks != tokenizer.unk_token_id
-    edge = torch.zeros_like(first, dtype=torch.bool)
-    return torch.cat([first, blocks, last], 1), torch.cat([edge, is_masked, edge], 1)
-
-
-@torch.no_grad()
-def compute_masked_accuracy(folder: Path, ids: torch.Tensor, is_masked: torch.Tensor) -> float:
-    """Return the share of masked tokens that a model predicts."""
-    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
-    mask_token = AutoTokenizer.from_pretrained(folder).mask_token_id
-    inputs = ids.masked_fill(is_masked, mask_token)
-    correct = 0
-    for block, target, masked in zip(inputs.split(64), ids.split(64), is_masked.split(64), strict=True):
-        predicted = model(input_ids=block, attention_mask=torch.ones_like(block)).logits.argmax(-1)
-        correct += int((predicted == target)[masked].sum())
-    return correct / int(is_masked.sum())
-
-
 def convert_and_evaluate(
-    args: argparse.Namespace, folder: Path, method: str, heads: int, ids: torch.Tensor, is_masked: torch.Tensor
+    args: argparse.Namespace, folder: Path, method: str, heads: int, calibration: Calibration, texts: list[str]
 ) -> dict[str, Any]:
     """Convert a trained model, and return the row with the accuracy of the converted model."""
-    calibration = None
-    if method != "mean":
-        text = gzip.decompress((args.data_dir / CALIBRATION).read_bytes()).decode()[: 400 * CALIBRATION_LINES]
-        lines = [line for line in text.split("\n") if len(line) > 2 * LENGTH]
-        calibration = Calibration(lines[:CALIBRATION_LINES], max_length=LENGTH)
     with tempfile.TemporaryDirectory(dir=args.work_dir) as temporary:
         start, output = time.perf_counter(), Path(temporary) / "converted"
-        convert_checkpoint(folder, output, heads, method, calibration=calibration)
+        convert_checkpoint(folder, output, heads, method, calibration=None if method == "mean" else calibration)
         seconds = round(time.perf_counter() - start, 1)
-        accuracy = compute_masked_accuracy(output, ids, is_masked)
+        accuracy = compute_masked_accuracy(output, texts, LENGTH)
     row = {"model": folder.name, "method": method, "heads": heads, "accuracy": accuracy, "seconds": seconds}
     print(json.dumps(row), flush=True)
     return row

@@ -234,9 +234,10 @@ class CalibrationRun:
                 self._new_heads[name] = tensors.to("cpu")
             self._forms[name] = calls.compute_error_forms(tensors)
         for latent in dict.fromkeys(module.shared_latent_name for module in sharing):
-            readers = {m.name: m for m in sharing if m.shared_latent_name == latent}
-            error_forms = [form for name in readers for form in (self._forms[name].key, self._forms[name].value)]
-            self._latents[latent] = find_best_latent(error_forms, next(iter(readers.values())).heads.rank[1])
+            readers = [module for module in sharing if module.shared_latent_name == latent]
+            forms = [self._forms[module.name] for module in readers]
+            error_forms = [form for pair in forms for form in (pair.key, pair.value)]
+            self._latents[latent] = find_best_latent(error_forms, readers[0].heads.rank[1])
 
     def fit_modules(self) -> dict[str, AttentionTensors]:
         """Fit every reduced module, and return the new projections, {module name: projections}."""
@@ -250,9 +251,8 @@ class CalibrationRun:
             if calls.module.adds_kernel:
                 tensors = _remove_error_details(tensors).with_new_kernel(calls.module.kernel[1], calls.heads)
                 tensors = self._method.fit_kernel(tensors, calls.heads, calls.layer)
-            converted[name] = _choose_fitted_or_averaged_heads(calls.tensors, tensors, calls.heads, calls.layer).to(
-                "cpu"
-            )
+            chosen = _choose_fitted_or_averaged_heads(calls.tensors, tensors, calls.heads, calls.layer)
+            converted[name] = chosen.to("cpu")
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[RecordedAttention]:
