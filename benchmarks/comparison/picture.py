@@ -34,15 +34,17 @@ def draw(path: Path = FOLDER / "comparison.png") -> None:
     figure = Figure(figsize=(5.2 * len(panels) + 5.6, 5), layout="constrained")
     *scatters, curve = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
     for axes, (model, cost, label) in zip(scatters, panels, strict=True):
-        for name, (x, loss) in _find_points(report, timing, model, cost).items():
+        points = _find_points(report, timing, model, cost)
+        middle = (min(x for x, _ in points.values()) + max(x for x, _ in points.values())) / 2
+        for name, (x, loss) in points.items():
             axes.plot(x, loss, "o", color=HEADS_COLOR if name.endswith("heads") else OTHER_COLOR, markersize=4)
-            axes.annotate(name, (x, loss), fontsize=6, xytext=(3, 2), textcoords="offset points")
+            side, shift = ("right", -4) if x > middle else ("left", 4)  # names stay inside the axes
+            axes.annotate(name, (x, loss), fontsize=6, xytext=(shift, 2), textcoords="offset points", ha=side)
         rows = list_scratch_rows(report, model)
         losses = Losses(rows, rows[BASELINE])
         if losses.baseline is not None and losses.spread is not None:
             axes.axhspan(losses.baseline - losses.spread, losses.baseline + losses.spread, alpha=0.15, color="gray")
         axes.set(xlabel=label, ylabel="dev loss", title=f"{model.upper()} from scratch")
-        axes.margins(x=0.2)  # space for the names
         axes.grid(alpha=0.25)
     for method, points in load_curve().items():
         if points:

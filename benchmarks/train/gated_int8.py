@@ -198,7 +198,11 @@ def plot(rows: Iterable[dict[str, Any]], path: Path) -> None:
         for name in dict.fromkeys(row["extension"] for row in rows):
             chosen = [row for row in rows if row["extension"] == name]
             axis.plot(
-                [row["kurtosis"] for row in chosen], [row["distance"][engine] for row in chosen], "o", label=name
+                [row["kurtosis"] for row in chosen],
+                [row["distance"][engine] for row in chosen],
+                "o",
+                alpha=0.6,
+                label=name,
             )
         axis.set(xlabel="mean kurtosis", ylabel="1 - cosine with float32", title=ENGINES[engine].replace("`", ""))
         axis.locator_params(axis="x", nbins=5)
