@@ -110,13 +110,10 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
                 raise ValueError(f"{place}: two columns have the name {repeated!r}. Rename one of them.")
             continue
         number += 1
-        cell_with_spaces = (
-            None if is_tsv or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
-        )
-        if cell_with_spaces is not None:
+        if not is_tsv and not has_warned and (spaced_cells := [cell for cell in cells if SPACED_QUOTES.match(cell)]):
             has_warned = True
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
-            logger.warning(message, place, cell_with_spaces)
+            logger.warning(message, place, spaced_cells[0])
         if len(cells) != len(header):
             separator_name = "a comma" if separator == "," else f"the separator {separator!r}"
             rule = (
@@ -278,35 +275,60 @@ def read_columns(
     """
     rows = LocatedRows([], [], [])
     for path in map(Path, paths):
-        all_texts, lines = [], []
-        for record in read_table_rows(path):
-            values = record.values
-            check_unused_column(values, unused, record.place)
-            texts = tuple(get_column_value(values, name) for name in columns)
-            for name, text in zip(columns, texts, strict=True):
-                if text is None and name not in list_column_names(values):
-                    raise make_missing_column_error(record.header_location, values, name, flag)
-                if not isinstance(text, str):
-                    raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
-                if not is_unicode(text):
-                    raise ValueError(
-                        f"{record.place}: column {name!r} must contain Unicode text, but it contains an incomplete "
-                        "surrogate pair."
-                    )
-            all_texts.append(texts)
-            lines.append(record.line)
-        if all(is_blank(text) for texts in all_texts for text in texts):
-            raise ValueError(f"{path} is empty. It must contain at least one row of text.")
-        if keep_blank:
-            indices = [*range(len(all_texts))]
-        else:
-            indices = find_complete_rows(str(path), "row", all_texts, _make_row_locator(path, lines))
-        if not indices:
-            raise ValueError(f"{path}: at least one row must contain text in each column of {', '.join(columns)}.")
-        rows.texts.extend(all_texts[i] for i in indices)
-        rows.files.extend(str(path) for _ in indices)
-        rows.numbers.extend(i + 1 for i in indices)
+        selected = select_columns(str(path), read_table_rows(path), columns, flag, keep_blank, unused)
+        rows.texts.extend(selected.texts)
+        rows.files.extend(selected.files)
+        rows.numbers.extend(selected.numbers)
     return rows
+
+
+def select_columns(
+    location: str,
+    records: Iterable[TableRow],
+    columns: Sequence[str],
+    flag: str | None = None,
+    keep_blank: bool = False,
+    unused: str | None = None,
+) -> LocatedRows:
+    """Return the text columns of the rows of one table. See `read_columns` for the other arguments and the errors.
+
+    Args:
+        location: the file or the other source of the rows.
+        records: the rows.
+    """
+    all_texts: list[tuple[str, ...]] = []
+    lines = []
+    for record in records:
+        check_unused_column(record.values, unused, record.place)
+        all_texts.append(tuple(get_column_text(record, name, flag) for name in columns))
+        lines.append(record.line)
+    if all(is_blank(text) for texts in all_texts for text in texts):
+        raise ValueError(f"{location} is empty. It must contain at least one row of text.")
+    indices = [*range(len(all_texts))]
+    if not keep_blank:
+        indices = find_complete_rows(
+            location, "row", all_texts, lambda i: describe_row_location(location, lines[i], i + 1)
+        )
+    if not indices:
+        raise ValueError(f"{location}: at least one row must contain text in each column of {', '.join(columns)}.")
+    return LocatedRows([all_texts[i] for i in indices], [location] * len(indices), [i + 1 for i in indices])
+
+
+def get_column_text(record: TableRow, column: str, flag: str | None) -> str:
+    """Return the text in a column of a row.
+
+    Raises:
+        ValueError: if the column does not exist or does not contain text. The message mentions `flag`, which selects
+            the column.
+    """
+    text = get_column_value(record.values, column)
+    if isinstance(text, str) and is_unicode(text):
+        return text
+    if text is None and column not in list_column_names(record.values):
+        raise make_missing_column_error(record.header_location, record.values, column, flag)
+    problem = "an incomplete surrogate pair" if isinstance(text, str) else f"{text!r:.60}"
+    advice = f" Use {flag} to select another column." if flag else ""
+    raise ValueError(f"{record.place}: Column {column!r} contains {problem} instead of text.{advice}")
 
 
 def check_unused_column(row: dict[str, Any], column: str | None, location: str) -> None:
@@ -314,13 +336,8 @@ def check_unused_column(row: dict[str, Any], column: str | None, location: str) 
     if column is not None and isinstance(text := get_column_value(row, column), str) and not is_blank(text):
         raise ValueError(
             f"{location}: column {column!r} contains text in this row, but not in the first row. Fill this column in "
-            f"all "
-            "rows or in none."
+            "all rows or in none."
         )
-
-
-def _make_row_locator(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
-    return lambda i: describe_row_location(path, lines[i], i + 1)
 
 
 def find_complete_rows(

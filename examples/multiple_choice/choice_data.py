@@ -10,10 +10,17 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.files import is_blank, parse_json
-from hf_attn_variants.text_files import get_column_value, has_column, list_column_names, make_missing_column_error
+from hf_attn_variants.text_files import (
+    TableRow,
+    get_column_text,
+    get_column_value,
+    has_column,
+    list_column_names,
+    make_missing_column_error,
+)
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset, parse_label_cell
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import DatasetSplit, TableRow, get_column_text, map_class_ids_to_names
+from hf_attn_variants.training.engine.tables import DatasetSplit, map_class_ids_to_names
 
 # Common column names. Columns with these names do not need a flag. Choices may also be in ending0, ending1, and so on.
 COMMON_NAMES = {

@@ -17,7 +17,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
-from ...text_files import describe_row_location, get_column_value, list_column_names
+from ...text_files import describe_row_location, get_column_text, get_column_value, list_column_names
 from ..engine import tables
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
@@ -539,34 +539,25 @@ class UnencodedSplit:
 
     Attributes:
         label_column: The column that contains the labels, or None if there are no labels.
-        texts: One list of texts per text column.
+        columns: The columns of `ClassificationSplit.data`, except `label`.
         cells: The label or labels of each row as text.
-        files: The file that contains each row.
-        lines: The line of each row in its file, or None if the line is unknown.
-        numbers: The number of each row in its file.
     """
 
     label_column: str | None
-    texts: list[list[str]]
+    columns: dict[str, list] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    lines: list[int | None] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
 
     def describe_row(self, row_index: int) -> str:
         """Describe the location of a row's label (file, line, row and column) for messages."""
-        location = describe_row_location(self.files[row_index], self.lines[row_index], self.numbers[row_index])
-        return f"{location}, column {self.label_column!r}"
+        file, line, number = (self.columns[name][row_index] for name in ("file", "line", "index"))
+        return f"{describe_row_location(file, line, number)}, column {self.label_column!r}"
 
     def split(self, name: str, encoded_labels: list[Any] | None) -> ClassificationSplit:
         """Create a split from the rows with the encoded labels `encoded_labels`, or without labels if
         `encoded_labels` is None.
         """
-        columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
-        columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
-        return ClassificationSplit(
-            name, make_in_memory_dataset(columns | ({} if encoded_labels is None else {"label": encoded_labels}))
-        )
+        labels = {} if encoded_labels is None else {"label": encoded_labels}
+        return ClassificationSplit(name, make_in_memory_dataset(self.columns | labels))
 
 
 def _read_rows(
@@ -581,24 +572,24 @@ def _read_rows(
     Raises:
         OSError, ValueError: See `load_classification_data`.
     """
-    rows = UnencodedSplit(label_column, [[] for _ in text_columns])
+    rows = UnencodedSplit(label_column)
     names = source.get_class_names(label_column)
     blank: list[str] = []
     for record in source.records:
-        for column, texts in zip(text_columns, rows.texts, strict=True):
-            texts.append(tables.get_column_text(record, column, "--text_columns"))
-        if any(is_blank(texts[-1]) for texts in rows.texts):
+        texts = [get_column_text(record, column, "--text_columns") for column in text_columns]
+        if any(map(is_blank, texts)):
             blank.append(record.place)
-        rows.files.append(record.file)
-        rows.lines.append(record.line)
-        rows.numbers.append(record.number)
+        values: dict[str, Any] = {f"text{i + 1}": text for i, text in enumerate(texts)}
+        values |= {"index": record.number, "file": record.file, "line": record.line}
+        for column, value in values.items():
+            rows.columns.setdefault(column, []).append(value)
         if label_column is not None:
             value = get_column_value(record.values, label_column)
             value = value if names is None else tables.map_class_ids_to_names(value, names)
             rows.cells.append(parse_label_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
-        logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
+        logger.warning(message, name, len(blank), len(rows.columns["index"]), blank[0])
     return rows
 
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
-from ...files import RESULTS_NAME, get_suffix, is_unicode, load_json
+from ...files import RESULTS_NAME, get_suffix
+from ...model_folder import read_json
 from ...text_files import (
     TABLE_SUFFIXES,
     TableRow,
     describe_row_location,
-    get_column_value,
     has_column,
     make_missing_column_error,
     read_table_rows,
@@ -186,52 +186,26 @@ def resolve_label_column(name: str, source: DatasetSplit, column: str | None, fl
     """
     if column is None:
         return None
-    if has_column(source.first.values, column):
-        source.records = _require_column(column, flag, source.records)
-        return column
-    if name != "test":
+    is_labeled = has_column(source.first.values, column)
+    if not is_labeled and name != "test":
         raise make_missing_column_error(source.first.header_location, source.first.values, column, flag)
-    source.records = _forbid_column(column, source.first, source.records)
-    return None
+    source.records = _check_label_column(column, flag, source.first, source.records)
+    return column if is_labeled else None
 
 
-def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield the rows, and check that the first row of each file has the column."""
+def _check_label_column(column: str, flag: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield the rows. All files must have the label column if the first row has it, and no row otherwise."""
+    is_labeled = has_column(first.values, column)
     for record in records:
-        if record.number == 1 and not has_column(record.values, column):
+        has_label = has_column(record.values, column)
+        if is_labeled and record.number == 1 and not has_label:
             raise make_missing_column_error(record.header_location, record.values, column, flag)
-        yield record
-
-
-def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield the rows, and check that none of them has the column."""
-    for record in records:
-        if has_column(record.values, column):
+        if has_label and not is_labeled:
             raise ValueError(
                 f"{first.place}: There is no column {column!r}, but {record.place} has one. Add it to all rows or to "
                 "none."
             )
         yield record
-
-
-def get_column_text(record: TableRow, column: str, flag: str) -> str:
-    """Return the text in a column of a row.
-
-    Raises:
-        ValueError: If the column does not exist or does not contain text. The message names `flag`, which selects the
-            column.
-    """
-    text = get_column_value(record.values, column)
-    if isinstance(text, str) and is_unicode(text):
-        return text
-    if text is None and not has_column(record.values, column):
-        raise make_missing_column_error(record.header_location, record.values, column, flag)
-    problem = (
-        "an incomplete surrogate pair, which is not valid text"
-        if isinstance(text, str)
-        else f"{text!r:.60} instead of text"
-    )
-    raise ValueError(f"{record.place}: Column {column!r} contains {problem}. Use {flag} to select another column.")
 
 
 def map_class_ids_to_names(value: Any, names: Sequence[str]) -> Any:
@@ -320,12 +294,10 @@ def _load_training_record(settings: TrainingSettings) -> dict[str, Any]:
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}
     path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME
-    if not path.is_file():
-        return {}
     try:
-        results = load_json(path)
+        results = read_json(path) or {}
         return {**(results.get("arguments") or {}), **results}
-    except (AttributeError, TypeError, ValueError) as error:  # the file is damaged or was written by another program
+    except (TypeError, ValueError) as error:  # the file is damaged or was written by another program
         logger.warning("The training arguments could not be read from %s: %s", path, error)
         return {}
 

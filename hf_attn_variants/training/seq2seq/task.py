@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ... import text_files
-from ...files import is_blank
 from ...glue_tasks import GlueTask, get_task
 from ...model_properties import get_decoder_start_token, ignore_saved_length_limits
 from ...modeling.fields.variant_config import supports_decoder_cache
@@ -28,13 +27,7 @@ from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.session import show_progress
 from ..engine.settings import SPLITS, check_dev_settings, check_metric_for_best_model, is_greater_better
-from ..engine.tables import (
-    fill_in_training_columns,
-    find_split_files,
-    get_column_text,
-    load_dataset_splits,
-    read_dataset_rows,
-)
+from ..engine.tables import fill_in_training_columns, find_split_files, load_dataset_splits, read_dataset_rows
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import load_squad, score_answer
@@ -215,22 +208,11 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
     split = load_dataset_splits(settings.dataset_name or "", settings.dataset_config_name).get(split_name)
     if split is None:
         return None
-    place, unused = f"{settings.dataset_name} ({split_name})", None
-    if name == "test" and not text_files.has_texts(split, columns[1]):
-        columns, unused = columns[:1], columns[1]  # many test splits do not have public targets
-    rows = []
-    for record in read_dataset_rows(place, split):
-        text_files.check_unused_column(record.values, unused, record.place)
-        rows.append(tuple(get_column_text(record, column, COLUMN_FLAGS) for column in columns))
-    indices = [*range(len(rows))]
-    if len(columns) > 1:
-        indices = text_files.find_complete_rows(
-            place, "row", rows, lambda i: text_files.describe_row_location(place, None, i + 1)
-        )
-    filled_texts = [rows[i] for i in indices]
-    if all(is_blank(text) for texts in filled_texts for text in texts):
-        raise ValueError(f"{place} must contain at least one row with text, but has none.")
-    return text_files.LocatedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
+    place = f"{settings.dataset_name} ({split_name})"
+    records = read_dataset_rows(place, split)
+    if name == "test" and not text_files.has_texts(split, columns[1]):  # many test splits have no public targets
+        return text_files.select_columns(place, records, columns[:1], COLUMN_FLAGS, True, columns[1])
+    return text_files.select_columns(place, records, columns, COLUMN_FLAGS)
 
 
 # The index and the name of each text in T5's format (in MNLI, the second text comes first). For other tasks, T5 uses
