@@ -125,22 +125,11 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     first_rows = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in first_rows if not NUMBER_PATTERN.fullmatch(text)), key=first_rows.__getitem__)
     numbers = sorted(first_rows.keys() - words, key=first_rows.__getitem__)
-    _check_label_format(words, numbers, first_rows, describe_row)
-    decimal_numbers = [text for text in numbers if not DIGITS_PATTERN.fullmatch(text)]
-    if decimal_numbers and all(float(text).is_integer() for text in numbers):
-        raise ValueError(
-            f"{describe_row(first_rows[decimal_numbers[0]])}: All labels are whole numbers, but "
-            f"{decimal_numbers[0]!r} is written with a decimal point. Set --problem_type to {SINGLE_LABEL} if they "
-            f"are classes, or to {REGRESSION} if they are numbers on a scale."
-        )
-    if decimal_numbers:
+    if (ambiguous := _find_ambiguous_label(words, numbers)) is not None:
+        label, problem = ambiguous
+        raise ValueError(f"{describe_row(first_rows[label])}: The label {label!r:.80} {problem}")
+    if not all(DIGITS_PATTERN.fullmatch(text) for text in numbers):
         return REGRESSION
-    if all(text.startswith("[") and text.endswith("]") for text in words) and words:
-        raise ValueError(
-            f"{describe_row(first_rows[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several "
-            "labels as 'a;b' and set --label_separator ';', or use a JSON list. If it is a single label, set "
-            f"--problem_type {SINGLE_LABEL}."
-        )
     if len(first_rows) > MAX_CLASSES or has_mostly_unique_labels(cells, first_rows):
         examples = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
         raise ValueError(
@@ -150,30 +139,39 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     return SINGLE_LABEL
 
 
-def _check_label_format(
-    words: Sequence[str], numbers: Sequence[str], first_rows: Mapping[str, int], describe_row: RowDescriber
-) -> None:
-    """Check that the labels do not mix words and numbers, and that the words are not formatted numbers."""
-    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER_PATTERN.fullmatch(text)]
+def _find_ambiguous_label(words: Sequence[str], numbers: Sequence[str]) -> tuple[str, str] | None:
+    """Return a label whose meaning is ambiguous and a description of the problem, or None if there is no such label.
+
+    Args:
+        words: The distinct labels that are not numbers.
+        numbers: The distinct labels that are numbers.
+    """
     commas = [text for text in words if COMMA_NUMBER_PATTERN.fullmatch(text)]
-    if amounts and len(amounts) + len(numbers) + len(commas) > len(first_rows) // 2:
-        raise ValueError(
-            f"{describe_row(first_rows[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. "
-            f"{NUMBER_ADVICE}"
-        )
+    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER_PATTERN.fullmatch(text)]
+    decimal_numbers = [text for text in numbers if not DIGITS_PATTERN.fullmatch(text)]
+    if amounts and len(amounts) + len(numbers) + len(commas) > (len(words) + len(numbers)) // 2:
+        return amounts[0], f"is a formatted number. {NUMBER_ADVICE}"
     if words and numbers:
-        word, number = first_rows[words[0]], first_rows[numbers[0]]
-        raise ValueError(
-            f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} in "
-            f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
-            "are class names."
+        return words[0], (
+            f"is a word, but the label {numbers[0]!r} is a number. Correct one of them, or set --problem_type "
+            f"{SINGLE_LABEL} if both are class names."
         )
-    if words and all(COMMA_NUMBER_PATTERN.fullmatch(text) for text in words):
-        raise ValueError(
-            f"{describe_row(first_rows[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
-            "decimal point. If these are several labels, set --label_separator ','. If they are class names, set "
-            f"--problem_type {SINGLE_LABEL}."
+    if words and len(commas) == len(words):
+        return words[0], (
+            "contains a comma. Write numbers with a decimal point. If these are several labels, set --label_separator "
+            f"','. If they are class names, set --problem_type {SINGLE_LABEL}."
         )
+    if decimal_numbers and all(float(text).is_integer() for text in numbers):
+        return decimal_numbers[0], (
+            "is written with a decimal point, but all labels are whole numbers. Set --problem_type to "
+            f"{SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers on a scale."
+        )
+    if words and all(text.startswith("[") and text.endswith("]") for text in words):
+        return words[0], (
+            "looks like a list. Write several labels as 'a;b' and set --label_separator ';', or use a JSON list. If "
+            f"it is a single label, set --problem_type {SINGLE_LABEL}."
+        )
+    return None
 
 
 def is_formatted_number(text: str) -> bool:
@@ -246,44 +244,42 @@ class LabelScheme:
                 first such row.
         """
         ids = {name: i for i, name in enumerate(self.names)}
-        return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
+        values = []
+        for i, cell in enumerate(cells):
+            try:
+                values.append(self._encode_cell(cell, ids))
+            except ValueError as error:
+                raise ValueError(f"{describe_row(i)}: {error}") from None
+        return values
 
-    def _encode_cell(
-        self, cell: Cell, class_ids: Mapping[str, int], row_index: int, describe_row: RowDescriber
-    ) -> Any:
-        """Convert the label or labels of row `row_index` to a number or a list of numbers."""
-        if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
-            labels = {self._get_class_id(label, class_ids, row_index, describe_row) for label in cell}
-            return [float(i in labels) for i in range(len(class_ids))]
+    def _encode_cell(self, cell: Cell, class_ids: Mapping[str, int]) -> Any:
+        """Convert the label or labels of a row to a number or a list of numbers."""
+        kind = self.problem_type
         if cell is None:
-            reason = MISSING_LABEL_MESSAGE if self.problem_type == SINGLE_LABEL else "The row has no label."
-            raise ValueError(f"{describe_row(row_index)}: {reason}")
-        if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
-            invalid_value = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
-            rule = (
-                "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
-            )
-            raise ValueError(
-                f"{describe_row(row_index)}: Got {invalid_value}, but --problem_type {self.problem_type} requires "
-                f"{rule}."
-            )
-        if self.problem_type == SINGLE_LABEL:
-            return self._get_class_id(cell, class_ids, row_index, describe_row)
+            raise ValueError(MISSING_LABEL_MESSAGE if kind == SINGLE_LABEL else "The row has no label.")
+        if kind == MULTI_LABEL:
+            if isinstance(cell, str):
+                raise ValueError(
+                    f"Got the label {cell!r}, but --problem_type {kind} requires a list of labels. Set "
+                    "--label_separator or use JSON lists."
+                )
+            labels = {self._get_class_id(label, class_ids) for label in cell}
+            return [float(i in labels) for i in range(len(class_ids))]
+        if not isinstance(cell, str):
+            raise ValueError(f"Got the list {list(cell)!r:.80}, but --problem_type {kind} requires one label.")
+        if kind == SINGLE_LABEL:
+            return self._get_class_id(cell, class_ids)
         value = float(cell) if NUMBER_PATTERN.fullmatch(cell) else math.nan
         if not math.isfinite(value):
-            raise ValueError(
-                f"{describe_row(row_index)}: A regression label must be a finite number, got {cell!r:.80}."
-            )
+            raise ValueError(f"A regression label must be a finite number, got {cell!r:.80}.")
         return value
 
-    def _get_class_id(
-        self, name: str, class_ids: Mapping[str, int], row_index: int, describe_row: RowDescriber
-    ) -> int:
+    def _get_class_id(self, name: str, class_ids: Mapping[str, int]) -> int:
         """Return the id of a class, or raise `ValueError` if the class is unknown."""
         if name not in class_ids:
             raise ValueError(
-                f"{describe_row(row_index)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
-                "These labels come from the training rows or from --labels."
+                f"The label must be one of {format_names(self.names)}, got {name!r:.80}. These labels come from the "
+                "training rows or from --labels."
             )
         return class_ids[name]
 
@@ -408,20 +404,16 @@ def find_label_column(
             columns.
     """
     columns = _map_lowercase_names(record, *text_columns)
+    candidates: list[str] = []
     for names in LABEL_COLUMNS:
-        candidates = [columns[name] for name in names if name in columns]
-        if len(candidates) > 1:
-            raise ValueError(
-                f"{location}: The labels may be in {' or '.join(candidates)}; {_describe_columns(record)}. Use "
-                "--label_column to select one."
-            )
-        if candidates:
-            return candidates[0]
-    if required:
-        raise ValueError(
-            f"{location}: No column has a common name for labels; {_describe_columns(record)}. Set --label_column."
-        )
-    return None
+        candidates = candidates or [columns[name] for name in names if name in columns]
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates and not required:
+        return None
+    choices = " or ".join(candidates)
+    problem = f"The labels may be in {choices}" if candidates else "No column has a common name for labels"
+    raise ValueError(f"{location}: {problem}; {_describe_columns(record)}. Set --label_column.")
 
 
 def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
