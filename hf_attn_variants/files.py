@@ -53,7 +53,7 @@ def open_file(path: Path) -> BinaryIO:
     check_regular_file(path)
     if path.suffix == COMPRESSED_SUFFIX:
         # Damaged .gz data is not reported here, but by the code that reads the file, which knows the line.
-        with _LimitedFile(path) as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
+        with _LimitedFile(path) as file, suppress(gzip.BadGzipFile):
             buffer = bytearray(BUFFER_BYTES)
             while file.tell() < CHECKED_BYTES and file.readinto(memoryview(buffer)):
                 pass
@@ -106,7 +106,11 @@ class _LimitedFile(io.RawIOBase):
         return self.file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        data = self.file.read1(len(buffer))
+        try:
+            data = self.file.read1(len(buffer))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            message = f"{self.path} is not a complete gzip file ({error}). Copy or compress it again."
+            raise gzip.BadGzipFile(message) from error
         buffer[: len(data)] = data
         end = data.rfind(b"\n")
         self.line_bytes = self.line_bytes + len(data) if end < 0 else len(data) - end - 1
@@ -198,8 +202,6 @@ def iterate_lines_with_endings(path: Path) -> Iterator[str]:
             raise ValueError(
                 f"{path}, line {number}, must be UTF-8 text ({error.reason}). Save the file as UTF-8."
             ) from error
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise OSError(f"{path} is not a complete gzip file ({error}). Copy or compress it again.") from error
 
 
 def has_carriage_return_line_endings(file: BinaryIO) -> bool:
@@ -210,7 +212,7 @@ def has_carriage_return_line_endings(file: BinaryIO) -> bool:
     """
     try:
         head = file.read(INSPECTED_BYTES)
-    except (EOFError, gzip.BadGzipFile, zlib.error):  # reported with the line by the code that reads the file
+    except gzip.BadGzipFile:  # reported with the line by the code that reads the file
         head = b""
     file.seek(0)
     return len(LONE_RETURN.findall(head)) > head.count(b"\n")
@@ -262,7 +264,7 @@ TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamW
 SPARE_BYTES = 16 * 2**20
 
 
-def load_json(path: Path, encoding: str = "utf-8") -> Any:
+def load_json(path: Path, encoding: str = "utf-8", max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file and return its value.
 
     Raises:
@@ -270,7 +272,7 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         ValueError: if the file does not contain valid JSON.
     """
     try:
-        return parse_json(read_file(path, MAX_JSON_BYTES).decode(encoding))
+        return parse_json(read_file(path, max_bytes).decode(encoding))
     except ValueError as error:
         message = str(error).rstrip(".")
         raise ValueError(f"{path} must be a JSON file: {message}.") from error
@@ -500,9 +502,7 @@ def is_generated_card(path: Path) -> bool:
 
 def _find_existing_ancestor(path: Path) -> Path:
     path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def save_plot(path: Path, make_figure: Callable[[], Any], **options: Any) -> None:

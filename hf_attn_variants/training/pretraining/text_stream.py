@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import logging
 import re
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class TextFile:
         except UnicodeDecodeError as error:
             problem = f"{error.reason} in the article at byte {begin}"
             raise OSError(f"{self.path} must be UTF-8 text, got {problem}. Convert it to UTF-8.") from error
-        except (OSError, EOFError, zlib.error) as error:
+        except OSError as error:
             raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
 
 

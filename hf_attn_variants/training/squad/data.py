@@ -1,13 +1,11 @@
 """Reads SQuAD files, splits long contexts into windows, extracts answers from logits, and scores the answers."""
 
-import gzip
 import hashlib
 import json
 import logging
 import math
 import re
 import string
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...files import is_unicode, parse_json, read_file
+from ...files import MAX_BYTES, is_unicode, load_json
 from ...modeling.mechanisms.patterns.window_pattern import GLOBAL_MASK_ARGUMENT as GLOBAL_MASK
 from ..engine.models import check_max_length
 from ..engine.tables import load_dataset_splits
@@ -73,61 +71,38 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
             context. The message names the file and the question.
     """
     path = Path(path)
-    questions = list(_read_questions(path, _load_json(path), has_answers))
+    questions = list(_read_questions(path, load_json(path, max_bytes=MAX_BYTES), has_answers))
     if not questions:
         raise ValueError(f"{path} must contain at least one question, but has none.")
     _check_ids(str(path), questions)
     return questions
 
 
-def _load_json(path: Path) -> Any:
-    """Load a JSON file, which is plain text or .gz."""
-    try:
-        return parse_json(read_file(path))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise OSError(f"{path} must be a complete gzip file ({error}).") from error
-    except ValueError as error:  # includes UnicodeDecodeError
-        raise ValueError(f"{path} must be valid JSON ({error}).") from error
-
-
 def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
     """Yield the questions of a file."""
-    for article_index, article in enumerate(_get_list(content, "data", f"{path}: The file")):
-        paragraphs = _get_list(article, "paragraphs", f"{path}: data[{article_index}]")
+    for article_index, article in enumerate(_get_value(content, "data", list, f"{path}: The file")):
+        paragraphs = _get_value(article, "paragraphs", list, f"{path}: data[{article_index}]")
         for paragraph_index, paragraph in enumerate(paragraphs):
             place = f"{path}: data[{article_index}].paragraphs[{paragraph_index}]"
-            context = _get_text(paragraph, "context", place)
-            for qa_index, qa in enumerate(_get_list(paragraph, "qas", place)):
+            context = _get_value(paragraph, "context", str, place)
+            for qa_index, qa in enumerate(_get_value(paragraph, "qas", list, place)):
                 qa_place = f"{place}.qas[{qa_index}]"
-                question = _get_text(qa, "question", qa_place), context
+                question = _get_value(qa, "question", str, qa_place), context
                 answers = _read_answers(qa, context, qa_place) if has_answers else ()
                 id_value = qa.get("id")
                 question_id = f"{article_index}-{paragraph_index}-{qa_index}" if id_value is None else str(id_value)
                 yield Question(question_id, *question, answers)
 
 
-def _get_list(parent: Any, key: str, location: str) -> list[Any]:
-    """Return the list under a key of a JSON object. Raise `ValueError` if there is no list."""
-    return _get_value(parent, key, list, f"{location} must contain a list")
-
-
-def _get_text(parent: Any, key: str, location: str) -> str:
-    """Return the text under a key of a JSON object. Raise `ValueError` if there is no valid text."""
-    value = _get_value(parent, key, str, f"{location} must contain text")
-    if not is_unicode(value):
-        raise ValueError(f'{location} must contain valid text in "{key}", got an incomplete surrogate pair.')
-    return value
-
-
-def _get_value(parent: Any, key: str, expected_type: type, error_prefix: str) -> Any:
-    """Return the value under a key of a JSON object, and check its type.
-
-    The error message starts with `error_prefix`.
-    """
+def _get_value(parent: Any, key: str, kind: type, location: str) -> Any:
+    """Return the list or text under a key of a JSON object. Raise `ValueError` if there is none."""
     value = parent.get(key) if isinstance(parent, dict) else None
-    if not isinstance(value, expected_type):
+    if not isinstance(value, kind):
         invalid_value = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{error_prefix} "{key}" in the SQuAD format, got {invalid_value}.')
+        name = "a list" if kind is list else "text"
+        raise ValueError(f'{location} must contain {name} "{key}" in the SQuAD format, got {invalid_value}.')
+    if isinstance(value, str) and not is_unicode(value):
+        raise ValueError(f'{location} must contain valid text in "{key}", got an incomplete surrogate pair.')
     return value
 
 
@@ -145,8 +120,8 @@ def _read_answers(qa: dict[str, Any], context: str, location: str) -> tuple[Answ
             )
         return ()
     answers = []
-    for number, answer in enumerate(_get_list(qa, "answers", location)):
-        text = _get_text(answer, "text", f"{location}.answers[{number}]")
+    for number, answer in enumerate(_get_value(qa, "answers", list, location)):
+        text = _get_value(answer, "text", str, f"{location}.answers[{number}]")
         answers.append(Answer(text, _check_answer_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
         raise ValueError(f"{id_place} must contain an answer or is_impossible, but has neither. Add one of them.")
