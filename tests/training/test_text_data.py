@@ -111,12 +111,12 @@ def test_table_as_text_raises_an_error(tmp_path):
 
 
 def make_stream(tokenizer, shards, process_index=0, num_processes=1, batch_size=2, window=3, seed=5):
-    def prepare(block, key):
+    def prepare(block, key, other_block):
         padded = np.zeros(LENGTH, dtype=np.int64)
         padded[: len(block)] = block
         return {"ids": padded, "labels": padded, "key": np.array(key)}
 
-    prepare.block_length, prepare.separator, prepare.requires_other_block = LENGTH, tokenizer.sep_token_id, False
+    prepare.block_length, prepare.separator = LENGTH, tokenizer.sep_token_id
     return TextStream(shards, tokenizer, prepare, batch_size, seed, window, process_index, num_processes)
 
 

@@ -223,7 +223,6 @@ class MaskedLMPreparer:
             )
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task
-        self.requires_other_block = sentence_task == "nsp"  # the second segment of a pair can come from another block
         self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
         self.starts = make_word_start_mask(tokenizer) if whole_words else None
         self.special = np.zeros(get_vocabulary_size(tokenizer), dtype=bool)
@@ -240,7 +239,7 @@ class MaskedLMPreparer:
             block: The token ids.
             key: The epoch and the block number within the epoch. Together with the seed, they determine the masks.
             other_block: Another block, from which the second segment of a changed "nsp" pair is taken. If None, "nsp"
-                pairs are left unchanged.
+                pairs are left unchanged. Other tasks do not use it.
 
         Returns:
             A dictionary with "input_ids", "attention_mask" and "labels" (-100 for tokens that are not predicted), each

@@ -130,8 +130,6 @@ class SpanCorruptionPreparer:
         ValueError: If the tokenizer has too few sentinels.
     """
 
-    requires_other_block = False
-
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -154,12 +152,15 @@ class SpanCorruptionPreparer:
             )
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
-    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def __call__(
+        self, block: np.ndarray, key: tuple[int, ...], other_block: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Replace spans of a block by sentinels, and create the model inputs and targets.
 
         Args:
             block: The token ids of a block with at most `block_length` tokens.
             key: The epoch and the block number. Together with the seed, they determine the spans.
+            other_block: Not used.
 
         Returns:
             A dictionary with "input_ids" and "attention_mask" [n], and with "decoder_input_ids" and "labels" (-100 for

@@ -53,8 +53,6 @@ class HeldOutBlockDataset(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not self.prepare.requires_other_block:
-            return self.prepare(self.blocks[index], (0, index))
         # The other block is far away because neighboring blocks may come from the same article.
         other_block = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
         return self.prepare(self.blocks[index], (0, index), other_block)
@@ -303,17 +301,17 @@ class CausalLMPreparer:
         ValueError: If the tokenizer lacks one of these tokens.
     """
 
-    requires_other_block = False
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
         self.begin_id, self.separator, self.pad_id = *get_boundary_token_ids(tokenizer), tokenizer.pad_token_id
         self.length = self.block_length = length
 
-    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def __call__(
+        self, block: np.ndarray, key: tuple[int, ...], other_block: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Prepare an example with "input_ids", "attention_mask" and "labels" [n].
 
-        The label at each position is the next token, or -100 for padding. There are no random choices, so `key` is not
-        used.
+        The label at each position is the next token, or -100 for padding. There are no random choices, so `key` and
+        `other_block` are not used.
         """
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)

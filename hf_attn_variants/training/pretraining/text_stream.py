@@ -293,25 +293,18 @@ def _open_dataset_shards(
 ) -> Sequence[TextSource]:
     """Open the shards of a split, and check that at least one row contains text."""
     shards: Sequence[TextSource]
-    names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
+    place, column, keeps = f"{settings.dataset_name} ({split})", settings.text_column, settings.keep_whitespace
+    paths = [Path(file) for file in files.get(split, ())]
     if splits is None:
-        shards = [
-            LocalFileShard(
-                f"{settings.dataset_name} ({split}), {name}", Path(file), *options, settings.keep_whitespace
-            )
-            for name, file in zip(names, files[split], strict=True)
-        ]
+        shards = [LocalFileShard(f"{place}, {path.name}", path, column, keeps) for path in paths]
     else:
-        rows = splits[split]
+        rows, names = splits[split], [path.name for path in paths]
         if len(names) != rows.num_shards:
             names = [f"shard {i}" for i in range(rows.num_shards)]
-        shards = [
-            DatasetShard(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
-            for i, name in enumerate(names)
-        ]
+        shards = [DatasetShard(f"{place}, {name}", rows, column, i, keeps) for i, name in enumerate(names)]
     # One article is read so that an error is raised early if the column is wrong.
     if all(next(shard.read_articles(), None) is None for shard in shards):
-        raise ValueError(f"{settings.dataset_name} ({split}) must contain at least one row, but is empty.")
+        raise ValueError(f"{place} must contain at least one row, but is empty.")
     return shards
 
 
@@ -458,18 +451,18 @@ class BlockPreparer(Protocol):
     Attributes:
         block_length: The length of a block in tokens.
         separator: The id of the token that ends each article.
-        requires_other_block: Whether another block of the text (or None) must also be passed to `__call__`.
     """
 
     block_length: int
     separator: int
-    requires_other_block: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+    def __call__(
+        self, block: np.ndarray, key: tuple[int, ...], other_block: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Prepare an example as a dictionary of arrays, which have the same shapes for every block.
 
-        The arguments are `block`, its `key` and, if `requires_other_block` is True, another block or None. Random
-        choices must depend only on `key` and on the seed of the run.
+        The arguments are the block, its key, and another block of the text or None. Random choices must depend only on
+        `key` and on the seed of the run.
         """
 
 
@@ -484,8 +477,8 @@ class TextStream(IterableDataset):
         sources: The shards of text.
         tokenizer: The tokenizer.
         prepare: Prepares examples from blocks and their keys. A key consists of the epoch and the block number within
-            the epoch. If `requires_other_block` is True, another block from the same window is also passed, or None if
-            the window contains only one block.
+            the epoch. Another block from the same window is also passed, or None if the window contains only one
+            block.
         batch_size: The number of rows per process.
         seed: The random seed of the run.
         window: The number of blocks to hold in memory and shuffle together.
@@ -530,7 +523,7 @@ class TextStream(IterableDataset):
             # Every process must take part in the step, so a process without a row receives a copy of the last row.
             own_blocks = [batch[i] for i in share] or batch[-1:]
             prepared = [
-                self.prepare(block, (self.epoch, number), *other_block) for number, block, _, other_block in own_blocks
+                self.prepare(block, (self.epoch, number), other_block) for number, block, _, other_block in own_blocks
             ]
             if not len(share):
                 row = prepared[0]
@@ -538,8 +531,8 @@ class TextStream(IterableDataset):
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_examples(prepared) | counts
 
-    def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
-        """Yield the number, the token ids, the window position and the other block (if required) for each block."""
+    def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], np.ndarray | None]]:
+        """Yield the number, the token ids, the window position and the other block (or None) for each block."""
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
@@ -552,12 +545,7 @@ class TextStream(IterableDataset):
             for i, following in zip(shuffled, np.roll(shuffled, -1), strict=True):
                 other_block = window_blocks[following][0] if len(window_blocks) > 1 else None
                 if number >= self._used:
-                    yield (
-                        number,
-                        window_blocks[i][0],
-                        position,
-                        (other_block,) if self.prepare.requires_other_block else (),
-                    )
+                    yield number, window_blocks[i][0], position, other_block
                 number += 1
             window += 1
 
