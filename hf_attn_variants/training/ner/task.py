@@ -46,9 +46,8 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
             numbers of space-separated columns. The message names the file and the line.
     """
     sentences: list[Sentence] = [([], [])]
-    # The first line with space-separated columns, and the first line with a different number of columns.
-    first: tuple[int, int] | None = None
-    uneven: tuple[int, str, int] | None = None
+    first: tuple[int, int] | None = None  # the number and the columns of the first line with space-separated columns
+    has_warned = False
     untagged = 0  # the number of the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _split_columns(line)
@@ -73,15 +72,17 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         untagged = untagged or (0 if is_tagged else number)
         if "\t" not in line:
             first = first or (number, len(cells))
-            uneven = uneven or ((number, line, len(cells)) if len(cells) != first[1] else None)
-            if uneven and needs_tags:
-                raise ValueError(f"{path}, line {number}: {_describe_column_count_mismatch(line, len(cells), *first)}")
+            if len(cells) != first[1] and not has_warned:
+                problem = (
+                    f"{path}, line {number}: {line!r} must have as many space-separated columns as line {first[0]} "
+                    f"({first[1]}), got {len(cells)}. If words contain spaces, separate the columns with tabs."
+                )
+                if needs_tags:
+                    raise ValueError(problem)
+                logger.warning("%s The word is read as %r.", problem, cells[0])
+                has_warned = True
         words.append(cells[0])
         tags.append(cells[-1] if is_tagged else UNTAGGED)
-    if uneven and first:
-        number, line, count = uneven
-        problem = _describe_column_count_mismatch(line, count, *first)
-        logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _split_columns(line)[0])
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must contain at least one sentence, but is empty.")
     if needs_tags:
@@ -121,14 +122,6 @@ def _split_columns(line: str) -> list[str]:
     if "\t" in line:
         return [cell.strip(WHITESPACE) for cell in line.rstrip(WHITESPACE).split("\t")]
     return [cell for cell in line.strip(WHITESPACE).split(" ") if cell]
-
-
-def _describe_column_count_mismatch(line: str, num_columns: int, first_line: int, first_num_columns: int) -> str:
-    """Return the message for a line whose number of columns differs from that of the first line."""
-    return (
-        f"{line!r} must have as many space-separated columns as line {first_line} ({first_num_columns}), got "
-        f"{num_columns}. If words contain spaces, separate the columns with tabs."
-    )
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
@@ -182,37 +175,30 @@ def _convert_tags_to_names(
     """
     if not sentences:
         raise ValueError(f"{location} must contain at least one sentence with words, but has none.")
-    reason = _describe_unreadable_tags(sentences, names)
-    if reason is None and names:
-        sentences = [(words, [names[tag] for tag in tags]) for words, tags in sentences]
-    reason = reason or _describe_invalid_tag(sentences)
-    if reason is not None and needs_tags:
-        raise ValueError(f"{location}: {reason}. Correct the tags.")
-    if reason is not None:
-        sentences = [(words, []) for words, _ in sentences]
-    return sentences if needs_tags else _drop_unknown_tags(sentences, location, reason)
+    try:
+        tagged, reason = [(words, _read_tags(words, tags, names)) for words, tags in sentences], None
+    except ValueError as error:
+        if needs_tags:
+            raise ValueError(f"{location}: {error}. Correct the tags.") from None
+        tagged, reason = [(words, []) for words, _ in sentences], str(error)
+    return tagged if needs_tags else _drop_unknown_tags(tagged, location, reason)
 
 
-def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
-    """Describe the first invalid tag, or return None if all tags are valid."""
-    tagged = ((word, tag) for words, tags in sentences for word, tag in zip(words, tags, strict=True))
-    invalid_tag = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
-    return (
-        None
-        if invalid_tag is None
-        else f"Tags must be O, B-... or I-..., got {invalid_tag[1]!r} for {invalid_tag[0]!r}"
-    )
-
-
-def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
-    """Describe why the tags in a `datasets` source cannot be read, or return None if they can be read."""
-    if mismatched_words := [words for words, tags in sentences if len(words) != len(tags)]:
-        return f"There must be exactly one tag per word in {' '.join(mismatched_words[0])[:60]!r}"
-    if names is None and not all(isinstance(tag, str) for _, tags in sentences for tag in tags):
-        return "Tags must be names, or the column must define names for its numbers"
-    if names and not all(0 <= tag < len(names) for _, tags in sentences for tag in tags):
-        return f"Tags must be numbers from 0 to {len(names) - 1}"
-    return None
+def _read_tags(words: list[str], tags: list[Any], names: list[str] | None) -> list[str]:
+    """Return the tag names of a sentence from a `datasets` source. Raise `ValueError` if a tag cannot be read."""
+    if len(words) != len(tags):
+        raise ValueError(f"There must be exactly one tag per word in {' '.join(words)[:60]!r}")
+    if names:
+        if not all(0 <= tag < len(names) for tag in tags):
+            raise ValueError(f"Tags must be numbers from 0 to {len(names) - 1}")
+        tags = [names[tag] for tag in tags]
+    for word, tag in zip(words, tags, strict=True):
+        if not (isinstance(tag, str) and _is_tag(tag)):
+            raise ValueError(
+                f"Tags must be O, B-... or I-..., or the column must define names for its numbers, got {tag!r} for "
+                f"{word!r}"
+            )
+    return tags
 
 
 def score_entities(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
