@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..engine.settings import (
-    ALWAYS_COMPARED,
     BETWEEN_0_AND_1,
-    WITH_BEST_WEIGHTS,
     TableSettings,
     check_metric_for_best_model,
-    option,
+    dev_option,
+    fixed_option,
     parse_json_flag,
 )
 
@@ -46,54 +45,44 @@ class ClassificationSettings(TableSettings):
 
     title: ClassVar[str] = "task"
 
-    text_columns: tuple[str, ...] | None = option(
+    text_columns: tuple[str, ...] | None = dev_option(
         "Column that contains the texts, or two columns for pairs (default: a common name, such as text, or sentence1 "
         "and sentence2).",
         None,
         metavar="NAME",
-        resume=WITH_BEST_WEIGHTS,
     )
-    label_column: str | None = option(
-        "Column that contains the labels (default: a common name, such as label).", None, resume=WITH_BEST_WEIGHTS
+    label_column: str | None = dev_option(
+        "Column that contains the labels (default: a common name, such as label).", None
     )
-    label_separator: str | None = option(
-        "Separator between several labels in a row, such as ';' in 'sports;politics'. In JSON, labels are lists.",
-        None,
-        resume=ALWAYS_COMPARED,
+    label_separator: str | None = fixed_option(
+        "Separator between several labels in a row, such as ';' in 'sports;politics'. In JSON, labels are lists.", None
     )
-    problem_type: str | None = option(
+    problem_type: str | None = fixed_option(
         f"One of {', '.join(PROBLEM_TYPES)} (default: inferred from the training labels as described below).",
         None,
         choices=PROBLEM_TYPES,
-        resume=ALWAYS_COMPARED,
         metavar="TYPE",
     )
-    labels: tuple[str, ...] | None = option(
-        "Labels in the order of the model's outputs (default: the sorted training labels).",
-        None,
-        metavar="NAME",
-        resume=ALWAYS_COMPARED,
+    labels: tuple[str, ...] | None = fixed_option(
+        "Labels in the order of the model's outputs (default: the sorted training labels).", None, metavar="NAME"
     )
-    class_weights: dict[str, Any] | str | None = option(  # noqa: RUF009 (the default is None)
+    class_weights: dict[str, Any] | str | None = fixed_option(  # noqa: RUF009 (the default is None)
         "Weight of each label's examples in the loss, either 'balanced' or JSON such as '{\"spam\": 3}' (others: 1). "
         "With several labels per row, it is the weight of the examples that have the label.",
         None,
         metavar="balanced|JSON",
-        resume=ALWAYS_COMPARED,
         type=_parse_class_weights,
     )
-    threshold: float | None = option(
+    threshold: float | None = dev_option(
         "With several labels per row, labels with a probability above this threshold are predicted (default: "
         f"{DEFAULT_THRESHOLD}).",
         None,
         range=BETWEEN_0_AND_1,
-        resume=WITH_BEST_WEIGHTS,
     )
-    shuffle_train_dataset: bool = option(
+    shuffle_train_dataset: bool = fixed_option(
         "Shuffle the training rows before --max_train_samples selects the first ones. Rows are always shuffled in "
         "each epoch.",
         False,
-        resume=ALWAYS_COMPARED,
     )
 
     def check(self) -> None:

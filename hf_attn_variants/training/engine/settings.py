@@ -63,6 +63,16 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def fixed_option(help: str, default: Any = MISSING, **arguments: Any) -> Any:
+    """Define a field whose value must be the same in a resumed run. Takes the other arguments of `option`."""
+    return option(help, default, resume=ALWAYS_COMPARED, **arguments)
+
+
+def dev_option(help: str, default: Any = MISSING, **arguments: Any) -> Any:
+    """Define a field that affects the dev scores. Its value must be the same if a run with best weights resumes."""
+    return option(help, default, resume=WITH_BEST_WEIGHTS, **arguments)
+
+
 def parse_json_flag(text: str) -> Any:
     """Parse the value of a flag as JSON.
 
@@ -243,7 +253,7 @@ def _make_variant_option(prefix: str, variant_field: VariantField) -> Any:
         flag |= {"metavar": "JSON", "type": parse_json_flag}
     if variant_field.kind is list and prefix and variant_field.inherits:
         flag |= {"nargs": "*"}
-    return option(f"{text}{default_text}.", None, resume=ALWAYS_COMPARED, **flag)
+    return fixed_option(f"{text}{default_text}.", None, **flag)
 
 
 def collect_variant_fields(settings: Any) -> dict[str, Any]:
@@ -272,22 +282,16 @@ class ModelSettings(Settings):
 
     title: ClassVar[str] = "model"
 
-    model_name_or_path: str | None = option(
-        "Folder or Hub id of a checkpoint from this package or from Transformers.", None, resume=ALWAYS_COMPARED
+    model_name_or_path: str | None = fixed_option(
+        "Folder or Hub id of a checkpoint from this package or from Transformers.", None
     )
-    tokenizer_name: str | None = option(
-        "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None, resume=ALWAYS_COMPARED
+    tokenizer_name: str | None = fixed_option(
+        "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None
     )
-    attn_implementation: str | None = option(
-        "Attention implementation (eager, sdpa, ...).",
-        None,
-        resume=ALWAYS_COMPARED,  # each implementation uses random numbers for dropout differently
-    )
-    dropout_rate: float | None = option(
-        "Replace every dropout probability in the checkpoint's configuration.",
-        None,
-        range=FROM_0_BELOW_1,
-        resume=ALWAYS_COMPARED,
+    # Each implementation uses random numbers for dropout differently.
+    attn_implementation: str | None = fixed_option("Attention implementation (eager, sdpa, ...).", None)
+    dropout_rate: float | None = fixed_option(
+        "Replace every dropout probability in the checkpoint's configuration.", None, range=FROM_0_BELOW_1
     )
     gradient_checkpointing: bool = option("Recompute activations in the backward pass to save memory.", False)
     trust_remote_code: bool = option("Allow model code from the Hub repository to run.", False)
@@ -310,12 +314,11 @@ class NewModelSettings(VariantSettings, ModelSettings):
 
     title: ClassVar[str] = FROM_SCRATCH
 
-    model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS_COMPARED)
-    config_overrides: str | None = option(
+    model_type: str | None = fixed_option("Model type of the architecture.", None)
+    config_overrides: str | None = fixed_option(
         "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text. Values "
         "with commas must be JSON. The whole argument can also be a JSON object.",
         None,
-        resume=ALWAYS_COMPARED,
         metavar="FIELD=VALUE,...",
     )
 
@@ -341,16 +344,13 @@ class LanguageSettings(Settings):
 
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 
-    source_lang: str | None = option(
-        "Language of the source texts, in the tokenizer's notation (en_XX, en, eng_Latn).",
-        None,
-        resume=ALWAYS_COMPARED,
+    source_lang: str | None = fixed_option(
+        "Language of the source texts, in the tokenizer's notation (en_XX, en, eng_Latn).", None
     )
-    target_lang: str | None = option("Language of the target texts.", None, resume=ALWAYS_COMPARED)
-    forced_bos_token: str | None = option(
+    target_lang: str | None = fixed_option("Language of the target texts.", None)
+    forced_bos_token: str | None = fixed_option(
         "Language token that generation starts with (default: the target language, if target texts start with it).",
         None,
-        resume=ALWAYS_COMPARED,
     )
 
 
@@ -360,14 +360,10 @@ class DataSettings(Settings):
 
     title: ClassVar[str] = "data"
 
-    max_length: int = option(
-        "Number of tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS_COMPARED
-    )
-    max_eval_samples: int | None = option(
-        "Use only the first N rows of each dev split.", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
-    )
-    per_device_train_batch_size: int = option(
-        "Number of examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS_COMPARED
+    max_length: int = fixed_option("Number of tokens per example, including special tokens.", 128, range=AT_LEAST_1)
+    max_eval_samples: int | None = dev_option("Use only the first N rows of each dev split.", None, range=AT_LEAST_1)
+    per_device_train_batch_size: int = fixed_option(
+        "Number of examples per device and forward pass in training.", 32, range=AT_LEAST_1
     )
     per_device_eval_batch_size: int = option(
         "Number of examples per device and forward pass in evaluation.", 64, range=AT_LEAST_1
@@ -385,16 +381,11 @@ class RowSettings(DataSettings):
         help="Maximum number of tokens per example, including special tokens. Longer examples are truncated."
     )
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
-    group_by_length: bool = option(
-        "Group examples of similar length into batches to reduce padding. The batches are still shuffled.",
-        False,
-        resume=ALWAYS_COMPARED,
+    group_by_length: bool = fixed_option(
+        "Group examples of similar length into batches to reduce padding. The batches are still shuffled.", False
     )
-    pad_to_multiple_of: int | None = option(
-        "Pad each batch to a multiple of N tokens (8 is efficient on tensor cores).",
-        None,
-        range=AT_LEAST_1,
-        resume=ALWAYS_COMPARED,
+    pad_to_multiple_of: int | None = fixed_option(
+        "Pad each batch to a multiple of N tokens (8 is efficient on tensor cores).", None, range=AT_LEAST_1
     )
 
 
@@ -424,38 +415,29 @@ class OptimizationSettings(Settings):
 
     title: ClassVar[str] = "training"
 
-    optim: str = option(
+    optim: str = fixed_option(
         "Optimizer to use. Adafactor stores row and column statistics instead of two moments per weight.",
         "adamw",
-        resume=ALWAYS_COMPARED,
         choices=("adamw", "adafactor"),
     )
-    learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS_COMPARED)
-    weight_decay: float = option(
+    learning_rate: float = fixed_option("Peak learning rate.", 5e-5, range=AT_LEAST_0)
+    weight_decay: float = fixed_option(
         "Decoupled weight decay. It is not applied to biases, norms, logits_proj and weights_proj.",
         0.0,
         range=AT_LEAST_0,
-        resume=ALWAYS_COMPARED,
     )
-    adam_beta1: float = option(
-        "AdamW's decay rate for the mean of the gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS_COMPARED
+    adam_beta1: float = fixed_option("AdamW's decay rate for the mean of the gradients.", 0.9, range=FROM_0_BELOW_1)
+    adam_beta2: float = fixed_option(
+        "AdamW's decay rate for the mean of the squared gradients.", 0.999, range=FROM_0_BELOW_1
     )
-    adam_beta2: float = option(
-        "AdamW's decay rate for the mean of the squared gradients.",
-        0.999,
-        range=FROM_0_BELOW_1,
-        resume=ALWAYS_COMPARED,
-    )
-    adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS_COMPARED)
-    adafactor_scale_parameter: bool = option(
+    adam_epsilon: float = fixed_option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0)
+    adafactor_scale_parameter: bool = fixed_option(
         "Scale Adafactor's steps by the root mean square of each parameter (as in T5's pretraining, with rate 1e-2).",
         False,
-        resume=ALWAYS_COMPARED,
     )
-    adafactor_relative_step: bool = option(
+    adafactor_relative_step: bool = fixed_option(
         "Use Adafactor's schedule, min(1e-6 step, 1/sqrt(step)), instead of a learning rate, schedule and warm-up.",
         False,
-        resume=ALWAYS_COMPARED,
     )
     max_grad_norm: float = option(
         "Maximum gradient norm, above which gradients are clipped (0: no clipping).", 1.0, range=AT_LEAST_0
@@ -474,17 +456,12 @@ class OptimizationSettings(Settings):
         1,
         range=AT_LEAST_1,
     )
-    lr_scheduler_type: str = option(
-        f"Learning-rate schedule: one of {', '.join(SCHEDULES)}.",
-        "linear",
-        resume=ALWAYS_COMPARED,
-        choices=SCHEDULES,
-        metavar="NAME",
+    lr_scheduler_type: str = fixed_option(
+        f"Learning-rate schedule: one of {', '.join(SCHEDULES)}.", "linear", choices=SCHEDULES, metavar="NAME"
     )
-    lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each object gets its own dictionary)
+    lr_scheduler_kwargs: dict[str, Any] = fixed_option(  # noqa: RUF009 (each object gets its own dictionary)
         "Additional arguments for the schedule, such as '{\"num_decay_steps\": 100}'.",
         {},
-        resume=ALWAYS_COMPARED,
         metavar="JSON",
         type=parse_json_flag,
     )
@@ -492,15 +469,10 @@ class OptimizationSettings(Settings):
         "Number of steps over which the learning rate increases from 0.", None, range=AT_LEAST_0
     )
     warmup_ratio: float = option("Share of all steps that is used for warm-up.", 0.0, range=FROM_0_BELOW_1)
-    clipping_ratio: float | None = option(
-        "Share of all steps over which a clipped softmax is introduced.",
-        None,
-        range=BETWEEN_0_AND_1,
-        resume=ALWAYS_COMPARED,
+    clipping_ratio: float | None = fixed_option(
+        "Share of all steps over which a clipped softmax is introduced.", None, range=BETWEEN_0_AND_1
     )
-    seed: int = option(
-        "Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS_COMPARED
-    )
+    seed: int = fixed_option("Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0)
     mixed_precision: str | None = option(
         "Precision of the forward pass (autocast). On CPUs, bf16 is only faster if the CPU has bfloat16 instructions. "
         "Defaults to the setting of `accelerate launch`, or no.",
@@ -508,19 +480,15 @@ class OptimizationSettings(Settings):
         choices=("no", "bf16", "fp16"),
     )
     cpu: bool = option("Train on the CPU even if an accelerator is available.", False)
-    eval_steps: int | None = option(
-        "Evaluate every N optimizer steps (default: after every epoch).",
-        None,
-        range=AT_LEAST_1,
-        resume=WITH_BEST_WEIGHTS,
+    eval_steps: int | None = dev_option(
+        "Evaluate every N optimizer steps (default: after every epoch).", None, range=AT_LEAST_1
     )
     metric_for_best_model: str | None = option(
         "Dev metric that selects the best evaluation. Its weights are kept instead of the last ones.", None
     )
-    greater_is_better: bool | None = option(
+    greater_is_better: bool | None = dev_option(
         "True if higher values of that metric are better (default: yes, unless the metric is a loss or an error).",
         None,
-        resume=WITH_BEST_WEIGHTS,
         action=argparse.BooleanOptionalAction,
     )
     early_stopping_patience: int | None = option(
@@ -715,15 +683,13 @@ class TableSettings(FineTuningSettings):
     train_file: tuple[str, ...] | None = option(
         "Training tables (.csv, .tsv, .json or .jsonl, with or without .gz).", None
     )
-    validation_file: tuple[str, ...] | None = option(
-        "Dev tables, in the formats of --train_file.", None, resume=WITH_BEST_WEIGHTS
-    )
+    validation_file: tuple[str, ...] | None = dev_option("Dev tables, in the formats of --train_file.", None)
     test_file: tuple[str, ...] | None = option("Tables with test rows to predict, with or without labels.", None)
     dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
     train_split_name: str = option("Training split of the `datasets` source (default: %(default)s).", "train")
-    validation_split_name: str | None = option(
-        "Dev split of the `datasets` source (default: validation, if it exists).", None, resume=WITH_BEST_WEIGHTS
+    validation_split_name: str | None = dev_option(
+        "Dev split of the `datasets` source (default: validation, if it exists).", None
     )
     test_split_name: str | None = option("Test split of the `datasets` source (default: test, if it exists).", None)
     skip_predict: bool = option("Skip the predictions for the test rows.", False)

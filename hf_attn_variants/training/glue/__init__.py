@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...glue_tasks import TASKS, get_task
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
+from ..engine.settings import FineTuningSettings, dev_option, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,7 @@ class GlueSettings(FineTuningSettings):
         None,
     )
     train_file: str | None = option("TSV file with training rows, which overrides the file in --data_dir.", None)
-    validation_file: str | None = option(
-        "TSV file with dev rows, which overrides the file in --data_dir.", None, resume=WITH_BEST_WEIGHTS
-    )
+    validation_file: str | None = dev_option("TSV file with dev rows, which overrides the file in --data_dir.", None)
     test_file: str | None = option("TSV file with test rows, which overrides the file in --data_dir.", None)
     skip_predict: bool = option("Skip the predictions for the test split (and for AX, after MNLI).", False)
 

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, check_metric_for_best_model, option
+from ..engine.settings import FineTuningSettings, check_metric_for_best_model, dev_option, option
 
 ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
@@ -27,7 +27,7 @@ class NerSettings(FineTuningSettings):
     train_file: str | None = option(
         "File with training sentences in the CoNLL format (plain text or .gz) as described below.", None
     )
-    validation_file: str | None = option("File with dev sentences in the same format.", None, resume=WITH_BEST_WEIGHTS)
+    validation_file: str | None = dev_option("File with dev sentences in the same format.", None)
     test_file: str | None = option(
         "File with sentences to tag. If every word has a tag, the model's tags are scored.", None
     )

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.settings import (
-    ALWAYS_COMPARED,
     AT_LEAST_1,
     BETWEEN_0_AND_1,
-    WITH_BEST_WEIGHTS,
     EncoderDecoderVariantSettings,
     NewModelSettings,
     Settings,
     TrainingSettings,
     check_dev_settings,
     check_metric_for_best_model,
+    dev_option,
+    fixed_option,
     option,
     override_option,
 )
@@ -37,9 +37,7 @@ class TextSettings(Settings):
     train_file: tuple[str, ...] | None = option(
         "Text files (.txt or .gz) for training. Empty lines separate articles.", None
     )
-    validation_file: tuple[str, ...] | None = option(
-        "Text files for evaluation, in the same format.", None, resume=WITH_BEST_WEIGHTS
-    )
+    validation_file: tuple[str, ...] | None = dev_option("Text files for evaluation, in the same format.", None)
     dataset_name: str | None = option(
         "Folder or Hub id of a `datasets` source to stream instead of --train_file.", None
     )
@@ -50,9 +48,7 @@ class TextSettings(Settings):
         "the tokenizer has tokens for it, like RoBERTa's. Otherwise, each run becomes a single space.",
         False,
     )
-    shuffle_buffer_size: int = option(
-        "Number of blocks to hold in memory and shuffle.", 4096, range=AT_LEAST_1, resume=ALWAYS_COMPARED
-    )
+    shuffle_buffer_size: int = fixed_option("Number of blocks to hold in memory and shuffle.", 4096, range=AT_LEAST_1)
 
 
 def check_stream_workers(settings: TrainingSettings) -> None:
@@ -87,20 +83,16 @@ class MaskingSettings(Settings):
 
     title: ClassVar[str] = "masking"
 
-    mlm_probability: float = option(
-        "Probability that a token is masked. Different tokens are masked in each epoch.",
-        0.15,
-        range=BETWEEN_0_AND_1,
-        resume=ALWAYS_COMPARED,
+    mlm_probability: float = fixed_option(
+        "Probability that a token is masked. Different tokens are masked in each epoch.", 0.15, range=BETWEEN_0_AND_1
     )
-    whole_word_mask: bool = option("Mask whole words instead of tokens.", False, resume=ALWAYS_COMPARED)
-    sentence_task: str | None = option(
+    whole_word_mask: bool = fixed_option("Mask whole words instead of tokens.", False)
+    sentence_task: str | None = fixed_option(
         "Split each block into two segments, and also learn to predict whether the second segment follows the first "
         "one (nsp, as in BERT) or whether the segments are in the correct order (sop, as in ALBERT). The model then "
         "has a ...ForPreTraining class, and eval_sentence_accuracy is its accuracy on pairs (0.5 for guessing).",
         None,
         choices=SENTENCE_TASKS,
-        resume=ALWAYS_COMPARED,
     )
 
 
@@ -120,12 +112,11 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
 
     title: ClassVar[str] = "objective"
 
-    objective: str = option(
+    objective: str = fixed_option(
         "Training objective. With mlm, an encoder learns to predict masked tokens. With clm, a decoder (BERT, RoBERTa "
         "or ELECTRA with is_decoder in its configuration) learns to predict the next token.",
         MASKED,
         choices=(MASKED, CAUSAL),
-        resume=ALWAYS_COMPARED,
     )
     model_type: str | None = override_option(choices=MASKED_LM_TYPES)
 
@@ -150,14 +141,11 @@ class SpanNoiseSettings(Settings):
 
     title: ClassVar[str] = "noise"
 
-    noise_density: float = option(
-        "Share of tokens to remove (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1, resume=ALWAYS_COMPARED
+    noise_density: float = fixed_option(
+        "Share of tokens to remove (default: %(default)s).", 0.15, range=BETWEEN_0_AND_1
     )
-    mean_noise_span_length: float = option(
-        "Mean length of the removed spans in tokens (default: %(default)s).",
-        3.0,
-        range=AT_LEAST_1,
-        resume=ALWAYS_COMPARED,
+    mean_noise_span_length: float = fixed_option(
+        "Mean length of the removed spans in tokens (default: %(default)s).", 3.0, range=AT_LEAST_1
     )
 
 

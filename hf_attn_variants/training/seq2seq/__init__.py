@@ -9,16 +9,16 @@ from typing import ClassVar
 
 from ...glue_tasks import TASKS
 from ..engine.settings import (
-    ALWAYS_COMPARED,
     AT_LEAST_1,
     FROM_0_BELOW_1,
     SPLITS,
-    WITH_BEST_WEIGHTS,
     EncoderDecoderVariantSettings,
     FineTuningSettings,
     LanguageSettings,
     NewModelSettings,
     Settings,
+    dev_option,
+    fixed_option,
     option,
     override_option,
 )
@@ -74,19 +74,19 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             )
 
 
-def _make_parallel_text_option(split: str, side: str, resume: str | None = None, extra_help: str = "") -> str | None:
+def _make_parallel_text_option(split: str, side: str, extra_help: str = "") -> str | None:
     """Create the option for one side of a split's parallel text."""
-    return option(
-        f"File with the {side} texts of the {split} split, one per line (.txt, .gz){extra_help}.", None, resume=resume
-    )
+    make_option = dev_option if split == "dev" else option
+    return make_option(f"File with the {side} texts of the {split} split, one per line (.txt, .gz){extra_help}.", None)
 
 
-def _make_table_option(split: str, resume: str | None = None) -> tuple[str, ...] | None:
+def _make_table_option(split: str) -> tuple[str, ...] | None:
     """Create the option for the tables of a split."""
-    text = (
-        f"{split} tables instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format)."
+    make_option = dev_option if split == "Validation" else option
+    return make_option(
+        f"{split} tables instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format).",
+        None,
     )
-    return option(text, None, resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +114,9 @@ class DecodingSettings(BleuSettings):
         "them, and all other evaluations use the first one.",
         (1,),
     )
-    length_penalty: float = option(
-        "Length penalty for beam search. Higher values favor longer texts.", 1.0, resume=WITH_BEST_WEIGHTS
-    )
-    no_repeat_ngram_size: int | None = option(
-        "Prevent sequences of N tokens from occurring twice in a text (for summaries).",
-        None,
-        range=AT_LEAST_1,
-        resume=WITH_BEST_WEIGHTS,
+    length_penalty: float = dev_option("Length penalty for beam search. Higher values favor longer texts.", 1.0)
+    no_repeat_ngram_size: int | None = dev_option(
+        "Prevent sequences of N tokens from occurring twice in a text (for summaries).", None, range=AT_LEAST_1
     )
     metrics: tuple[str, ...] | None = option(
         f"Metrics to compute: {', '.join(METRIC_PACKAGES)}, or `evaluate` metrics by script (./my_metric.py) or by "
@@ -162,26 +157,24 @@ class Seq2SeqSettings(
 
     source_file: str | None = _make_parallel_text_option("training", "source")
     target_file: str | None = _make_parallel_text_option("training", "target")
-    validation_source_file: str | None = _make_parallel_text_option("dev", "source", WITH_BEST_WEIGHTS)
-    validation_target_file: str | None = _make_parallel_text_option("dev", "target", WITH_BEST_WEIGHTS)
+    validation_source_file: str | None = _make_parallel_text_option("dev", "source")
+    validation_target_file: str | None = _make_parallel_text_option("dev", "target")
     test_source_file: str | None = _make_parallel_text_option("test", "source")
     test_target_file: str | None = _make_parallel_text_option(
         "test", "target", extra_help="; if not set, the split is predicted without scores"
     )
     train_file: tuple[str, ...] | None = _make_table_option("Train")
-    validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)
+    validation_file: tuple[str, ...] | None = _make_table_option("Validation")
     test_file: tuple[str, ...] | None = _make_table_option("Test")
-    source_column: str | None = option(
+    source_column: str | None = dev_option(
         "Column that contains the source texts (default: source, or the column used in training if the model is "
         "only evaluated).",
         None,
-        resume=WITH_BEST_WEIGHTS,
     )
-    target_column: str | None = option(
+    target_column: str | None = dev_option(
         "Column that contains the target texts (default: target; if the model is only evaluated, its training "
         "column).",
         None,
-        resume=WITH_BEST_WEIGHTS,
     )
     dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
@@ -194,14 +187,11 @@ class Seq2SeqSettings(
         "training prefix). '' disables it.",
         None,
     )
-    max_target_length: int | None = option(
-        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS_COMPARED
+    max_target_length: int | None = fixed_option(
+        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1
     )
-    label_smoothing_factor: float = option(
-        "Share of each label's weight that is distributed over all tokens.",
-        0.0,
-        range=FROM_0_BELOW_1,
-        resume=ALWAYS_COMPARED,
+    label_smoothing_factor: float = fixed_option(
+        "Share of each label's weight that is distributed over all tokens.", 0.0, range=FROM_0_BELOW_1
     )
     model_type: str | None = override_option(choices=("t5", "bart", "marian"))
     learning_rate: float = override_option(3e-4)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..engine.settings import (
-    ALWAYS_COMPARED,
     AT_LEAST_0,
     AT_LEAST_1,
     FINITE_NUMBER,
-    WITH_BEST_WEIGHTS,
     FineTuningSettings,
     check_metric_for_best_model,
+    dev_option,
+    fixed_option,
     option,
     override_option,
 )
@@ -39,42 +39,29 @@ class SquadSettings(FineTuningSettings):
         "File with training questions in the SQuAD JSON format, plain text or .gz (default: load them from the Hub).",
         None,
     )
-    validation_file: str | None = option("File with dev questions in the same format.", None, resume=WITH_BEST_WEIGHTS)
+    validation_file: str | None = dev_option("File with dev questions in the same format.", None)
     test_file: str | None = option("File with questions to answer. Answers in the file are ignored.", None)
-    version_2_with_negative: bool = option(
-        "Use SQuAD v2.0, in which some questions have no answer.", False, resume=ALWAYS_COMPARED
-    )
-    null_score_diff_threshold: float = option(
+    version_2_with_negative: bool = fixed_option("Use SQuAD v2.0, in which some questions have no answer.", False)
+    null_score_diff_threshold: float = dev_option(
         "For v2.0, predict no answer if its score exceeds the best answer's score by more than this value (default: "
         "%(default)s).",
         0.0,
         range=FINITE_NUMBER,
-        resume=WITH_BEST_WEIGHTS,
     )
-    doc_stride: int | None = option(
+    doc_stride: int | None = fixed_option(
         "Number of tokens shared by neighboring windows of a context (default: 128, or half of a window's context "
         "tokens if there are at most 128).",
         None,
         range=AT_LEAST_0,
-        resume=ALWAYS_COMPARED,
     )
-    max_query_length: int = option(
+    max_query_length: int = fixed_option(
         "Maximum length of a question in tokens. Longer questions are truncated (default: %(default)s).",
         64,
         range=AT_LEAST_1,
-        resume=ALWAYS_COMPARED,
     )
-    n_best_size: int = option(
-        "Number of answers in the n-best file (default: %(default)s).",
-        20,
-        range=AT_LEAST_1,
-        resume=WITH_BEST_WEIGHTS,
-    )
-    max_answer_length: int = option(
-        "Maximum length of an answer in tokens (default: %(default)s).",
-        30,
-        range=AT_LEAST_1,
-        resume=WITH_BEST_WEIGHTS,
+    n_best_size: int = dev_option("Number of answers in the n-best file (default: %(default)s).", 20, range=AT_LEAST_1)
+    max_answer_length: int = dev_option(
+        "Maximum length of an answer in tokens (default: %(default)s).", 30, range=AT_LEAST_1
     )
     max_length: int = override_option(384)
 

@@ -12,9 +12,9 @@ from ..engine.settings import (
     AT_LEAST_1,
     BETWEEN_0_AND_1,
     SCHEDULES,
-    WITH_BEST_WEIGHTS,
     FineTuningSettings,
     LanguageSettings,
+    dev_option,
     option,
     override_option,
 )
@@ -45,14 +45,13 @@ class UptrainingTextSettings(BleuSettings):
         "in which empty lines separate articles.",
         None,
     )
-    validation_file: tuple[str, ...] | None = option(
-        "Held-out text in the same format (see --max_eval_samples).", None, resume=WITH_BEST_WEIGHTS
+    validation_file: tuple[str, ...] | None = dev_option(
+        "Held-out text in the same format (see --max_eval_samples).", None
     )
-    text_columns: tuple[str, ...] | None = option(
+    text_columns: tuple[str, ...] | None = dev_option(
         "For encoders, the column of a table that contains the texts, or two columns for pairs. With --dataset_name, "
         "the column that contains the articles (default: text).",
         None,
-        resume=WITH_BEST_WEIGHTS,
         metavar="COLUMN",
     )
     dataset_name: str | None = override_option(
@@ -68,22 +67,14 @@ class UptrainingTextSettings(BleuSettings):
         owner=TextSettings,
     )
     source_file: str | None = option("File with the source texts, one per line (.txt, .gz).", None)
-    validation_source_file: str | None = option(
-        "File with the held-out source texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
-    )
-    source_column: str = option(
-        "For encoder-decoders, the column of a table that contains the source texts (default: %(default)s).",
-        "source",
-        resume=WITH_BEST_WEIGHTS,
+    validation_source_file: str | None = dev_option("File with the held-out source texts, in the same format.", None)
+    source_column: str = dev_option(
+        "For encoder-decoders, the column of a table that contains the source texts (default: %(default)s).", "source"
     )
     target_file: str | None = option("File with the target texts, one per line (.txt, .gz).", None)
-    validation_target_file: str | None = option(
-        "File with the held-out target texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
-    )
-    target_column: str = option(
-        "For encoder-decoders, the column of a table that contains the target texts (default: %(default)s).",
-        "target",
-        resume=WITH_BEST_WEIGHTS,
+    validation_target_file: str | None = dev_option("File with the held-out target texts, in the same format.", None)
+    target_column: str = dev_option(
+        "For encoder-decoders, the column of a table that contains the target texts (default: %(default)s).", "target"
     )
     source_prefix: str = option("Text to prepend to each source.", "")
     max_target_length: int | None = option(
