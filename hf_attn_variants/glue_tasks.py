@@ -39,9 +39,14 @@ class GlueTask:
     may_have_broken_rows: bool = False
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics, and their mean if there are several."""
+        return self.metrics if len(self.metrics) == 1 else (*self.metrics, "combined_score")
+
+    @property
     def main_metric(self) -> str:
         """The metric that is used to select the best model."""
-        return self.metrics[0] if len(self.metrics) == 1 else "combined_score"
+        return self.metric_names[-1]
 
     @property
     def is_regression(self) -> bool:

@@ -283,7 +283,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
         self.name, self.main_metric = self.task.folder, self.task.main_metric
         self.dev_predictions: dict[str, np.ndarray] = {}
-        metrics = (*self.task.metrics, *(["combined_score"] if len(self.task.metrics) > 1 else []))
+        metrics = self.task.metric_names
         suffixes = ("", "_mm")[: len(self.dev_splits)]
         known_metrics = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
         check_metric_for_best_model(settings.metric_for_best_model, known_metrics)

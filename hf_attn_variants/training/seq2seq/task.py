@@ -304,8 +304,7 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
         true = labels[: len(texts)]
         return compute_glue_metrics(task.metrics, parse_glue_predictions(task, texts, true), true)
 
-    names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
-    return Seq2SeqData(splits, compute_scores, names, task.main_metric, {"task_name": task.name})
+    return Seq2SeqData(splits, compute_scores, task.metric_names, task.main_metric, {"task_name": task.name})
 
 
 def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
