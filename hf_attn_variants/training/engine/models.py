@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,29 @@ from typing import Any
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ...conversion.checkpoint.models import check_tokenizer_files, check_vocabulary_not_empty, convert_loading_errors
+from ...conversion.checkpoint.models import convert_loading_errors, load_checkpoint_tokenizer
 from ...conversion.checkpoint.source import check_source
+from ...errors import convert_to_value_error
 from ...files import parse_json
-from ...model_properties import TargetStartTokens, set_languages
+from ...model_properties import TargetStartTokens, ignore_saved_length_limits, set_languages
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.attention.model_mixin import AttnVariantModelMixin
 from ...modeling.fields.field_checks import check_relative_position_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
+from ...modeling.fields.variant_config import supports_decoder_cache
 from ...registration import (
     FORMER_CLASS_NAMES,
     PREFIX,
@@ -75,13 +76,10 @@ def load_tokenizer(
     """
     source = settings.tokenizer_name or settings.source
     advice = ". Set --tokenizer_name to a folder or Hub id that contains them."
-    with convert_loading_errors(source) as folder:
-        check_tokenizer_files(folder, advice)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        if is_split_into_words and _needs_leading_space(tokenizer):
-            options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    check_vocabulary_not_empty(tokenizer, source, advice)
+    options = {"trust_remote_code": settings.trust_remote_code}
+    tokenizer = load_checkpoint_tokenizer(source, advice, **options)
+    if is_split_into_words and _needs_leading_space(tokenizer):
+        tokenizer = load_checkpoint_tokenizer(source, advice, add_prefix_space=True, **options)
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
         raise ValueError(
             f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Set "
@@ -698,15 +696,12 @@ def check_new_model(settings: NewModelSettings) -> None:
         AutoModel.from_config(config)
 
 
-@contextmanager
-def _convert_build_errors(settings: NewModelSettings) -> Iterator[None]:
-    """Convert errors from the constructors of configurations and models, which can be of any type, to `ValueError`."""
-    try:
-        yield
-    except Exception as error:  # such as KeyError (unknown activation) or ZeroDivisionError (no heads)
-        kind = "" if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: "
-        reason = kind + " ".join(str(error).split())
-        raise ValueError(f"The new {settings.model_type} model cannot be built: {reason}") from error
+def _convert_build_errors(settings: NewModelSettings) -> AbstractContextManager[None]:
+    """Convert errors from the constructors of configurations and models to `ValueError`.
+
+    The errors can be of any type, such as KeyError (unknown activation) or ZeroDivisionError (no heads).
+    """
+    return convert_to_value_error(f"The new {settings.model_type} model cannot be built", ValueError, ImportError)
 
 
 def load_or_make_model(
@@ -746,6 +741,31 @@ def set_target_language(
     if target_start is not None:
         config.decoder_start_token_id = target_start.decoder_start_token_id
     return target_start
+
+
+def generate_ids(
+    model: Any, batch: dict[str, Tensor], max_new_tokens: int | None, num_beams: int = 1, **options: Any
+) -> Tensor:
+    """Generate token ids [b, n], including the start token, with greedy search or beam search.
+
+    Args:
+        model: An encoder-decoder model without wrappers.
+        batch: A batch with "input_ids" and "attention_mask".
+        max_new_tokens: The maximum number of generated tokens.
+        num_beams: The number of beams.
+        **options: Additional arguments for `generate`.
+    """
+    if not supports_decoder_cache(model.config):
+        options["use_cache"] = False
+    with ignore_saved_length_limits(model):
+        return model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            num_beams=num_beams,
+            do_sample=False,
+            **options,
+        )
 
 
 def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:

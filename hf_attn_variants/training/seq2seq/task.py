@@ -18,8 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from ... import text_files
 from ...glue_tasks import GlueTask, get_task
-from ...model_properties import get_decoder_start_token, ignore_saved_length_limits
-from ...modeling.fields.variant_config import supports_decoder_cache
+from ...model_properties import get_decoder_start_token
 from ..classification.data import ClassificationSplit
 from ..engine import models, optimization
 from ..engine.dataloaders import TextDataset, hash_texts, make_source_target_collator
@@ -500,7 +499,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
-        options: dict[str, Any] = {} if supports_decoder_cache(model.config) else {"use_cache": False}
+        options: dict[str, Any] = {}
         if self.settings.no_repeat_ngram_size is not None:
             options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
         if num_beams > 1:
@@ -511,15 +510,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         for batch in show_progress(accelerator, loader, name):
             start = time.perf_counter()
             # `generate` calls the encoder directly, so the autocast of the prepared model does not apply to this call.
-            with accelerator.autocast(), ignore_saved_length_limits(model):
-                ids = model.generate(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    max_new_tokens=self.settings.max_target_length,
-                    num_beams=num_beams,
-                    do_sample=False,
-                    **options,
-                )[:, 1:]  # without the decoder start token
+            with accelerator.autocast():
+                ids = models.generate_ids(model, batch, self.settings.max_target_length, num_beams, **options)
+            ids = ids[:, 1:]  # without the decoder start token
             lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
             seconds += time.perf_counter() - start
             ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)

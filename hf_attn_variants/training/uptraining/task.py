@@ -27,14 +27,7 @@ from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...model_folder import ModelHistory
-from ...model_properties import (
-    DecoderInput,
-    LogitsKind,
-    get_decoder_input,
-    get_decoder_start_token,
-    ignore_saved_length_limits,
-)
-from ...modeling.fields.variant_config import supports_decoder_cache
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_decoder_start_token
 from ...registration import get_variant_config_class, get_variant_model_class
 from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..engine import dataloaders, models
@@ -628,15 +621,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         """Generate texts for a batch with greedy search."""
         model = self.accelerator.unwrap_model(self.model)
-        with ignore_saved_length_limits(model):
-            ids = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=_get_target_length(self.settings),
-                do_sample=False,
-                num_beams=1,
-                **({} if supports_decoder_cache(model.config) else {"use_cache": False}),
-            )
+        ids = models.generate_ids(model, batch, _get_target_length(self.settings))
         ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
