@@ -509,46 +509,32 @@ class UptrainingObjective:
         batch: dict[str, Tensor],
     ) -> dict[str, LossTerm]:
         """Compute the term that compares logits."""
-        temperature, answer = self.weights.temperature, self.recorder.answer
+        temperature, kind = self.weights.temperature, self.recorder.answer
         if student_activations.span_logits is not None and teacher_activations.span_logits is not None:
             # There is one distribution for the start and one for the end.
             mask = torch.ones_like(batch["attention_mask"][:, :2])
             spans = student_activations.span_logits, teacher_activations.span_logits
             return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
-        teacher_answer = teacher_model.recorder.answer
-        if (
-            student_activations.logits is not None
-            and teacher_activations.logits is not None
-            and teacher_answer is not answer
-        ):
+        student, teacher = student_activations.logits, teacher_activations.logits
+        if student is None or teacher is None:
+            raise ValueError("--logits_weight requires logits, but a model has none. Set it to 0.")
+        teacher_kind = teacher_model.recorder.answer
+        # A distribution over a single class is constant, so it cannot be trained.
+        has_one_class = kind is LogitsKind.CLASSES and student.shape[-1] < 2
+        if kind is not teacher_kind or student.shape != teacher.shape or has_one_class:
             raise ValueError(
-                f"--logits_weight requires the same kind of logits, got {answer.value} from the model and "
-                f"{teacher_answer.value} from the teacher. Check num_labels and problem_type in config.json."
+                "--logits_weight requires logits of the same kind and shape over at least 2 classes, got "
+                f"{kind.value} {list(student.shape)} from the model and {teacher_kind.value} {list(teacher.shape)} "
+                "from the teacher. Set it to 0, or check num_labels and problem_type in config.json."
             )
-        logits = _check_comparable_logits(student_activations.logits, teacher_activations.logits, answer)
-        if answer is LogitsKind.SCORES:
-            return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORE_STATISTICS][0])}
+        if kind is LogitsKind.SCORES:
+            variance = teacher_model.variances[SCORE_STATISTICS][0]
+            return {"scores_error": compute_scores_error(student, teacher, variance)}
         label_mask = None  # None includes all labels
-        if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
+        if student.dim() == 3 or kind is LogitsKind.TOKENS:
             label_mask = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_label_divergence
-        return {"logits_divergence": divergence(*logits, label_mask, temperature)}
-
-
-def _check_comparable_logits(
-    student: Tensor | None, teacher: Tensor | None, logits_kind: LogitsKind
-) -> tuple[Tensor, Tensor]:
-    """Check that the logits of student and teacher can be compared, and return them."""
-    shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    # A distribution over a single class is constant, so it cannot be trained.
-    too_few = student is not None and logits_kind is LogitsKind.CLASSES and student.shape[-1] < 2
-    if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
-        invalid_value = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
-        raise ValueError(
-            f"--logits_weight requires logits of the same shape over at least 2 classes, got {invalid_value}. "
-            "Set it to 0."
-        )
-    return student, teacher
+        divergence = compute_logits_divergence if kind is LogitsKind.CLASSES else compute_label_divergence
+        return {"logits_divergence": divergence(student, teacher, label_mask, temperature)}
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
@@ -599,10 +585,8 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         ValueError: If there is a teacher but the weights of its terms are all 0, or if `predict_with_generate` is set
             for a model that cannot generate texts.
     """
-    has_task, compares_embeddings = (
-        settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION),
-        settings.objective == "embedding",
-    )
+    has_task = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION)
+    compares_embeddings = settings.objective == "embedding"
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"--predict_with_generate requires a model that generates text, but {settings.model_name_or_path} does "

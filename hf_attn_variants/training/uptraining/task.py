@@ -106,11 +106,7 @@ class UptrainingStream:
 
         A step ends at the end of the text, so all steps would be smaller than requested.
         """
-        count = (
-            len(read_blocks(self.text.train, *self.packing, sequences_per_step))
-            if self.text.train
-            else sequences_per_step
-        )
+        count = len(read_blocks(self.text.train, *self.packing, sequences_per_step))
         if count < sequences_per_step:
             logger.warning(
                 "The text has only %d sequences, but a step requires %d, so the steps are smaller than requested. Use "
@@ -245,16 +241,14 @@ def _warn_about_long_rows(
 ) -> None:
     """Warn about rows that are longer than the maximum lengths."""
     columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
+    warn = partial(models.warn_about_truncation, tokenizer, split)
     if has_targets:
-        sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
-        models.warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
-        limit = _get_target_length(settings)
-        models.warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
+        sources = [settings.source_prefix + source for source in columns[0]]
+        warn("sources", {"text": sources}, "max_length", settings.max_length)
+        warn("targets", {"text_target": columns[1]}, "max_target_length", _get_target_length(settings))
         return
     texts = dict(zip(("text", "text_pair"), columns, strict=False))
-    models.warn_about_truncation(
-        tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length
-    )
+    warn("texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length)
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
