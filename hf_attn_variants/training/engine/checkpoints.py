@@ -64,10 +64,8 @@ class StopSignalRecorder:
             if self._interrupted is None:
                 self._interrupted = current_time
                 if is_first_process():  # `os.write` is used because the interrupted code may hold stderr's lock
-                    message = (
-                        b"\nCtrl-C: Finishing the step and saving a checkpoint. Press again to stop immediately.\n"
-                    )
-                    os.write(2, message)
+                    message = "Ctrl-C: Finishing the step and saving a checkpoint. Press again to stop immediately."
+                    os.write(2, f"\n{message}\n".encode())
             elif current_time - self._interrupted > CTRL_C_REPEAT_SECONDS:
                 raise KeyboardInterrupt
         self.number = signum
@@ -274,9 +272,8 @@ def save_checkpoint(
             _finish_checkpoint(state, output_dir, temporary, target)
     if accelerator.is_main_process and save_total_limit is not None:
         other_checkpoints = [path for path in list_checkpoints(output_dir) if path != target]
-        other_checkpoints.sort(
-            key=lambda path: get_checkpoint_step(path) <= state.step
-        )  # later steps first, then oldest first
+        # Later steps come first, and then the oldest checkpoints.
+        other_checkpoints.sort(key=lambda path: get_checkpoint_step(path) <= state.step)
         for old in other_checkpoints[: max(len(other_checkpoints) + 1 - save_total_limit, 0)]:
             _remove_checkpoint(old)
     accelerator.wait_for_everyone()

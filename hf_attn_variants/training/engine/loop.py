@@ -408,22 +408,20 @@ class TrainingLoop:
         if self._pending is None:
             return
         (step, loss, norm), self._pending = self._pending, None
-        value, norm_value = float(loss), float(norm)
+        values = {"loss": float(loss)}
         # With fp16, gradients can be infinite until the loss scaler has found its scale. These steps are skipped.
-        non_finite_value = (
-            "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        )
         scaler = self.accelerator.scaler
-        can_lower_loss_scale = scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
-        if non_finite_value == "loss" or (non_finite_value and not can_lower_loss_scale):
-            bad_value = value if non_finite_value == "loss" else norm_value
-            last = checkpoints.describe_last_checkpoint(self.settings.output_dir)
-            raise NonFiniteLossError(
-                f"The {non_finite_value} became {bad_value} at step {step}, so training was stopped.{last} Try a "
-                "lower --learning_rate, a longer warm-up or --mixed_precision no."
-            )
-        self.state.loss_total += value
-        self.state.window_loss += value
+        if scaler is None or scaler.get_scale() < MIN_LOSS_SCALE:
+            values["gradient norm"] = float(norm)
+        for name, value in values.items():
+            if not math.isfinite(value):
+                last = checkpoints.describe_last_checkpoint(self.settings.output_dir)
+                raise NonFiniteLossError(
+                    f"The {name} became {value} at step {step}, so training was stopped.{last} Try a lower "
+                    "--learning_rate, a longer warm-up or --mixed_precision no."
+                )
+        self.state.loss_total += values["loss"]
+        self.state.window_loss += values["loss"]
         self.state.window_steps += 1
 
     def _log_progress(self) -> None:

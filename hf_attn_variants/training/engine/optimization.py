@@ -153,13 +153,9 @@ def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Split the trainable parameters of a model into a group with weight decay and a group without it."""
     no_decay_names = get_no_decay_parameter_names(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [parameter for name, parameter in named if name not in no_decay_names],
-            "weight_decay": weight_decay,
-        },
-        {"params": [parameter for name, parameter in named if name in no_decay_names], "weight_decay": 0.0},
-    ]
+    decayed = [parameter for name, parameter in named if name not in no_decay_names]
+    others = [parameter for name, parameter in named if name in no_decay_names]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
