@@ -192,16 +192,8 @@ def load_glue(
 
 def _convert_hub_split(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
     """Convert a split from the Hub to a `ClassificationSplit`, which requires other column names."""
-    renamed = {}
     for i, names in enumerate(task.text_columns):
-        position = _find_column(data.column_names, names)
-        if position is None:
-            raise ValueError(
-                f"{HUB_DATASET}, {task.name}, {split}: There is no column {'|'.join(names)} in {data.column_names}. "
-                "Set --data_dir to a folder with the TSV files."
-            )
-        renamed[data.column_names[position]] = f"text{i + 1}"
-    data = data.rename_columns(renamed)
+        data = data.rename_columns({name: f"text{i + 1}" for name in names if name in data.column_names})
     if "idx" in data.column_names:
         data = data.rename_column("idx", "index")
     if split in task.test_splits and "label" in data.column_names:

@@ -164,9 +164,9 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return self._format_prediction_files("dev", self.dev_predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return {}, self._format_prediction_files(
-            "test", self._predict_answers(self.test)[0]
-        ) if self.test is not None else {}
+        if self.test is None:
+            return {}, {}
+        return {}, self._format_prediction_files("test", self._predict_answers(self.test)[0])
 
     def format_summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
