@@ -114,7 +114,7 @@ class ChunkLayout(NamedTuple):
     """The arrangement of the pieces into which the texts in a batch are split.
 
     Attributes:
-        real: A mask [b * p] that is True for pieces that contain a token, with p pieces per text. Pieces without
+        is_real: A mask [b * p] that is True for pieces that contain a token, with p pieces per text. Pieces without
             tokens are not passed to the model.
         texts: The number of texts b.
         length: The number of tokens per text n, including padding.
@@ -452,19 +452,14 @@ class UptrainingObjective:
         weights, labels = self.weights, batch.get("labels")
         inputs = get_model_inputs(batch)
         # If the teacher returns hidden states, evaluations include the embedding distance regardless of the weights.
-        compares_embeddings = (
-            self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
-        )
-        student = self.recorder.run(
-            model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and compares_embeddings)
-        )
+        has_teacher_states = self.teacher is not None and self.teacher.hidden_states
+        with_cosine = evaluating and has_teacher_states and not self.has_encoder_and_decoder
+        student = self.recorder.run(model, inputs, weights.needs_hidden_states or with_cosine)
         terms: dict[str, LossTerm] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
             terms["cross_entropy"] = compute_token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
-            terms |= self._compute_teacher_terms(
-                student, self.teacher, self.teacher.run(inputs), batch, compares_embeddings and evaluating
-            )
+            terms |= self._compute_teacher_terms(student, self.teacher, self.teacher.run(inputs), batch, with_cosine)
         return terms
 
     def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -476,65 +471,57 @@ class UptrainingObjective:
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
     def _compute_teacher_terms(
-        self,
-        student_activations: Activations,
-        teacher_model: Teacher,
-        teacher_activations: Activations,
-        batch: dict[str, Tensor],
-        compares_embeddings: bool,
+        self, student: Activations, teacher: Teacher, targets: Activations, batch: dict[str, Tensor], with_cosine: bool
     ) -> dict[str, LossTerm]:
-        """Compute the terms that compare student and teacher."""
+        """Compute the terms that compare the student with the targets, which are the teacher's activations.
+
+        If `with_cosine` is True, the embedding distance is computed regardless of its weight.
+        """
         weights, masks = self.weights, self.get_masks(batch)
         terms: dict[str, LossTerm] = {}
         for kind in LAYER_KINDS:
             if not getattr(weights, kind):
                 continue
-            for side, layers in getattr(student_activations, kind).items():
-                variances = teacher_model.variances[kind, side]
+            for side, layers in getattr(student, kind).items():
+                variances = teacher.variances[kind, side]
                 terms[f"{side}_{kind}_error"] = compute_layer_error(
-                    layers, getattr(teacher_activations, kind)[side], variances, masks[side]
+                    layers, getattr(targets, kind)[side], variances, masks[side]
                 )
         if weights.logits:
-            terms |= self._compute_logits_loss(student_activations, teacher_model, teacher_activations, batch)
-        if weights.embedding_distance or compares_embeddings:
-            states = student_activations.hidden_states[ENCODER][-1], teacher_activations.hidden_states[ENCODER][-1]
+            terms |= self._compute_logits_loss(student, teacher, targets, batch)
+        if weights.embedding_distance or with_cosine:
+            states = student.hidden_states[ENCODER][-1], targets.hidden_states[ENCODER][-1]
             terms["embedding_distance"] = compute_embedding_distance(*states, masks[ENCODER])
         return terms
 
     def _compute_logits_loss(
-        self,
-        student_activations: Activations,
-        teacher_model: Teacher,
-        teacher_activations: Activations,
-        batch: dict[str, Tensor],
+        self, student: Activations, teacher: Teacher, targets: Activations, batch: dict[str, Tensor]
     ) -> dict[str, LossTerm]:
         """Compute the term that compares logits."""
         temperature, kind = self.weights.temperature, self.recorder.answer
-        if student_activations.span_logits is not None and teacher_activations.span_logits is not None:
+        if student.span_logits is not None and targets.span_logits is not None:
             # There is one distribution for the start and one for the end.
             mask = torch.ones_like(batch["attention_mask"][:, :2])
-            spans = student_activations.span_logits, teacher_activations.span_logits
-            return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
-        student, teacher = student_activations.logits, teacher_activations.logits
-        if student is None or teacher is None:
+            divergence = compute_logits_divergence(student.span_logits, targets.span_logits, mask, temperature)
+            return {"logits_divergence": divergence}
+        actual, expected, teacher_kind = student.logits, targets.logits, teacher.recorder.answer
+        if actual is None or expected is None:
             raise ValueError("--logits_weight requires logits, but a model has none. Set it to 0.")
-        teacher_kind = teacher_model.recorder.answer
         # A distribution over a single class is constant, so it cannot be trained.
-        has_one_class = kind is LogitsKind.CLASSES and student.shape[-1] < 2
-        if kind is not teacher_kind or student.shape != teacher.shape or has_one_class:
+        has_one_class = kind is LogitsKind.CLASSES and actual.shape[-1] < 2
+        if kind is not teacher_kind or actual.shape != expected.shape or has_one_class:
             raise ValueError(
                 "--logits_weight requires logits of the same kind and shape over at least 2 classes, got "
-                f"{kind.value} {list(student.shape)} from the model and {teacher_kind.value} {list(teacher.shape)} "
+                f"{kind.value} {list(actual.shape)} from the model and {teacher_kind.value} {list(expected.shape)} "
                 "from the teacher. Set it to 0, or check num_labels and problem_type in config.json."
             )
         if kind is LogitsKind.SCORES:
-            variance = teacher_model.variances[SCORE_STATISTICS][0]
-            return {"scores_error": compute_scores_error(student, teacher, variance)}
+            return {"scores_error": compute_scores_error(actual, expected, teacher.variances[SCORE_STATISTICS][0])}
         label_mask = None  # None includes all labels
-        if student.dim() == 3 or kind is LogitsKind.TOKENS:
+        if actual.dim() == 3 or kind is LogitsKind.TOKENS:
             label_mask = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = compute_logits_divergence if kind is LogitsKind.CLASSES else compute_label_divergence
-        return {"logits_divergence": divergence(student, teacher, label_mask, temperature)}
+        compute_divergence = compute_logits_divergence if kind is LogitsKind.CLASSES else compute_label_divergence
+        return {"logits_divergence": compute_divergence(actual, expected, label_mask, temperature)}
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
