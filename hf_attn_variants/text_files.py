@@ -115,10 +115,7 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
             logger.warning(message, place, spaced_cells[0])
         if len(cells) != len(header):
-            separator_name = "a comma" if separator == "," else f"the separator {separator!r}"
-            rule = (
-                "A tab always separates cells." if is_tsv else f"Put a cell that contains {separator_name} in quotes."
-            )
+            rule = "A tab always separates cells." if is_tsv else f"Quote cells with the separator {separator!r}."
             names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "
@@ -143,12 +140,8 @@ def _detect_separator(path: Path, first_lines: list[str]) -> str:
     most_frequent = max(OTHER_SEPARATORS, key=unquoted.count)
     if "," in unquoted or most_frequent not in unquoted:
         return ","
-    logger.info(
-        "%s, line %d: the header contains no comma. %r is used as the separator.",
-        path,
-        len(first_lines),
-        most_frequent,
-    )
+    message = "%s, line %d: the header contains no comma. %r is used as the separator."
+    logger.info(message, path, len(first_lines), most_frequent)
     return most_frequent
 
 

@@ -227,10 +227,8 @@ def warn_about_truncation(
     ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]
     if num_truncated := sum(length > max_length for length in lengths):
-        logger.warning(
-            "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d).",
-            split, num_truncated, len(lengths), row_noun, flag, max_length, max(lengths),
-        )  # fmt: skip
+        message = "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d)."
+        logger.warning(message, split, num_truncated, len(lengths), row_noun, flag, max_length, max(lengths))
 
 
 def tokenize_words(
