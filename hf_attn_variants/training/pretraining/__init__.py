@@ -125,15 +125,6 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         """True if the model predicts the next token instead of masked tokens."""
         return self.objective == CAUSAL
 
-    def check(self) -> None:
-        """Check the settings, including those that are specific to masked or causal language modeling."""
-        super().check()
-        if self.is_causal and self.model_type not in (None, *CAUSAL_LM_TYPES):
-            raise ValueError(
-                f"--model_type must be one of {', '.join(CAUSAL_LM_TYPES)} with --objective {CAUSAL}, got "
-                f"{self.model_type}."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpanNoiseSettings(Settings):
