@@ -506,7 +506,7 @@ def test_invalid_dataset_raises_an_error(load_source):
         load_source({"train": bad, "validation": good, "test": good})
     with pytest.raises(ValueError, match=r"--train_split_name must be a non-empty split, got 'train'. .* are all"):
         load_source({"all": rows})
-    with pytest.raises(ValueError, match="has neither a dev nor a test split"):
+    with pytest.raises(ValueError, match=r"no rows to read.*--validation_split_name"):
         load_source({"train": rows}, "--num_train_epochs", "0")
 
 

@@ -124,7 +124,10 @@ def read_splits(settings: TableSettings) -> dict[str, DatasetSplit]:
     else:
         splits = _read_dataset_splits(settings, settings.dataset_name, names)
     if not splits:
-        raise ValueError("There are no rows to read. Add dev rows, or add test rows and remove --skip_predict.")
+        raise ValueError(
+            "There are no rows to read. Add dev rows, select them with --validation_split_name, or add test rows and "
+            "remove --skip_predict."
+        )
     return splits
 
 
@@ -162,11 +165,6 @@ def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[s
             raise ValueError(
                 f"--{name}_split_name must be a non-empty split, got {split!r}. The splits are {split_names}."
             )
-    if not sources:
-        raise ValueError(
-            f"--dataset_name {source} has neither a dev nor a test split. Its splits are "
-            f"{', '.join(map(str, splits))}. Select one with --validation_split_name."
-        )
     return sources
 
 
