@@ -71,7 +71,8 @@ class ClassificationOutput:
         probabilities: The probabilities [rows, labels] in double precision. With one label per row, the probabilities
             in a row add up to 1. With several labels per row, each label has an independent probability. For
             regression, the array contains the predicted numbers [rows, 1] instead.
-        chosen: The predicted class ids [rows], indicators (0 or 1) for each label [rows, labels], or numbers [rows].
+        predicted_labels: The predicted class ids [rows], indicators (0 or 1) for each label [rows, labels], or numbers
+            [rows].
     """
 
     def __init__(self, scheme: LabelScheme, logits: np.ndarray, threshold: float):

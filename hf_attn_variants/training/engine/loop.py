@@ -198,7 +198,7 @@ class TrainingLoop:
         ```python
         loop = TrainingLoop(accelerator, model, optimizer, scheduler, dataloader, objective, settings, total_steps=100)
         state = loop.run()
-        results = loop.results(samples=len(dataset))
+        results = loop.get_results(samples=len(dataset))
         ```
     """
 

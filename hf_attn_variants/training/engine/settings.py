@@ -46,9 +46,9 @@ def option(
         range: The valid values of a number.
         resume: `ALWAYS_COMPARED` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value, or None if it may
             differ.
-        **flag: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`.
-            By default, `type`, `nargs` and `action` are inferred from the type of the field. `choices` can be a
-            function that returns the choices.
+        **argparse_kwargs: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and
+            `nargs`. By default, `type`, `nargs` and `action` are inferred from the type of the field. `choices` can be
+            a function that returns the choices.
 
     Example:
         ```python

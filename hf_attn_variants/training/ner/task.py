@@ -247,15 +247,12 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         models.check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
         self.tokenizer = models.load_tokenizer(settings, self.config, is_split_into_words=True)
         models.configure_token_types(self.tokenizer, self.config, pairs=False)
-        models.check_max_length(
-            settings.max_length, self.config, self.tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of
-        )
+        multiple = settings.pad_to_multiple_of
+        models.check_max_length(settings.max_length, self.config, self.tokenizer, pad_to_multiple_of=multiple)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
             self.splits[name] = self.splits[name][:limit]
-        self.collate = DataCollatorForTokenClassification(
-            self.tokenizer, pad_to_multiple_of=settings.pad_to_multiple_of
-        )
+        self.collate = DataCollatorForTokenClassification(self.tokenizer, pad_to_multiple_of=multiple)
 
     def load_model(self) -> PreTrainedModel:
         labels = {tag for name in ("train", "validation") for _, tags in self.splits[name] for tag in tags}

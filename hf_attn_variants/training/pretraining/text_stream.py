@@ -362,7 +362,7 @@ def pack_blocks(
     """
     reserved = _get_reserved_ids(tokenizer)
     remaining_tokens = np.empty(0, dtype=np.int64)
-    # The index in `rest` and the position of each article that starts in `rest`.
+    # The index in `remaining_tokens` and the position of each article that starts in `remaining_tokens`.
     article_starts: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
@@ -412,7 +412,7 @@ def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _get_text_position(article_starts: list[tuple[int, TextPosition]], index: int) -> TextPosition:
-    """Return the text position of the token at an index of `rest` (see `pack_blocks`)."""
+    """Return the text position of the token at an index of `remaining_tokens` (see `pack_blocks`)."""
     begin, place = article_starts[bisect_right(article_starts, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
@@ -420,7 +420,7 @@ def _get_text_position(article_starts: list[tuple[int, TextPosition]], index: in
 def _shift_article_starts(
     article_starts: list[tuple[int, TextPosition]], num_removed: int
 ) -> list[tuple[int, TextPosition]]:
-    """Return the article starts after the first `num_removed` tokens are removed from `rest` (see `pack_blocks`)."""
+    """Return the article starts after the first `num_removed` tokens are removed (see `pack_blocks`)."""
     # The remaining part of the article that contains the cut starts at index 0.
     later_starts = [(begin - num_removed, place) for begin, place in article_starts if begin > num_removed]
     return [(0, _get_text_position(article_starts, num_removed)), *later_starts]

@@ -75,7 +75,7 @@ def resolve_bleu_tokenizer(settings: Any, references: Iterable[str]) -> str:
 def _count_scripts(texts: Iterable[str]) -> Counter[str]:
     """Count the letters of each script.
 
-    The keys are "ASCII", the names of the scripts in `UNSPACED`, and "" for all other scripts.
+    The keys are "ASCII", the names of the scripts in `UNSPACED_SCRIPTS`, and "" for all other scripts.
     """
     characters: Counter[str] = Counter()
     for text in texts:

@@ -115,10 +115,8 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             references = [row[1:] for row in rows.texts] if len(rows.texts[0]) > 1 else None
             splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
-        logger.warning(
-            "Column %r of the test split contains no text, so the split is predicted but not scored.",
-            _get_columns(settings)[1],
-        )
+        message = "Column %r of the test split contains no text, so the split is predicted but not scored."
+        logger.warning(message, _get_columns(settings)[1])
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
     results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}
     if settings.source_prefix:
@@ -381,11 +379,12 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             raise ValueError(f"--model_name_or_path must be an encoder-decoder, got {self.config.model_type}.")
         self.target_start = models.set_target_language(settings, self.tokenizer, self.config)
         models.check_appends_eos_token(settings, self.tokenizer)
-        if get_decoder_start_token(self.config) is None:
+        start = get_decoder_start_token(self.config)
+        if start is None:
             raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
         # `max_target_length` is always set, but the type checker does not know this.
-        longest_target, multiple = settings.max_target_length or settings.max_length, settings.pad_to_multiple_of
-        for flag, length in (("max_length", settings.max_length), ("max_target_length", longest_target)):
+        target_length, multiple = settings.max_target_length or settings.max_length, settings.pad_to_multiple_of
+        for flag, length in (("max_length", settings.max_length), ("max_target_length", target_length)):
             models.check_max_length(length, self.config, self.tokenizer, flag=flag, pad_to_multiple_of=multiple)
         texts = fill_in_training_text_settings(settings)
         self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
@@ -397,11 +396,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             sources, targets = map(list, zip(*split.pairs(), strict=True))
             warn = partial(models.warn_about_truncation, self.tokenizer, split.name)
             warn("sources", {"text": sources}, "max_length", settings.max_length)
-            warn("targets", {"text_target": targets}, "max_target_length", longest_target)
-        start: Any = get_decoder_start_token(self.config)
-        self.collate = make_source_target_collator(
-            self.tokenizer, settings.max_length, multiple, longest_target, start
-        )
+            warn("targets", {"text_target": targets}, "max_target_length", target_length)
+        self.collate = make_source_target_collator(self.tokenizer, settings.max_length, multiple, target_length, start)
         self.rows = TextDataset(self.data.splits["train"].pairs() if "train" in self.data.splits else [])
         self.main_metric = "loss" if settings.eval_loss_only else self.data.main_metric
         self.shown_metrics = metrics
