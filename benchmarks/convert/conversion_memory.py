@@ -84,8 +84,7 @@ def write_checkpoint(folder: Path, case: Case) -> int:
     numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     for file in dict.fromkeys(entry.file for entry in entries.values()):
         file_entries = {name: entry for name, entry in entries.items() if entry.file == file}
-        layout = {name: (entry.dtype, entry.shape) for name, entry in file_entries.items()}
-        with SafetensorsWriter(folder / file, layout, {"format": "pt"}) as writer:
+        with SafetensorsWriter(folder / file, file_entries) as writer:
             for name, entry in file_entries.items():
                 rest = range(0, entry.numel, len(numbers))
                 writer.write_chunks(name, (numbers[: min(len(numbers), entry.numel - start)] for start in rest))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -82,54 +81,6 @@ def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[
     return entries
 
 
-def write_weights(
-    plan: ConversionPlan,
-    reader: CheckpointReader,
-    calibrated: Mapping[str, AttentionTensors],
-    entries: dict[str, TensorEntry],
-    stage: Path,
-    total_size: int,
-) -> list[LayerReport]:
-    """Convert and write all tensors, and an index if the original checkpoint has one.
-
-    Args:
-        plan, reader, calibrated: See `compute_converted_tensors`.
-        entries: The file, dtype and shape of every tensor (`plan_tensor_entries`).
-        stage: Folder to write to.
-        total_size: Total size of all tensors in bytes.
-
-    Returns:
-        The report for each attention module.
-    """
-    layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for name, entry in entries.items():
-        layouts.setdefault(entry.file, {})[name] = (entry.dtype, entry.shape)
-    layers = []
-    with ExitStack() as stack, _use_single_thread():
-        progress = stack.enter_context(progress_bar(total=total_size, unit="B", unit_scale=True, desc="writing"))
-        writers = {
-            file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
-            for file, layout in layouts.items()
-        }
-        written: set[str] = set()
-        for module, source_tensors, converted_tensors, tensors in _convert_modules(plan, reader, calibrated):
-            for name, tensor in tensors.items():
-                if name in written:
-                    continue  # a latent that several modules share
-                writers[entries[name].file].write(name, tensor)
-                written.add(name)
-                progress.update(tensor.nbytes)
-            layers.append(build_layer_report(plan, module, source_tensors, converted_tensors, tensors))
-        for name, entry in reader.entries.items():
-            if name not in plan.converted_tensor_names:
-                dtype = None if entries[name].dtype == entry.dtype else plan.dtype
-                chunks = _cast_chunks(reader.iterate_chunks(name), dtype, name, progress)
-                writers[entries[name].file].write_chunks(name, chunks)
-    if reader.index_metadata is not None:
-        write_index(stage / INDEX_NAME, entries, reader.index_metadata, total_size)
-    return layers
-
-
 def _convert_modules(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> Iterator[tuple[AttentionModule, AttentionTensors, AttentionTensors, dict[str, torch.Tensor]]]:
@@ -141,17 +92,11 @@ def _convert_modules(
         query, parts = source_tensors.query_weight, {}
         for part, name in module.new_tensors.items():
             stored = query if (old := getattr(source_tensors, part, None)) is None else old
-            parts[part] = cast_tensor(
-                getattr(converted_tensors, part).to(stored.device), plan.dtype or stored.dtype, name
-            )
+            new = getattr(converted_tensors, part).to(stored.device)
+            parts[part] = cast_tensor(new, plan.dtype or stored.dtype, name)
         added = plan.initialize_new_parameters(module, plan.dtype or query.dtype)
-        tensors = module.join_tensors(parts)
-        yield (
-            module,
-            source_tensors,
-            converted_tensors,
-            tensors | {name: tensor.to(query.device) for name, tensor in added.items()},
-        )
+        tensors = module.join_tensors(parts) | {name: tensor.to(query.device) for name, tensor in added.items()}
+        yield module, source_tensors, converted_tensors, tensors
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
@@ -184,16 +129,6 @@ def _use_single_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _cast_chunks(
-    chunks: Iterator[torch.Tensor], dtype: torch.dtype | None, name: str, progress: tqdm
-) -> Iterator[torch.Tensor]:
-    """Yield the chunks of a tensor, converted to `dtype` unless it is None, and update the progress bar."""
-    for chunk in chunks:
-        chunk = chunk if dtype is None else cast_tensor(chunk, dtype, name)
-        yield chunk
-        progress.update(chunk.nbytes)
 
 
 def _get_safetensors_name(file: str) -> str:
@@ -259,12 +194,52 @@ class OutputFolder:
         """
         with staged_folder(self._output) as stage:
             copy_auxiliary_files(self._source, stage, self.copied)
-            layers = write_weights(self._plan, self._reader, calibrated, self.entries, stage, self._weight_bytes)
+            layers = self._write_weights(calibrated, stage)
             write_class_names(stage, self._config)
             generation = read_generation_config(self._plan, self._source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             yield stage, layers
+
+    def _write_weights(self, calibrated: Mapping[str, AttentionTensors], stage: Path) -> list[LayerReport]:
+        """Convert and write all tensors, and an index if the original checkpoint has one.
+
+        Args:
+            calibrated: The projections computed by `calibrate`, by module name.
+            stage: The folder to write to.
+
+        Returns:
+            The report for each attention module.
+        """
+        plan, reader, entries, layers = self._plan, self._reader, self.entries, []
+        entries_by_file: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in entries.items():
+            entries_by_file.setdefault(entry.file, {})[name] = entry
+        options: dict[str, Any] = {"unit": "B", "unit_scale": True, "desc": "writing"}
+        with progress_bar(total=self._weight_bytes, **options) as bar, ExitStack() as stack, _use_single_thread():
+            writers = {
+                file: stack.enter_context(SafetensorsWriter(stage / file, file_entries))
+                for file, file_entries in entries_by_file.items()
+            }
+            written: set[str] = set()
+            for module, source_tensors, converted_tensors, tensors in _convert_modules(plan, reader, calibrated):
+                for name, tensor in tensors.items():
+                    if name not in written:  # several modules can share a latent
+                        writers[entries[name].file].write(name, tensor)
+                        written.add(name)
+                        bar.update(tensor.nbytes)
+                layers.append(build_layer_report(plan, module, source_tensors, converted_tensors, tensors))
+            for name, entry in reader.entries.items():
+                if name in plan.converted_tensor_names:
+                    continue
+                chunks = reader.iterate_chunks(name)
+                if plan.dtype is not None and entries[name].dtype != entry.dtype:
+                    chunks = (cast_tensor(chunk, plan.dtype, name) for chunk in chunks)
+                writers[entries[name].file].write_chunks(name, chunks)
+                bar.update(entries[name].nbytes)
+        if reader.index_metadata is not None:
+            write_index(stage / INDEX_NAME, entries, reader.index_metadata, self._weight_bytes)
+        return layers
 
 
 def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:

@@ -13,6 +13,7 @@ from hf_attn_variants.conversion.checkpoint import tensor_files
 from hf_attn_variants.conversion.checkpoint.tensor_files import (
     SAFETENSORS_DTYPE_NAMES,
     SafetensorsWriter,
+    TensorEntry,
     cast_tensor,
     get_safetensors_dtype,
     open_checkpoint,
@@ -58,8 +59,9 @@ def test_reader_returns_the_stored_tensors(tmp_path, monkeypatch, chunk_bytes):
 
 def test_written_files_load_with_safetensors(tmp_path):
     tensors = sample_tensors()
-    layout = {name: (get_safetensors_dtype(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with SafetensorsWriter(tmp_path / FILE, layout, {"format": "pt"}) as writer:
+    dtypes = {name: get_safetensors_dtype(tensor.dtype) for name, tensor in tensors.items()}
+    entries = {name: TensorEntry(FILE, dtypes[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(tmp_path / FILE, entries) as writer:
         for name in reversed(tensors):
             writer.write(name, tensors[name])
     loaded = load_file(tmp_path / FILE)
@@ -72,7 +74,8 @@ def test_written_files_load_with_safetensors(tmp_path):
 
 
 def test_writer_rejects_tensors_that_differ_from_the_header(tmp_path):
-    writer = SafetensorsWriter(tmp_path / FILE, {"a": ("F32", (2, 2)), "b": ("F32", (1,))})
+    entries = {"a": TensorEntry(FILE, "F32", (2, 2)), "b": TensorEntry(FILE, "F32", (1,))}
+    writer = SafetensorsWriter(tmp_path / FILE, entries)
     for name, tensor, message in [
         ("a", torch.zeros(2, 3), "'a' in .* must be F32"),
         ("a", torch.zeros(2, 2, dtype=torch.float16), "'a' in .* must be F32"),

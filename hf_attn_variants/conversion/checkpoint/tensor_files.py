@@ -160,9 +160,9 @@ class CheckpointReader(ABC):
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into newly allocated memory."""
 
-    @abstractmethod
     def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors."""
+        """Yield the elements of one tensor as flat tensors. Subclasses can split a tensor into short chunks."""
+        yield self.read(name).flatten()
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -361,8 +361,7 @@ class SafetensorsWriter:
 
     Args:
         path: The file to write, which must not exist.
-        tensors: {name: (dtype as a safetensors name, shape)} for every tensor.
-        metadata: Strings to store in the header.
+        entries: {name: dtype and shape} for every tensor.
 
     Raises:
         KeyError: if a tensor is unknown or written twice.
@@ -371,24 +370,22 @@ class SafetensorsWriter:
     Example:
 
     ```py
-    >>> with SafetensorsWriter(Path("model.safetensors"), {"weight": ("F32", (2, 3))}) as writer:
+    >>> path = Path("model.safetensors")
+    >>> with SafetensorsWriter(path, {"weight": TensorEntry(path.name, "F32", (2, 3))}) as writer:
     ...     writer.write("weight", torch.zeros(2, 3))
     ```
     """
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-    ):
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
         # As in the safetensors library, tensors with large elements are written first, so that each tensor is aligned
         # to its element size.
         position = 0
-        entries = {name: TensorEntry(path.name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
         for name, entry in sorted(entries.items(), key=lambda item: -item[1].itemsize):
             self._layout[name] = replace(entry, begin=position, end=position + entry.nbytes)
             position += entry.nbytes
-        header = _make_header(self._layout, metadata or {})
+        header = _make_header(self._layout)
         self._start = len(header)
         self._missing = set(self._layout)
         self._file = open(path, "xb")
@@ -454,9 +451,9 @@ def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mappin
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+def _make_header(layout: Mapping[str, TensorEntry]) -> bytes:
     """Return the header of a safetensors file, including its length."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, entry in layout.items():
         header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
     raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
@@ -497,10 +494,6 @@ class SplitTensorsReader(CheckpointReader):
         tensor, shape = self.stored.read(stored_name), self.entries[name].shape
         return tensor if tensor.shape == shape else tensor.split(shape[0])[index].clone()
 
-    def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as one flat tensor."""
-        return iter([self.read(name).flatten()])
-
     def __exit__(self, *exception: object) -> None:
         """Close the files."""
         self.stored.__exit__(*exception)
@@ -539,7 +532,7 @@ class ExtendedPositionsReader(CheckpointReader):
 
     def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
-        return self.stored.iterate_chunks(name) if name != self.name else iter([self.read(name).flatten()])
+        return self.stored.iterate_chunks(name) if name != self.name else super().iterate_chunks(name)
 
 
 def extend_positions(
