@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...errors import is_out_of_memory
+from ...errors import convert_to_value_error
 from ...modeling.fields.mechanism_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import get_random_buffer_names
 from ...modeling.variant_names import get_plain_implementation
@@ -35,21 +35,16 @@ def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
     # The folder is checked first because Transformers would report an invalid Hub id if a path does not exist.
     folder = find_local_folder(source)
     name = os.fspath(source)
-    # Transformers, huggingface_hub and safetensors raise their own types of errors.
     try:
-        yield os.path.expanduser(source)
+        # Transformers, huggingface_hub and safetensors raise their own types of errors.
+        with convert_to_value_error(name):
+            yield os.path.expanduser(source)
     except (ValueError, OSError) as error:
         if name in str(error):
             raise
         prefix = f"There is no folder {name!r}, and as a Hub id" if folder is None else name
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{prefix}: {' '.join(str(error).split())}") from error
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        # In huggingface_hub errors, the first line contains the field, and the second line contains the value.
-        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-        raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
 
 def load_checkpoint_tokenizer(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -234,16 +229,15 @@ def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
     converted.train(model.training)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
-            vars(converted.get_submodule(name)).update(
-                gradient_checkpointing=True, _gradient_checkpointing_func=module._gradient_checkpointing_func
-            )
+            function = module._gradient_checkpointing_func
+            target = vars(converted.get_submodule(name))
+            target.update(gradient_checkpointing=True, _gradient_checkpointing_func=function)
     implementation = model.config._attn_implementation
     converted.set_attn_implementation(get_plain_implementation(implementation))
     # The weights of an untied T5 model must stay untied, although its class ties them.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    converted.all_tied_weights_keys = {
-        name: to for name, to in (converted.all_tied_weights_keys or {}).items() if name in tied
-    }
+    keys = converted.all_tied_weights_keys or {}
+    converted.all_tied_weights_keys = {name: to for name, to in keys.items() if name in tied}
     if getattr(model, "generation_config", None) is not None:
         converted.generation_config = copying.deepcopy(model.generation_config)
     missing = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]

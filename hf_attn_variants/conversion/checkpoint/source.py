@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -196,28 +196,18 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
         OSError: if the folder does not exist.
         ValueError: if the checkpoint is an adapter, or has only pickled weights.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, snapshot_download
 
     name = os.fspath(model_name_or_path)
     folder = find_local_folder(name)
     try:
         files = os.listdir(folder) if folder is not None else HfApi().list_repo_files(name)
     except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
-        folder = find_cached_folder(name)
+        with suppress(OSError):
+            folder = folder or Path(snapshot_download(name, local_files_only=True))
         files = [] if folder is None else os.listdir(folder)
     check_no_adapter(str(folder or name), files)
     check_no_pickled_weights(str(folder or name), files)
-
-
-def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """Return the local or cached folder of a checkpoint without network access, or None if it does not exist."""
-    from huggingface_hub import snapshot_download
-
-    name = os.fspath(model_name_or_path)
-    try:
-        return find_local_folder(name) or Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except OSError:
-        return None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -269,11 +259,9 @@ def list_auxiliary_files(
     copied: list[str] = []
     left_out: list[str] = []
     for directory, subfolders, files in os.walk(folder, followlinks=True):
-        relative, resolved_directory = Path(directory).relative_to(folder), Path(directory).resolve()
+        relative, resolved = Path(directory).relative_to(folder), Path(directory).resolve()
         # Links to a parent folder would lead to endless recursion.
-        inside = [
-            name for name in subfolders if not resolved_directory.is_relative_to((resolved_directory / name).resolve())
-        ]
+        inside = [name for name in subfolders if not resolved.is_relative_to((resolved / name).resolve())]
         inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
         skipped = [name for name in inside if relative == Path(".") and _should_skip_folder(name)]
         skipped += [name for name in inside if name not in skipped and _is_unsafe(folder, relative / name, modules)]
@@ -348,9 +336,8 @@ def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
     """Return whether to copy a file, based on its name."""
     name = file.lower()
     # An adapter, even in a separate folder, does not match the new heads.
-    if _matches_any_pattern(name, (*ADAPTER_FILES, *LOG_PATTERNS)) or name.endswith(
-        (".index.json", *OTHER_WEIGHT_SUFFIXES)
-    ):
+    is_adapter_or_log = _matches_any_pattern(name, (*ADAPTER_FILES, *LOG_PATTERNS))
+    if is_adapter_or_log or name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
         return in_module
@@ -399,10 +386,9 @@ def _download_checkpoint(
         check_no_adapter(repo_id, files)
     if with_weights and not allow_pickle:
         _check_pickled_weights(repo_id, files)
+    patterns = list(_iterate_files_to_download(files, allow_pickle))
     with _convert_download_errors(repo_id):
-        return Path(
-            snapshot_download(allow_patterns=list(_iterate_files_to_download(files, allow_pickle)), **arguments)
-        )
+        return Path(snapshot_download(allow_patterns=patterns, **arguments))
 
 
 @contextmanager
