@@ -145,9 +145,6 @@ def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
         convert(source, 4, calibration=write_recordings(tmp_path / "two", 2))
     with pytest.raises(ValueError, match=r"at least 2 audio files .* got 0"):
         read_audio_calibration(source)
-    (tmp_path / "no_sound.wav").write_text("words")
-    with pytest.raises(ValueError, match=r"no_sound\.wav must be a WAV file"):
-        load_audio(tmp_path / "no_sound.wav")
 
     (tmp_path / "short.wav").write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"short\.wav is not a PCM WAV file \(it is truncated\)"):

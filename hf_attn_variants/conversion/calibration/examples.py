@@ -28,8 +28,6 @@ from .batches import (
 
 # Suffixes of audio files. Files other than .wav require the soundfile package.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
-# The first four bytes of WAV files.
-WAV_CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
 def read_audio_calibration(
@@ -91,11 +89,6 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         try:
             return _read_wav(path)
         except (wave.Error, EOFError) as error:
-            with path.open("rb") as file:
-                if file.read(4) not in WAV_CONTAINERS:
-                    raise ValueError(
-                        f"{path} must be a WAV file, which starts with RIFF. Convert or remove it."
-                    ) from None
             reason = f"is not a PCM WAV file ({str(error) or 'it is truncated'})"
     else:
         reason = f"is a {path.suffix} file" if path.suffix else "has no suffix"
@@ -103,8 +96,7 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         import soundfile
     except ImportError:
         raise ValueError(
-            f"{path} {reason}. Install soundfile (`pip install soundfile`) to read it, or convert it to a PCM WAV "
-            "file."
+            f"{path} {reason}. Convert it to a PCM WAV file, or install soundfile (`pip install soundfile`)."
         ) from None
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -317,10 +309,9 @@ def _read_examples(
     target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
     text_names = resolve_text_columns([path], columns, columns_name)
     if (target_file if text_names else target_column) is not None:
-        supported_argument, unsupported_argument = ("target_column", "target_file")[:: 1 if text_names else -1]
+        used, unused = ("target_column", "target_file") if text_names else ("target_file", "target_column")
         raise ValueError(
-            f"`{unsupported_argument}` (--calibration_{unsupported_argument}) is not supported for {path}. Use "
-            f"`{supported_argument}` (--calibration_{supported_argument})."
+            f"`{unused}` (--calibration_{unused}) is not supported for {path}. Use `{used}` (--calibration_{used})."
         )
     if text_names:
         argument_names = columns_name + (f" and {target_name}" if target_column else "")
