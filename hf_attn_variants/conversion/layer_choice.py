@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.fields.variant_config import supports_decoder_cache
+from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.ops.variant_attention import AttentionHeads
 from ..progress import progress_bar
 from ..registration import get_max_input_length, get_variant_config_class
@@ -32,13 +33,17 @@ from .checkpoint.tensor_files import TensorEntry
 from .plan import ConversionPlan
 
 
-def count_cached_values(heads: AttentionHeads, input_dim: int) -> int:
+def count_cached_values(heads: AttentionHeads, input_dim: int, kernel: AttentionKernel | None = None) -> int:
     """Return the number of values that an attention module caches per token, for a latent or for keys and values.
 
     Args:
         heads: The head counts of the module.
         input_dim: Input size of the key and value projections, which is the maximum size of a latent.
+        kernel: The kernel that replaces the softmax. The result is 0 for a causal kernel, because the size of its
+            state does not depend on the number of tokens.
     """
+    if kernel is not None and kernel.is_causal:
+        return 0
     if heads.rank is not None:
         return min(heads.rank, input_dim)
     return heads.key * heads.head_dim + heads.value * heads.value_dim
@@ -232,12 +237,8 @@ def check_matching_layers(
     prefix = _get_encoder_prefix(plan)
     modules = [m for m in plan.modules if not m.site.is_cross_attention and m.site.stack_prefix == prefix]
     runs = [plan.model_class.count_module_runs(plan.config, module.name) for module in modules]
-    if (
-        prefix is None
-        or plan.reads_audio
-        or max(runs) > 1
-        or "per_layer_values" not in plan.config.get_variant_fields()
-    ):
+    has_layer_values = "per_layer_values" in plan.config.get_variant_fields()
+    if prefix is None or plan.reads_audio or max(runs) > 1 or not has_layer_values:
         raise ValueError(
             "`keep_matching_layers` is only supported for text encoders whose layers can have different heads, not "
             f"for {plan.model_class.__name__}. Remove it."

@@ -129,20 +129,18 @@ class Quality:
         if self.value is None:
             return "outside tolerance"
         ends = (self.value,) if self.interval is None else self.interval
-        are_within_tolerance = [
-            end >= self.bound if self.measure == "embeddings" else end <= self.bound for end in ends
-        ]
-        if all(are_within_tolerance):
+        is_minimum = self.measure == "embeddings"
+        are_within = [end >= self.bound if is_minimum else end <= self.bound for end in ends]
+        if all(are_within):
             return "within tolerance"
-        return "inconclusive" if any(are_within_tolerance) else "outside tolerance"
+        return "inconclusive" if any(are_within) else "outside tolerance"
 
     def __str__(self) -> str:
         """Describe the quality and its confidence interval as part of a sentence."""
         if self.alike:
-            description = (
-                "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
-            )
-            return f"the original model {description}, so the models cannot be compared"
+            same = f"gives all examples the same {self.measure[:-1]}"
+            text = "generates nothing" if self.measure == "tokens" else same
+            return f"the original model {text}, so the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
             return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
@@ -299,15 +297,13 @@ def compute_attention_errors(
     """
     query, key, value = (before.get_weight_and_bias(role) for role in ("query", "key", "value"))
     new_query, new_key, new_value = (after.get_weight_and_bias(role) for role in ("query", "key", "value"))
-    output = allocate_output = (before.output_weight.T, None)
+    output = new_output = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
-        allocate_output = (after.output_weight.T, None)
-    return (
-        _compute_relative_error((query, key), (new_query, new_key), heads.query, heads.key, heads.head_dim),
-        _compute_relative_error(
-            (output, value), (allocate_output, new_value), heads.output, heads.value, heads.head_dim
-        ),
-    )
+        new_output = (after.output_weight.T, None)
+    head_dim = heads.head_dim
+    logits = _compute_relative_error((query, key), (new_query, new_key), heads.query, heads.key, head_dim)
+    values = _compute_relative_error((output, value), (new_output, new_value), heads.output, heads.value, head_dim)
+    return logits, values
 
 
 def compute_bilinear_squared_norms(
@@ -549,17 +545,13 @@ class ConversionReport:
         comparison = "" if averaged is None else f" (averaged heads: {_format_error(averaged)})"
         value = f"{_format_error(self.mean_output_relative_error)} on held-out text{comparison}"
         rows = [("error of attention outputs", value)]
-        is_fitted_by_module = {
-            layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details
-        }
-        if is_fitted_by_module:
+        fitted_layers = [layer for layer in self.layers if "fit_kept" in layer.details]
+        if fitted_layers:
             before = _format_error(self._compute_mean_detail("relative_error_closed_form"))
             rows.append(("... of the closed form", f"{before}, before fitting"))
-        if unfitted := [name for name, is_fitted in is_fitted_by_module.items() if not is_fitted]:
-            value = (
-                f"in {len(unfitted)} of {len(is_fitted_by_module)} attention modules, where fitting is not better: "
-            )
-            rows.append(("closed form used", f"{value}{_summarize_names(unfitted)}"))
+        if unfitted := [layer.module for layer in fitted_layers if not layer.details["fit_kept"]]:
+            value = f"in {len(unfitted)} of {len(fitted_layers)} attention modules, where fitting is not better"
+            rows.append(("closed form used", f"{value}: {_summarize_names(unfitted)}"))
         return rows
 
     def _compute_mean_detail(self, name: str) -> float | None:
@@ -594,9 +586,9 @@ def build_layer_report(
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
         errors = compute_attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
-    heads = module.heads
+    name, heads = module.name, module.heads
     return LayerReport(
-        module.name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
+        name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
     )
 
 
@@ -661,10 +653,8 @@ def _compute_cache_bytes(
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
-            numbers = count_cached_values(module.site.get_heads(config, module.name), config.hidden_size)
-            kernel = module.kernel[config is plan.config]
-            if kernel is not None and kernel.is_causal:
-                numbers = 0  # The size of the kernel's state does not depend on the number of tokens.
+            heads, kernel = module.site.get_heads(config, module.name), module.kernel[config is plan.config]
+            numbers = count_cached_values(heads, config.hidden_size, kernel)
             sizes.append((module.site, numbers * entries[module.tensors["key_weight"]].itemsize))
         caches.append(compute_cache_bytes_per_token(config, sizes))
     old, new = caches

@@ -163,10 +163,8 @@ class CostTable:
         current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
         cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
         saved = {"weight_bytes": self.get_weight_bytes(current) - self.get_weight_bytes(row), "kv_cache_bytes": cache}
-        flops = {
-            f"{stack}_flops_per_token": n - row.flops_per_token[stack] for stack, n in current.flops_per_token.items()
-        }
-        return saved | flops
+        flops = current.flops_per_token.items()
+        return saved | {f"{stack}_flops_per_token": count - row.flops_per_token[stack] for stack, count in flops}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON values, including the `savings` of each row."""
@@ -256,9 +254,8 @@ def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
     names = {prefix: get_score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
-    return [
-        f"{score} scores in {PLACE_WORDINGS[prefix].place}" for prefix, score in names.items() if score is not None
-    ]
+    used = {prefix: score for prefix, score in names.items() if score is not None}
+    return [f"{score} scores in {PLACE_WORDINGS[prefix].place}" for prefix, score in used.items()]
 
 
 def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
@@ -270,17 +267,14 @@ def describe_extensions(config: Any, fields: Sequence[str]) -> list[str]:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    prefixes, texts = select_place_prefixes(config, fields), list[Any]()
+    all_prefixes, texts = select_place_prefixes(config, fields), list[Any]()
     for extension in ATTENTION_EXTENSIONS:
-        text, prefixes_with_extension = (
-            FIELD_TEXTS[extension.field].card,
-            [prefix for prefix in prefixes if extension.find_requesting_field(config, prefix)],
-        )
-        texts += (
-            [text]
-            if len(prefixes_with_extension) == len(prefixes)
-            else [f"{text} in {PLACE_WORDINGS[place].place}" for place in prefixes_with_extension]
-        )
+        text = FIELD_TEXTS[extension.field].card
+        prefixes = [prefix for prefix in all_prefixes if extension.find_requesting_field(config, prefix)]
+        if len(prefixes) == len(all_prefixes):
+            texts.append(text)
+        else:
+            texts += [f"{text} in {PLACE_WORDINGS[prefix].place}" for prefix in prefixes]
     return texts
 
 
@@ -359,10 +353,8 @@ def _compute_costs(
 ) -> dict[str, Any]:
     """Count the costs of a model, and return them as fields of `VariantCost`."""
     itemsize, length, source_length, _ = sizes
-    parameters, cache = (
-        sum(parameter.numel() for parameter in model.parameters()),
-        compute_kv_cache_bytes(model, *sizes),
-    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    cache = compute_kv_cache_bytes(model, *sizes)
     return {
         "parameters": parameters,
         "attention_parameters": count_attention_parameters(model),
@@ -558,10 +550,8 @@ def compute_kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int
     """Return the cache size per token (see `compute_cache_bytes_per_token`), with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attention_modules():
-        numbers = count_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
-        kernel = _get_core_module(module, site).kernel
-        # The size of a causal kernel's state does not depend on the number of tokens.
-        sizes.append((site, 0 if kernel is not None and kernel.is_causal else itemsize * numbers))
+        heads, kernel = site.get_heads(model.config, path), _get_core_module(module, site).kernel
+        sizes.append((site, itemsize * count_cached_values(heads, model.config.hidden_size, kernel)))
     return compute_cache_bytes_per_token(model.config, sizes)
 
 
@@ -587,18 +577,16 @@ def compute_kv_cache_bytes(
         repeats_source: Whether the source is stored for each beam, as in the Transformers classes.
     """
     repeats_source = repeats_source or isinstance(model, NativeModelMixin)
-    is_shared = (
-        model.config.is_encoder_decoder and not has_talking_heads(model.config, "cross_") and not repeats_source
-    )
+    is_shared = model.config.is_encoder_decoder and not repeats_source
+    is_shared = is_shared and not has_talking_heads(model.config, "cross_")
     sizes = []
     for site, path, module in model.named_attention_modules():
         core, heads = _get_core_module(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
-        size = itemsize * tokens * count_cached_values(heads, model.config.hidden_size)
+        size = itemsize * tokens * count_cached_values(heads, model.config.hidden_size, core.kernel)
         if core.kernel is not None:  # cross-attention also caches the keys and values from which the state is computed
-            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.count_state_values(heads)
-            size = state + (0 if core.kernel.is_causal else size)
+            size += max(itemsize, STATE_ITEMSIZE) * core.kernel.count_state_values(heads)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
     cache = compute_cache_bytes_per_token(model.config, sizes)
     return None if cache is None else sum(cache.values())
@@ -644,17 +632,16 @@ def count_flops_per_token(
     config = model.config
     flops: Counter[str] = Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    linears = {
-        name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    modules = model.named_modules()
+    linears = {name.removeprefix(prefix): layer for name, layer in modules if isinstance(layer, nn.Linear)}
     has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attention_modules())
     decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attention_modules():
         runs, stack = model.count_module_runs(config, path), site.get_stack_name(config)
         heads = site.get_heads(config, path)
         key_stack = "encoder" if site.is_cross_attention else stack
-        modules = {linear: linears.pop(f"{path}.{linear}") for linear in dict.fromkeys(site.projections.values())}
-        projections = {role: modules[linear] for role, linear in site.projections.items()}
+        layers = {linear: linears.pop(f"{path}.{linear}") for linear in dict.fromkeys(site.projections.values())}
+        projections = {role: layers[linear] for role, linear in site.projections.items()}
         # The keys and values of a fused layer belong to the same stack as its queries and are counted with them.
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
         latent = linears.pop(site.get_latent_projection_path(path), None)  # a latent that layers share is counted once
@@ -736,9 +723,8 @@ def count_attention_parameters(model: AttnVariantModelMixin) -> int:
         parameters = [parameter for linear in linears for parameter in linear.parameters()]
         core = _get_core_module(module, site)
         parameters += core.parameters(recurse=False)
-        parameters += [
-            parameter for extension in get_extensions(core).values() for parameter in extension.parameters()
-        ]
+        for extension in get_extensions(core).values():
+            parameters += extension.parameters()
         sizes |= {id(parameter): parameter.numel() for parameter in parameters}
     return sum(sizes.values())
 
