@@ -63,13 +63,8 @@ from .plain import get_transformers_class_name, make_transformers_config, resolv
 
 TensorDict = dict[str, torch.Tensor]
 # The names of dimensions with variable sizes.
-BATCH_AXIS, SOURCE_AXIS, TARGET_AXIS, PAST_AXIS = (
-    "batch_size",
-    "encoder_sequence_length",
-    "decoder_sequence_length",
-    "past_length",
-)
-SEQUENCE_AXIS, CHOICES_AXIS = "sequence_length", "num_choices"
+BATCH_AXIS, SEQUENCE_AXIS, CHOICES_AXIS = "batch_size", "sequence_length", "num_choices"
+SOURCE_AXIS, TARGET_AXIS, PAST_AXIS = "encoder_sequence_length", "decoder_sequence_length", "past_length"
 FIRST_CALL_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model", "decoder_model_merged"
 
 
@@ -116,18 +111,13 @@ def build_model_graphs(
         ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or if its decoder
             has no key/value cache.
     """
-    config, stacks = (
-        model.config,
-        {site.get_stack_name(model.config) for site, _, _ in model.named_attention_modules()},
-    )
-    longest = get_max_input_length(config)
-    limits = (
-        {}
-        if longest is None
-        else {SEQUENCE_AXIS: longest, SOURCE_AXIS: longest, TARGET_AXIS: longest, PAST_AXIS: longest - 1}
-    )
+    config = model.config
+    stacks = {site.get_stack_name(config) for site, _, _ in model.named_attention_modules()}
+    limits: dict[str, int] = {}
+    if (longest := get_max_input_length(config)) is not None:
+        limits = dict.fromkeys((SEQUENCE_AXIS, SOURCE_AXIS, TARGET_AXIS), longest) | {PAST_AXIS: longest - 1}
     if stacks == {"encoder"}:
-        graph = _build_encoder_graph(model, limits)
+        graph = _build_encoder_graph("model", model, model, SEQUENCE_AXIS, limits)
         if pooling is None:
             return [graph]
         if model.base_model is model and "attention_mask" in graph.axes:
@@ -154,7 +144,8 @@ def build_model_graphs(
             f"`attention_kernel` is not supported for the decoder in an ONNX export, got {config.attention_kernel!r}. "
             "Kernels are supported for encoders and cross-attention."
         )
-    return [_build_encoder_stack_graph(model, limits), *_build_decoder_graphs(model, limits)]
+    encoder_graph = _build_encoder_graph("encoder_model", model, model.get_encoder(), SOURCE_AXIS, limits)
+    return [encoder_graph, *_build_decoder_graphs(model, limits)]
 
 
 class _EncoderForExport(nn.Module):
@@ -218,41 +209,34 @@ class _DecoderForExport(nn.Module):
         return {"logits": output.logits} | _collect_cache_tensors(self.model.config, parts, get_cache(output))
 
 
-def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> ExportGraph:
-    """Build the graph for an encoder-only model."""
+def _build_encoder_graph(
+    name: str, model: PreTrainedModel, encoder: PreTrainedModel, length_axis: str, limits: dict[str, int]
+) -> ExportGraph:
+    """Build the graph for an encoder-only model, or for the encoder of an encoder-decoder.
+
+    Args:
+        name: The name of the file without extension.
+        model: The model.
+        encoder: The part of the model to export, which is the model itself if it has only an encoder.
+        length_axis: The name of the dimension of tokens.
+        limits: The maximum sizes of dimensions.
+    """
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     # RoBERTa accepts token type ids, but has only one token type.
     if "token_type_ids" in inspect.signature(model.forward).parameters and model.config.type_vocab_size > 1:
         names.append("token_type_ids")
-    axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: SEQUENCE_AXIS}
+    axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: length_axis}
     if has_choices:
-        axes = {0: BATCH_AXIS, 1: CHOICES_AXIS, 2: SEQUENCE_AXIS}
+        axes = {0: BATCH_AXIS, 1: CHOICES_AXIS, 2: length_axis}
 
     def make_inputs(sizes: ExampleSizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
         example = _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, *shape)
         return {name: example[name] for name in names}
 
-    return ExportGraph("model", _EncoderForExport(model), make_inputs, dict.fromkeys(names, axes), limits)
-
-
-def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> ExportGraph:
-    """Build the graph for the encoder of an encoder-decoder."""
-    reads_audio = model.main_input_name == "input_features"
-    names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
-    axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 1: SOURCE_AXIS}
-
-    def make_inputs(sizes: ExampleSizes) -> TensorDict:
-        example = (
-            _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, sizes.batch, sizes.source)
-        )
-        return {name: example[name] for name in names}
-
-    return ExportGraph(
-        "encoder_model", _EncoderForExport(model.get_encoder()), make_inputs, dict.fromkeys(names, axes), limits
-    )
+    return ExportGraph(name, _EncoderForExport(encoder), make_inputs, dict.fromkeys(names, axes), limits)
 
 
 def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[ExportGraph]:
@@ -264,10 +248,8 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
 
     def make_first_inputs(sizes: ExampleSizes) -> TensorDict:
         length = model.config.max_source_positions if reads_audio else sizes.source
-        source_text, target_text = (
-            _make_text_inputs(model, sizes.batch, length),
-            _make_text_inputs(model, sizes.batch, sizes.target),
-        )
+        source_text = _make_text_inputs(model, sizes.batch, length)
+        target_text = _make_text_inputs(model, sizes.batch, sizes.target)
         states = torch.randn(sizes.batch, length, get_encoder_width(model.config), generator=_make_generator())
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
@@ -279,10 +261,8 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
         return inputs | {"input_ids": inputs["input_ids"][:, -1:]} | past
 
     axes = mask | {"input_ids": {0: BATCH_AXIS, 1: TARGET_AXIS}, "encoder_hidden_states": source}
-    self_axes, cross_axes = (
-        {0: BATCH_AXIS, 2: PAST_AXIS},
-        ({0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 2: SOURCE_AXIS}),
-    )
+    self_axes = {0: BATCH_AXIS, 2: PAST_AXIS}
+    cross_axes = {0: BATCH_AXIS} if reads_audio else {0: BATCH_AXIS, 2: SOURCE_AXIS}
     names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
     # The inputs have the same order as the outputs because Optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
@@ -310,16 +290,13 @@ def _list_cache_names(config: Any, cache_type: str, prefix: str) -> list[list[st
         else:
             is_latent = cache_type == "decoder" and config.get_layer_value("kv_lora_rank", layer) is not None
             kinds.append(["key"] if is_latent else ["key", "value"])
-    return [
-        [f"{prefix}.{layer}.{cache_type}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)
-    ]
+    return [[f"{prefix}.{layer}.{cache_type}.{kind}" for kind in names] for layer, names in enumerate(kinds)]
 
 
 def _make_cache(config: Any, cache_type: str, inputs: TensorDict) -> DynamicCache:
     """Create a Transformers cache from the cache tensors in the inputs (see `_list_cache_names`)."""
-    layers = [
-        [inputs[name] for name in names] for names in _list_cache_names(config, cache_type, "past_key_values") if names
-    ]
+    names_by_layer = filter(None, _list_cache_names(config, cache_type, "past_key_values"))
+    layers = [[inputs[name] for name in names] for names in names_by_layer]
     # A cache of latents has values of width 0.
     return DynamicCache([(layer[0], layer[1] if len(layer) > 1 else layer[0][..., :0]) for layer in layers])
 
@@ -588,9 +565,8 @@ def _write_graph(graph: ExportGraph, opset: int, path: Path) -> None:
     """Export a graph to a file."""
     from onnxscript import ir
 
-    dimensions = {
-        name: Dim(name, max=graph.longest.get(name)) for axes in graph.axes.values() for name in axes.values()
-    }
+    axis_names = (name for axes in graph.axes.values() for name in axes.values())
+    dimensions = {name: Dim(name, max=graph.longest.get(name)) for name in axis_names}
     shapes = {name: {index: dimensions[axis] for index, axis in axes.items()} for name, axes in graph.axes.items()}
     inputs = {name: graph.make_inputs(EXPORT_SIZES)[name] for name in graph.axes}
     # The exporter logs and warns about details that users cannot change.
