@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -181,11 +180,8 @@ def make_workload_inputs(config: Mapping[str, Any], workload: Workload) -> dict[
     current: Any = make_variant_config(config)
     generator = torch.Generator().manual_seed(0)
     if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
-        shape = (
-            workload.batch_size,
-            current.num_mel_bins,
-            2 * workload.length,
-        )  # the encoder halves the number of frames
+        # The encoder halves the number of frames.
+        shape = (workload.batch_size, current.num_mel_bins, 2 * workload.length)
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = torch.randint(2, current.vocab_size, (workload.batch_size, workload.length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -200,15 +196,13 @@ def make_torch_call(
         options["cache_implementation"] = "static"
     if "input_features" in inputs:  # otherwise, the Whisper code would look for further segments
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
-    return partial(_generate_or_run_forward, model, inputs, options)
 
+    @torch.no_grad()
+    def serve(max_new_tokens: int | None) -> None:
+        if max_new_tokens is None:
+            model(**inputs)
+            return
+        with ignore_saved_length_limits(model):
+            model.generate(**inputs, **options, max_new_tokens=max_new_tokens)
 
-@torch.no_grad()
-def _generate_or_run_forward(
-    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], max_new_tokens: int | None
-) -> None:
-    if max_new_tokens is None:
-        model(**inputs)
-        return
-    with ignore_saved_length_limits(model):
-        model.generate(**inputs, **options, max_new_tokens=max_new_tokens)
+    return serve

@@ -142,7 +142,7 @@ def measure_serving(
         runs.clear()  # frees the memory for the processes that run single engines
         gc.collect()
         peaks, without_peak = _measure_peak_memory(config, timed if peak_memory else [], workload, threads, exported)
-    rows = [_build_row(engine, workload, times[engine.name], firsts[engine.name], peaks) for engine in timed]
+    rows = [_build_row(workload, item, times[item.name], firsts[item.name], peaks.get(item.name)) for item in timed]
     rows = [replace(row, speedup=rows[0].milliseconds / row.milliseconds) for row in rows]
     return ServingTable(checkpoint, workload, rows, left_out, describe_machine("cpu"), without_peak)
 
@@ -196,27 +196,21 @@ def _build_engines(
             continue
         if engine.ctranslate2:
             (folder := stage / str(number)).mkdir()
-            exported[engine.name] = write_ctranslate2_folder(config, model, inputs, folder, engine.int8)
-            runs[engine.name] = make_ctranslate2_call(
-                exported[engine.name], workload.num_beams, torch.get_num_threads()
-            )
+            exported[engine.name] = model = write_ctranslate2_folder(config, model, inputs, folder, engine.int8)
+            runs[engine.name] = make_ctranslate2_call(model, workload.num_beams, torch.get_num_threads())
         else:
             runs[engine.name] = make_torch_call(model, inputs, workload, engine.compiled)
     return runs, exported
 
 
 def _build_row(
-    engine: Engine,
-    workload: Workload,
-    seconds: list[float],
-    first_token_seconds: list[float],
-    peak_bytes: Mapping[str, int | None],
+    workload: Workload, engine: Engine, seconds: list[float], first_seconds: list[float], peak_bytes: int | None
 ) -> ServingRow:
     times = [1e3 * value for value in seconds]
     median = statistics.median(times)
-    first = 1e3 * statistics.median(first_token_seconds) if first_token_seconds else None
+    first = 1e3 * statistics.median(first_seconds) if first_seconds else None
     speed = workload.batch_size * (workload.max_new_tokens or workload.length) / median * 1e3
-    return ServingRow(engine, median, times, speed, 1.0, first, peak_bytes.get(engine.name))
+    return ServingRow(engine, median, times, speed, 1.0, first, peak_bytes)
 
 
 def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -262,15 +256,10 @@ def recommend_engine(table: ServingTable) -> str:
         "Recommended for batch 4, length 512, ..., this machine: int8 (1.80 times transformers, 620 MiB)."
     """
     workload = table.load
-    generated = "" if workload.max_new_tokens is None else f", {workload.max_new_tokens} new tokens"
-    beams = (
-        ""
-        if workload.max_new_tokens is None
-        else f" ({workload.num_beams} beams)"
-        if workload.num_beams > 1
-        else " (greedy)"
-    )
-    conditions = f"batch {workload.batch_size}, length {workload.length:,}{generated}{beams}, this machine"
+    conditions = f"batch {workload.batch_size}, length {workload.length:,}"
+    if workload.max_new_tokens is not None:
+        beams = f"{workload.num_beams} beams" if workload.num_beams > 1 else "greedy"
+        conditions += f", {workload.max_new_tokens} new tokens ({beams})"
     unconverted = [row for row in table.rows if row.engine.fields is None]
     best = _select_fastest_with_least_memory(unconverted)
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
@@ -289,7 +278,7 @@ def recommend_engine(table: ServingTable) -> str:
         parts.append(
             f"{converted.engine.name} ({converted.speedup:.2f}) after conversion, whose quality must be checked"
         )
-    return f"Recommended for {conditions}: {'; '.join(dict.fromkeys(parts))}."
+    return f"Recommended for {conditions}, this machine: {'; '.join(dict.fromkeys(parts))}."
 
 
 def _select_fastest_with_least_memory(rows: Sequence[ServingRow]) -> ServingRow:
@@ -307,10 +296,8 @@ def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
     Their median times are close, or their interquartile ranges overlap.
     """
     fastest = min(rows, key=lambda row: row.milliseconds)
-    max_milliseconds, third_quartile = MAX_EQUAL_TIME_RATIO * fastest.milliseconds, _compute_quartiles(fastest)[1]
-    return [
-        row for row in rows if row.milliseconds <= max_milliseconds or _compute_quartiles(row)[0] <= third_quartile
-    ]
+    limit, third_quartile = MAX_EQUAL_TIME_RATIO * fastest.milliseconds, _compute_quartiles(fastest)[1]
+    return [row for row in rows if row.milliseconds <= limit or _compute_quartiles(row)[0] <= third_quartile]
 
 
 def _compute_quartiles(row: ServingRow) -> tuple[float, float]:
@@ -347,9 +334,8 @@ def plot_serving(table: ServingTable) -> "Figure":
     values = [[row.tokens_per_second for row in rows]]
     if has_memory:
         values.append([(row.peak_bytes or 0) / 2**20 for row in rows])
-    for axes, numbers, label in zip(
-        panels, values, ("tokens per second", "peak memory of a separate process (MiB)"), strict=False
-    ):
+    labels = ("tokens per second", "peak memory of a separate process (MiB)")
+    for axes, numbers, label in zip(panels, values, labels, strict=False):
         bars = axes.barh([row.engine.name for row in rows], numbers, color=colors, hatch=hatches, edgecolor="white")
         axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
         axes.set_xlabel(label)
@@ -357,11 +343,8 @@ def plot_serving(table: ServingTable) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
     workload = table.load
-    search = (
-        ""
-        if workload.max_new_tokens is None
-        else f", {workload.max_new_tokens} new tokens, beams {workload.num_beams}"
-    )
-    title = f"{Path(table.checkpoint).name}: batch {workload.batch_size}, length {workload.length:,}{search}"
+    title = f"{Path(table.checkpoint).name}: batch {workload.batch_size}, length {workload.length:,}"
+    if workload.max_new_tokens is not None:
+        title += f", {workload.max_new_tokens} new tokens, beams {workload.num_beams}"
     figure.suptitle(title, parse_math=False)  # a $ in a name must not start a formula
     return figure

@@ -151,12 +151,8 @@ def measure_peak_bytes(
     """
     if not CLEAR_FILE.exists():
         return None
-    task: dict[str, Any] = {
-        "config": dict(config),
-        "engine": asdict(engine),
-        "load": asdict(workload),
-        "threads": threads,
-    }
+    task: dict[str, Any] = {"config": dict(config), "threads": threads}
+    task |= {"engine": asdict(engine), "load": asdict(workload)}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as stage:
         if exported is not None:

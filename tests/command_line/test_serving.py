@@ -15,7 +15,7 @@ from relatives import RELATIVES, WHISPER
 from torch._dynamo.utils import counters
 
 from hf_attn_variants import cli
-from hf_attn_variants.serving import engines, measure, peak_memory
+from hf_attn_variants.serving import measure, peak_memory
 from hf_attn_variants.serving.engines import (
     Engine,
     Workload,
@@ -57,13 +57,13 @@ def get_engine_names(table):
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
 def test_each_engine_generates_the_requested_number_of_tokens(architecture, monkeypatch):
-    counted, run = [], engines._generate_or_run_forward
+    counted = []
 
-    def spy(model, inputs, options, tokens):
-        counted.append((type(model).__name__, tokens))
-        return run(model, inputs, options, tokens)
+    def spy(model, *arguments):
+        serve = make_torch_call(model, *arguments)
+        return lambda tokens: (counted.append((type(model).__name__, tokens)), serve(tokens))
 
-    monkeypatch.setattr(engines, "_generate_or_run_forward", spy)
+    monkeypatch.setattr(measure, "make_torch_call", spy)
     table = measure_serving(make_config(architecture), length=None if architecture is WHISPER else 8, **SMALL)
     engine_names = ["transformers", "share_memory", "int8", "share_memory, int8"]
     actual = get_engine_names(table)
