@@ -224,9 +224,8 @@ class AttentionTensors:
         """Return the same projections with a newly initialized kernel instead of the softmax."""
         sizes = (heads.head_dim, heads.head_dim)  # conversions require keys and values of the same size
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, *sizes)
-        new = {
-            name: tensor.initialize().to(self.query_weight) for name, tensor in kernel.get_tensor_specs(counts).items()
-        }
+        specs = kernel.get_tensor_specs(counts)
+        new = {name: spec.initialize().to(self.query_weight) for name, spec in specs.items()}
         return replace(self, kernel=kernel, kernel_tensors=new)
 
     def fold_latent(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:

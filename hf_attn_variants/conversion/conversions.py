@@ -595,12 +595,9 @@ class ConversionRequest:
 
             error_forms = measure_error_forms(plan, modules, reader, source_loader, self.calibration)
         else:
-            error_forms = [
-                compute_error_forms_from_weights(
-                    replace(module.read_tensors(reader.read), latent_weight=None), module.heads
-                )
-                for module in modules
-            ]
+            tensors = (replace(module.read_tensors(reader.read), latent_weight=None) for module in modules)
+            heads = (module.heads for module in modules)
+            error_forms = list(map(compute_error_forms_from_weights, tensors, heads))
         return [compute_energy_loss_by_rank([pair.key, pair.value]) for pair in error_forms]
 
 

@@ -228,11 +228,11 @@ def make_plan(
     """
     changes = {name: value for name, value in fields.items() if value is not None and value != {}}
     # `extend_positions` has already changed the number of positions in the configuration and the tensors.
-    has_other_changes = dtype is not None or POSITION_FIELDS[0] in changes
+    is_changed = dtype is not None or POSITION_FIELDS[0] in changes
     changes = {name: value for name, value in changes.items() if name not in POSITION_FIELDS}
     config_class = get_variant_config_class(config.get("model_type", ""))
     changes = drop_default_value_head_dim(config_class, config, changes)
-    _check_fields(config_class, config, changes, has_other_changes)
+    _check_fields(config_class, config, changes, is_changed)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = get_variant_model_class(architecture or config_class.auto_classes["AutoModel"])
     error_message = "The original model's configuration is invalid"
@@ -315,30 +315,32 @@ def _get_values_by_layer(config: Any, name: str) -> Any:
 
 
 def _check_fields(
-    config_class: type[AttnVariantConfigMixin],
-    config: Mapping[str, Any],
-    changes: Mapping[str, Any],
-    has_other_changes: bool,
+    config_class: type[AttnVariantConfigMixin], config: Mapping[str, Any], changes: Mapping[str, Any], is_changed: bool
 ) -> None:
-    """Check that the model changes, and that the conversion supports the original model and all changes."""
+    """Check that the model changes, and that the conversion supports the original model and all changes.
+
+    Args:
+        config_class: The configuration class.
+        config: The contents of the original config.json.
+        changes: The fields to change.
+        is_changed: Whether the dtype or the number of positions changes.
+    """
+    known_names = config_class.get_variant_fields()
     for name in changes:
-        if name not in config_class.get_variant_fields():
+        if name not in known_names:
             if is_native(config["model_type"]):
                 config_class.check_field_names([name])
-            similar = (
-                find_closest_match(name, config_class.get_variant_fields()) or config_class.get_kv_heads_fields()[0]
-            )
+            similar = find_closest_match(name, known_names) or config_class.get_kv_heads_fields()[0]
             raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. Did you mean `{similar}`?")
         if name in config_class.get_from_scratch_fields():
             raise ValueError(f"`{name}` is only supported for models that are trained from scratch. Remove it.")
-    if not changes and not has_other_changes:
+    if not changes and not is_changed:
         raise ValueError(
             f"There is nothing to convert. Set a field such as `{config_class.get_kv_heads_fields()[0]}` (or the flag "
             "of the same name)."
         )
-    patterns = [
-        values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
-    ]
+    pattern_fields = ("attention_pattern", "encoder_attention_pattern")
+    patterns = [values.get(field) for values in (config, changes) for field in pattern_fields]
     if learned := [pattern for pattern in patterns if pattern in PATTERNS and get_pattern_class(pattern).learned]:
         raise ValueError(
             f"`attention_pattern` {learned[0]!r} has parameters that cannot be computed by a conversion. Load the "
@@ -405,10 +407,7 @@ def _check_extensions_unchanged(source: Any, new: Any) -> None:
 
 
 def _check_all_fields_used(
-    name: str,
-    config_class: type[AttnVariantConfigMixin],
-    changes: Mapping[str, Any],
-    modules: list[AttentionModule],
+    name: str, config_class: type[AttnVariantConfigMixin], changes: Mapping[str, Any], modules: list[AttentionModule]
 ) -> None:
     """Check that every changed head count or rank applies to an attention module in the model."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}

@@ -71,9 +71,9 @@ def check_token_count(stacks: Iterable[str], hidden_size: int, batches: Sequence
         if len(known) == len(masks) and tokens < min_tokens:
             logger.warning(
                 f"Calibrating the {stack} requires at least {min_tokens} tokens ({TOKENS_PER_DIMENSION} for each of "
-                f"the {hidden_size} hidden-state elements), got {tokens} tokens in {examples} examples. The model "
-                f"may lose "
-                f"quality on other text. Provide about {-(-min_tokens * examples // max(1, tokens))} such examples."
+                f"the {hidden_size} hidden-state elements), got {tokens} tokens in {examples} examples. The model may "
+                f"lose quality on other text. Provide about {-(-min_tokens * examples // max(1, tokens))} such "
+                "examples."
             )
 
 
@@ -184,6 +184,8 @@ AUDIO_FEATURES = "input_features"
 Batch = dict[str, torch.Tensor]
 # Indices of the fitting examples and of the held-out examples.
 ExampleSplit = tuple[list[int], list[int]]
+# The token ids, token type ids and target ids of all examples.
+EncodedExamples = tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]
 
 
 def should_join_passages(
@@ -457,7 +459,7 @@ def _tokenize_targets(tokenizer: Any, targets: Sequence[str], max_length: int) -
 
 def _tokenize_examples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, split: ExampleSplit
-) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
+) -> EncodedExamples:
     """Join, tokenize and check all examples, and return their token ids, token type ids and target ids."""
     texts: Any = calibration.texts
     config = model.config
@@ -519,11 +521,7 @@ def generate_decoder_inputs(model: Any, batch: Batch, max_new_tokens: int) -> Ba
 
 
 def _make_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    indices: Sequence[int],
-    examples: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
-    length: int | None,
+    model: PreTrainedModel, tokenizer: Any, indices: Sequence[int], examples: EncodedExamples, length: int | None
 ) -> Batch:
     """Return the model inputs for the given examples.
 

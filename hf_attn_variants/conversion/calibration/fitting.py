@@ -139,9 +139,8 @@ class _WhitenedProjections:
         contexts = (compute_attention(tensors, batch, heads.query)[1][batch.valid] for batch in inputs)
         states = (batch.states[batch.valid] for batch in inputs)
         key_value_states = [batch.key_value_states[batch.get_key_mask()] for batch in inputs]
-        key_value = _compute_second_moment_roots(
-            map(tensors.compute_latent, key_value_states), tensors.value_bias is not None
-        )
+        latents = map(tensors.compute_latent, key_value_states)
+        key_value = _compute_second_moment_roots(latents, tensors.value_bias is not None)
         # The matrices C^-1/2 and C^1/2 for the input of each role.
         self._roots = {
             "query": _compute_second_moment_roots(states, tensors.query_bias is not None),
@@ -151,9 +150,8 @@ class _WhitenedProjections:
         }
         if tensors.latent_weight is not None:
             self._roots["latent"] = _compute_second_moment_roots(key_value_states, False)
-        self._weights = {
-            role: (self._pad_weight_and_bias(role) @ root).requires_grad_() for role, (_, root) in self._roots.items()
-        }
+        joined = {role: self._pad_weight_and_bias(role) @ root for role, (_, root) in self._roots.items()}
+        self._weights = {role: weight.requires_grad_() for role, weight in joined.items()}
         # A kernel's learned tensors are not whitened because their inputs are heads.
         names = () if tensors.kernel is None else tensors.kernel.learned_parameters
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
@@ -161,9 +159,8 @@ class _WhitenedProjections:
 
     def get_tensors(self) -> AttentionTensors:
         """Return the projections in the original coordinates, with gradients."""
-        return replace(
-            self._original, **self._unwhiten(), kernel_tensors=self._original.kernel_tensors | self._learned
-        )
+        kernel_tensors = self._original.kernel_tensors | self._learned
+        return replace(self._original, **self._unwhiten(), kernel_tensors=kernel_tensors)
 
     @torch.no_grad()
     def get_detached_tensors(self) -> AttentionTensors:
@@ -317,9 +314,7 @@ def _compute_fold_moments(
         for fold in rows.unique().tolist():
             is_in_fold = (rows == fold).to(target.device)
             valid = batch.valid[is_in_fold]
-            moments = _compute_moments(
-                context[is_in_fold][valid], residual[is_in_fold][valid], target[is_in_fold][valid]
-            )
+            moments = _compute_moments(*(states[is_in_fold][valid] for states in (context, residual, target)))
             moments_by_fold[fold] = moments_by_fold[fold] + moments if fold in moments_by_fold else moments
     return [fold for fold in moments_by_fold.values() if fold.count]
 

@@ -267,9 +267,7 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
     rotations = torch.eye(head_dim, dtype=moment.dtype, device=moment.device).repeat(size, 1, 1)
     for _ in range(NUM_ROUNDS):
         for head in range(size):
-            weighted_sum = sum(
-                rotations[other_head] @ cross[other_head, head] for other_head in range(size) if other_head != head
-            )
+            weighted_sum = sum(rotations[other] @ cross[other, head] for other in range(size) if other != head)
             if size > 1:
                 left, _, right = torch.linalg.svd(weighted_sum)
                 rotations[head] = left @ right
@@ -326,9 +324,8 @@ class Calibrated(CalibratedMethod):
 
     def fit_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Refit the output projection for the kernel, and then fit the kernel and all projections."""
-        return self._fit_closed_form(
-            refit_output_projection(tensors, heads, layer.inputs, layer.targets), heads, layer
-        )
+        tensors = refit_output_projection(tensors, heads, layer.inputs, layer.targets)
+        return self._fit_closed_form(tensors, heads, layer)
 
     def _fit_closed_form(
         self,
@@ -350,11 +347,8 @@ class Calibrated(CalibratedMethod):
         if not calibration.get_fit_option("fit_steps"):
             return closed_form
         error_before, start = measure(closed_form) if closed_form_error is None else closed_form_error, closed_form
-        if (
-            closed_form.latent_weight is not None
-            and calibration.fit_learning_rate is None
-            and error_before is not None
-        ):
+        has_latent = closed_form.latent_weight is not None
+        if has_latent and calibration.fit_learning_rate is None and error_before is not None:
             # A latent's closed form is already close to the optimum, and large steps would move away from it.
             rate = max(error_before, MIN_RATE_ERROR) * calibration.get_fit_option("fit_learning_rate")
             layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
@@ -376,15 +370,12 @@ class Calibrated(CalibratedMethod):
             if error is not None and (error_after is None or error < error_after):
                 fitted, error_after = refitted, error
         is_better = error_before is not None and error_after is not None and error_after < error_before
-        names = ("relative_error_closed_form", "relative_error_fitted", "output_relative_error")
-        details = dict(
-            zip(
-                names,
-                map(round_error, (error_before, error_after, error_after if is_better else error_before)),
-                strict=True,
-            )
-        )
-        details |= {"fit_kept": is_better}
+        details = {
+            "relative_error_closed_form": round_error(error_before),
+            "relative_error_fitted": round_error(error_after),
+            "output_relative_error": round_error(error_after if is_better else error_before),
+            "fit_kept": is_better,
+        }
         return replace(add_latent(fitted) if is_better else closed_form, details=closed_form.details | details)
 
 

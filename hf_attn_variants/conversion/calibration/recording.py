@@ -281,12 +281,10 @@ def group_modules(
     """
     encoder_positions, decoder_positions = map(sum, zip(*map(_count_positions, batches), strict=True))
 
-    def compute_size(module: AttentionModule, other_modules: list[AttentionModule]) -> int:
+    def compute_size(module: AttentionModule, others: list[AttentionModule]) -> int:
         positions = decoder_positions if module.site.stack == "decoder" else encoder_positions
         positions *= model_class.count_module_runs(config, module.name)
-        is_first = module.site.is_cross_attention and not any(
-            other_module.site.is_cross_attention for other_module in other_modules
-        )
+        is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
         return (positions + (encoder_positions if is_first else 0)) * config.hidden_size * 4
 
     group: list[AttentionModule] = []

@@ -196,9 +196,8 @@ def fit_query_factors(texts: Iterable[tuple[torch.Tensor, ...]], pairs: RotaryPa
         for queries, keys, cross in zip(*batches, strict=True):
             gram = gram + _compute_feature_moments(queries, keys, count)
             target = target + _compute_feature_targets(queries @ cross, count)
-    gram.diagonal(dim1=-2, dim2=-1).add_(
-        RIDGE_STRENGTH * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + 1e-300
-    )
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(RIDGE_STRENGTH * diagonal.mean(-1, keepdim=True) + 1e-300)
     coefficients = torch.linalg.solve(gram, target)
     factors = torch.complex(coefficients[:, :count], coefficients[:, count : 2 * count])
     return make_commuting_maps(factors, coefficients[:, 2 * count :].unflatten(1, (size, size)).mT, pairs)
@@ -240,8 +239,6 @@ def _compute_feature_targets(cross: torch.Tensor, count: int) -> torch.Tensor:
     def get_diagonal(rows: slice, columns: slice) -> torch.Tensor:
         return cross[:, rows, columns].diagonal(dim1=1, dim2=2)
 
-    aligned, rotated = (
-        get_diagonal(first, first) + get_diagonal(second, second),
-        get_diagonal(first, second) - get_diagonal(second, first),
-    )
+    aligned = get_diagonal(first, first) + get_diagonal(second, second)
+    rotated = get_diagonal(first, second) - get_diagonal(second, first)
     return torch.cat([aligned, rotated, cross[:, rest, rest].flatten(1)], -1)

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,7 @@ def make_source_loader_for_model(reader: ModelReader, model: PreTrainedModel) ->
     return load_source
 
 
-def make_source_loader_for_folder(
-    reader: CheckpointReader, folder: Path, calibration: Calibration | None
-) -> SourceLoader:
+def make_source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration) -> SourceLoader:
     """Return a function that loads the original model, and its processor unless `calibration` contains one.
 
     The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
@@ -68,20 +65,19 @@ def make_source_loader_for_folder(
         model = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
         if (generation := read_generation_config(plan, folder)) is not None:
             model.generation_config = generation
-        has_processor = calibration is not None and calibration.processor is not None
-        return model, None if has_processor else load_processor(folder, calibration)
+        return model, None if calibration.processor is not None else load_processor(folder, calibration)
 
     return load_source
 
 
-def load_processor(folder: Path, calibration: Calibration | None) -> Any:
+def load_processor(folder: Path, calibration: Calibration) -> Any:
     """Load the tokenizer from a checkpoint folder, or the feature extractor for audio calibration.
 
     Raises:
         OSError: if the folder has no tokenizer or feature extractor.
         ValueError: if the tokenizer or feature extractor cannot be loaded.
     """
-    if calibration is not None and calibration.audio is not None:
+    if calibration.audio is not None:
         try:
             with convert_loading_errors(folder):
                 return AutoFeatureExtractor.from_pretrained(folder)
@@ -171,9 +167,12 @@ class SourceOutputs:
 
     def compare_with(self, model: PreTrainedModel) -> Quality:
         """Measure the quality of a converted model, which must have the same class as the original model."""
-        training = model.training
-        with self._use_generation_config(model):
+        training, generation = model.training, getattr(model, "generation_config", None)
+        model.generation_config = copy.deepcopy(self._generation)
+        try:
             outputs = self._compute_outputs(model.eval())
+        finally:
+            model.generation_config = generation
         model.train(training)
         amounts, counts = self._compare(outputs)
         examples, total = len(amounts), float(counts.sum())
@@ -214,9 +213,8 @@ class SourceOutputs:
             ]
             pairs = [(int((a != b).sum()), int(counted.sum())) for a, b, counted in rows]
         else:
-            return _compute_difference_terms(
-                self._measure, torch.stack(source).double(), torch.stack(converted).double()
-            )
+            outputs_by_example = torch.stack(source).double(), torch.stack(converted).double()
+            return _compute_difference_terms(self._measure, *outputs_by_example)
         amounts, counts = torch.tensor(pairs, dtype=torch.float64).T
         return amounts, counts
 
@@ -235,16 +233,6 @@ class SourceOutputs:
         common = self._get_common_prediction()
         return torch.ones_like(predictions, dtype=torch.bool) if common is None else predictions != common
 
-    @contextmanager
-    def _use_generation_config(self, model: Any) -> Iterator[None]:
-        """Make a model use the original model's generation settings within this context."""
-        model_generation = getattr(model, "generation_config", None)
-        model.generation_config = copy.deepcopy(self._generation)
-        try:
-            yield
-        finally:
-            model.generation_config = model_generation
-
     @torch.no_grad()
     def _compute_outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, list[Any]]:
         """Return the outputs that are compared, {name: one item per example}."""
@@ -258,10 +246,9 @@ class SourceOutputs:
                 if name != "labels"
             }
             labels = batch.get("labels")
-            for name, value in self._compute_batch_outputs(
-                model, prepare(arguments), labels, is_source, targets
-            ).items():
-                outputs.setdefault(name, []).extend(value)
+            results = self._compute_batch_outputs(model, prepare(arguments), labels, is_source, targets)
+            for name, values in results.items():
+                outputs.setdefault(name, []).extend(values)
         return outputs
 
     def _compute_batch_outputs(
