@@ -142,9 +142,8 @@ def attention_maps(
     names = {"text": "input_ids", "target": "decoder_input_ids"}
     ids = {name: inputs[key][0].tolist() for name, key in names.items() if key in inputs}
     labels = {name: tuple(_format_token(tokenizer, token) for token in row) for name, row in ids.items()}
-    weights = {
-        name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
-    }
+    fields = {name: field for name, (_, field) in ATTENTION_NAMES.items()}
+    weights = {name: iter(enumerate(getattr(outputs, field, None) or ())) for name, field in fields.items()}
     attentions = tuple(_build_attention_maps(*call, labels, *next(weights[call[0].name])) for call in calls)
     return TextAttentionMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 

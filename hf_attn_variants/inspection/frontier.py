@@ -94,9 +94,8 @@ def list_default_variants(config: Any, field: str, decodes: bool) -> list[Varian
         counts = [counts[round(i * step)] for i in range(MAX_COUNTS)]
     options = [option for option in options if option.keys() <= {*config.get_rank_fields()}]
     options += [{field: count} for count in counts]
-    return _remove_duplicates(
-        option for option in options if all(value is None or 1 <= value <= width for value in option.values())
-    )
+    fits = [all(value is None or 1 <= value <= width for value in option.values()) for option in options]
+    return _remove_duplicates(itertools.compress(options, fits))
 
 
 def list_requested_variants(requested: Mapping[str, Sequence[int] | None]) -> list[VariantFields]:
@@ -353,10 +352,8 @@ class LazyConvertedAttention:
         named = model.base_model.named_parameters(remove_duplicate=False)
         parameters = {name: parameter.detach() for name, parameter in named}
         for site, path, _ in model.named_attention_modules():
-            key, shared = (
-                self._get_attention_key(model.config, site, path),
-                f"{site.get_latent_projection_path(path)}.weight",
-            )
+            key = self._get_attention_key(model.config, site, path)
+            shared = f"{site.get_latent_projection_path(path)}.weight"
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
                 tensors |= {shared: parameters[shared]} if shared in parameters else {}
@@ -508,9 +505,8 @@ def measure_frontier(
             name = _format_variant_name(type(source), attentions.get_config(fields), fields)
             conversions += not attentions.is_converted(fields)
             bar.set_description(f"trying {name}", refresh=is_interactive())
-            rows.append(
-                measurer.measure(attentions.build_model(fields), dict(fields), attentions.get_attention_error(fields))
-            )
+            variant, error = attentions.build_model(fields), attentions.get_attention_error(fields)
+            rows.append(measurer.measure(variant, dict(fields), error))
             report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_interactive())
@@ -554,8 +550,7 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, saved_rows: Sequence[Fron
     if saved_rows and not math.isclose(mean, saved_rows[0].loss, rel_tol=1e-4, abs_tol=1e-6):
         raise ValueError(
             f"The loss of {name} is {mean:.6f}, but it was {saved_rows[0].loss:.6f} when the saved rows were "
-            f"measured. The "
-            "checkpoint has changed. Use a new output folder."
+            "measured. The checkpoint has changed. Use a new output folder."
         )
 
 
@@ -621,10 +616,8 @@ def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     """Set `on_frontier` for all rows for which no other row is at least as good in both size and loss."""
 
     def is_dominated(row: FrontierRow) -> bool:
-        better = (
-            other_row for other_row in rows if other_row.size <= row.size and other_row.loss_above <= row.loss_above
-        )
-        return any((other_row.size, other_row.loss_above) != (row.size, row.loss_above) for other_row in better)
+        better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
+        return any((other.size, other.loss_above) != (row.size, row.loss_above) for other in better)
 
     return [replace(row, on_frontier=not is_dominated(row)) for row in rows]
 

@@ -109,10 +109,9 @@ class HeldOutSet:
             error = ((predictions[0] - source[0]).square() / self._variance.to(source[0])).mean(-1)
             return torch.stack([error, torch.ones_like(error)], 1)
         losses = []
-        for converted_answers, source_answers in zip(predictions, source, strict=True):
-            divergence = (
-                (source_answers.exp() * (source_answers - converted_answers)).nan_to_num().sum(-1)
-            )  # [b], or [b, n] for tokens or labels
+        for actual, expected in zip(predictions, source, strict=True):
+            # [b], or [b, n] for tokens or labels
+            divergence = (expected.exp() * (expected - actual)).nan_to_num().sum(-1)
             if divergence.ndim == 1 or self.is_multi_label:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
                 losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
@@ -230,11 +229,7 @@ def _select_measure(model: PreTrainedModel) -> str:
 
 
 def _make_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Calibration,
-    indices: Sequence[int],
-    measure: str,
+    model: PreTrainedModel, tokenizer: Any, examples: Calibration, indices: Sequence[int], measure: str
 ) -> ModelInputs:
     """Return the model inputs and labels for a batch of texts."""
     limit = {"truncation": True, "max_length": examples.evaluation_length, "padding": True, "return_tensors": "pt"}
@@ -249,9 +244,8 @@ def _make_batch(
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
     elif measure == "masked words":
         ids, generator = batch["input_ids"], torch.Generator().manual_seed(indices[0])
-        random_values = torch.rand(ids.shape, generator=generator).masked_fill(
-            encoded["special_tokens_mask"] == 1, 2.0
-        )
+        is_special = encoded["special_tokens_mask"] == 1
+        random_values = torch.rand(ids.shape, generator=generator).masked_fill(is_special, 2.0)
         # At least one word of each text is masked.
         masked = (random_values < MASKED_SHARE) | (random_values == random_values.min(1, keepdim=True).values)
         batch["labels"] = ids.masked_fill(~masked, IGNORE_INDEX)
@@ -302,7 +296,6 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> 
     """
     if shifts:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
-    )  # [b, t]
+    options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "none"}
+    losses = nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, **options)  # [b, t]
     return torch.stack([losses.sum(1), (labels != IGNORE_INDEX).sum(1).to(losses)], 1)

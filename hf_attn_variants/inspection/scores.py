@@ -91,14 +91,10 @@ class ModelScores:
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, including the score for each seed."""
         tasks = {
-            name: {
-                "mean": spread.mean,
-                "deviation": spread.deviation,
-                "seeds": dict(sorted(self.by_seed[name].items())),
-            }
+            name: vars(spread) | {"seeds": dict(sorted(self.by_seed[name].items()))}
             for name, spread in self.tasks.items()
         }
-        average = {"mean": self.average.mean, "deviation": self.average.deviation, "seeds": [*self.average.seeds]}
+        average = vars(self.average) | {"seeds": [*self.average.seeds]}
         return {"model": self.model, "tasks": tasks, "missing": self.missing, "average": average}
 
 

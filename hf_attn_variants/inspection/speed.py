@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,9 +69,8 @@ def make_timed_function(
     if decoding is None:
         ids = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
         return lambda: (model(input_ids=ids), None)[1]
-    states: Any = torch.randn(
-        batch_size, length, get_encoder_width(model.config), device=model.device, dtype=model.dtype
-    )
+    shape = (batch_size, length, get_encoder_width(model.config))
+    states: Any = torch.randn(shape, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
     if model.main_input_name == "input_features":  # otherwise, Whisper would decode further segments of the audio
@@ -121,10 +120,9 @@ def _check_decoded_match(
     (tokens, logits), (expected_tokens, expected_logits) = actual, expected
     # Each text is compared up to and including the first different token, because the order of summation can decide a
     # tie between tokens.
-    matches_so_far = (
-        (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
-    )
-    _compare(error_message, logits[matches_so_far], expected_logits[matches_so_far])
+    matches = (tokens == expected_tokens).long().cumprod(1)
+    is_compared = matches.roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
+    _compare(error_message, logits[is_compared], expected_logits[is_compared])
 
 
 def _compare(error_message: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -307,9 +305,8 @@ def measure_speed(
         >>> table = measure_speed(read_checkpoint_config("google-t5/t5-small"), rounds=3)
         >>> {row.name: row.speedup for row in table.rows}
     """
-    check_sizes(
-        batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, rounds=rounds, num_beams=num_beams
-    )
+    check_sizes(batch_size=batch_size, length=length, max_new_tokens=max_new_tokens)
+    check_sizes(rounds=rounds, num_beams=num_beams)
     current = make_variant_config(config)
     auto_class = select_timed_auto_class(config, current)
     if "Seq2Seq" not in auto_class:
@@ -351,10 +348,14 @@ def build_verified_models(
     auto_class = select_timed_auto_class(config, current)
     model_class = get_variant_model_class(current.auto_classes[auto_class])
     field = get_varied_heads_field(model_class, current)
-    rows = list(_iterate_head_and_latent_fields(config, current, field, kv_heads, talking_heads, latents))
+    heads, is_upstream = current.get_query_heads(field), config["model_type"] != type(current).model_type
+    counts = {heads, 4, 2, 1} & set(list_kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
+    if not is_upstream and not has_latents(current, field):
+        counts |= {heads}  # this package's class is the baseline instead of a Transformers class
+    rows = list(iterate_variant_fields(current, field, sorted(counts, reverse=True), talking_heads, latents))
     rows += _list_window_and_kernel_fields(field, windows, kernels)
     models: dict[str, tuple[dict[str, Any], Any]] = {}
-    if config["model_type"] != type(current).model_type:
+    if is_upstream:
         models["transformers"] = {}, prepare_for_timing(make_upstream_model(config, auto_class), device)
     for fields in rows:
         variant = make_variant_config(config, **fields)
@@ -469,22 +470,6 @@ def _check_device(device: str) -> None:
         raise ValueError(f"`device` must be an available device, got {device!r} ({reason}).") from error
 
 
-def _iterate_head_and_latent_fields(
-    config: Mapping[str, Any],
-    current: Any,
-    field: str,
-    kv_heads: Sequence[int] | None,
-    talking_heads: bool,
-    latents: bool,
-) -> Iterator[dict[str, Any]]:
-    """Yield the fields of variants with given numbers of key/value heads, with latents and with talking heads."""
-    heads = current.get_query_heads(field)
-    counts = {heads, 4, 2, 1} & set(list_kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
-    if config["model_type"] == type(current).model_type and not has_latents(current, field):
-        counts |= {heads}  # this package's class is the baseline instead of a Transformers class
-    yield from iterate_variant_fields(current, field, sorted(counts, reverse=True), talking_heads, latents)
-
-
 def _list_window_and_kernel_fields(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the fields of variants with sliding windows and kernels. Hybrid kernels are combined with each window.
 
@@ -524,13 +509,12 @@ def check_outputs(
         variant_model.load_state_dict(upstream.state_dict())
         names = f"{type(variant_model).__name__} and {type(upstream).__name__} with the same weights"
         if decodes:
-            _check_decoded_match(
-                f"{names} decode differently", _decode_greedily(variant_model), _decode_greedily(upstream)
-            )
+            outputs = _decode_greedily(variant_model), _decode_greedily(upstream)
+            _check_decoded_match(f"{names} decode differently", *outputs)
         else:
             inputs = _make_random_inputs(variant_model)
-            outputs = (_compute_output(model, inputs) for model in (variant_model, upstream))
-            _compare(f"{names} have different outputs", *outputs)
+            hidden_states = (_compute_output(model, inputs) for model in (variant_model, upstream))
+            _compare(f"{names} have different outputs", *hidden_states)
     for name, (_, model) in models.items():
         if decodes and name != "transformers" and supports_decoder_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
