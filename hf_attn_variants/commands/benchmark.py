@@ -64,16 +64,12 @@ FLAGS = {
     Flag("threads", int): "number of CPU threads (default: the torch default)",
 }
 SERVING_FLAGS = {
-    Flag(
-        "serving", bool
-    ): "compare the speed of transformers, share_memory, int8, CTranslate2 and models with --num_key_value_heads "
-    "(default: a quarter of the heads, or no such conversion with --variants)",
+    Flag("serving", bool): "compare the speed of transformers, share_memory, int8, CTranslate2 and models with "
+    "--num_key_value_heads (default: a quarter of the heads, or no such conversion with --variants)",
     Flag("variants", _parse_fields, (), nargs="+", metavar="JSON"): "additional conversions to time, each as a JSON "
     """object with configuration fields, such as '{"cross_kv_lora_rank": 128, "kv_lora_rank": 32}'""",
-    Flag(
-        "engines", nargs="+", metavar="NAME"
-    ): "engines to time in addition to transformers, named as in the table, such "
-    "as 'share_memory, int8' (default: all)",
+    Flag("engines", nargs="+", metavar="NAME"): "engines to time in addition to transformers, named as in the table, "
+    "such as 'share_memory, int8' (default: all)",
     Flag("compile", bool): "also time compiled torch engines (`model.compile()`, static cache), which takes a minute "
     "per engine",
     Flag("no_peak_memory", bool): "do not measure the peak memory",

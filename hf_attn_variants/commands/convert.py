@@ -89,20 +89,15 @@ MATCHING_FLAG = {
 POSITION_FLAGS = {
     Flag("max_position_embeddings", int): "for BERT and similar models: number of positions in the variant, and "
     "model_max_length of its tokenizer",
-    Flag(
-        "position_extension", POSITION_EXTENSION_CHOICES
-    ): "method for adding learned positions. tiled repeats them, which "
-    "does not change the outputs for short texts. interpolated stretches them (default: tiled)",
+    Flag("position_extension", POSITION_EXTENSION_CHOICES): "method for adding learned positions. tiled repeats "
+    "them, which does not change the outputs for short texts. interpolated stretches them (default: tiled)",
 }
-DTYPE_FLAG = {
-    Flag("dtype", DTYPE_NAMES): "data type of the floating-point tensors (default: as in the checkpoint)",
-}
+DTYPE_FLAG = {Flag("dtype", DTYPE_NAMES): "data type of the floating-point tensors (default: as in the checkpoint)"}
 TEXT_FLAGS = {
     Flag("calibration_file"): "file with examples of the kind of text that the model is used for: one per line, or a "
     "table (.csv, .tsv, .json or .jsonl), optionally with .gz",
-    Flag(
-        "calibration_columns", nargs="+", metavar="COLUMN"
-    ): "table column with texts, or two columns for models that read text pairs (default: text)",
+    Flag("calibration_columns", nargs="+", metavar="COLUMN"): "table column with texts, or two columns for models "
+    "that read text pairs (default: text)",
     Flag("calibration_target_file"): "for encoder-decoder models: file with the target for each line (default: the "
     "greedy outputs of the model)",
     Flag("calibration_target_column"): "for encoder-decoder models: table column with targets",
@@ -272,9 +267,8 @@ def _set_quick_defaults(args: argparse.Namespace) -> None:
         raise ValueError("--quick requires calibration. Set --calibration_file or --calibration_audio_dir.")
     if args.calibration_size is None:
         args.calibration_size = QUICK_AUDIO_SIZE if is_audio else QUICK_SIZE
-    if args.fit_steps is None and (
-        args.method is None or "fit_steps" in getattr(METHODS[args.method](), "options", ())
-    ):
+    has_fit_steps = args.method is None or "fit_steps" in getattr(METHODS[args.method](), "options", ())
+    if args.fit_steps is None and has_fit_steps:
         args.fit_steps = 0
 
 
@@ -299,17 +293,15 @@ def read_calibration_from_args(args: argparse.Namespace) -> Calibration | None:
             f"--{option_names[0]} cannot be combined with --method {args.method}, which does not use text. "
             "Remove one of them."
         )
-    settings = {
-        name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
-    }
+    setting_names = [name for name in TEXT_SETTINGS if name in option_names]
+    settings = {name.removeprefix("calibration_"): getattr(args, name) for name in setting_names}
+    settings |= {"size": args.calibration_size, "seed": args.seed}
     if args.calibration_audio_dir is not None:
         if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
             raise ValueError(
                 f"--{text_options[0]} applies to text and cannot be combined with --calibration_audio_dir."
             )
-        return read_audio_calibration(
-            args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
-        )
+        return read_audio_calibration(args.calibration_audio_dir, **settings)
     if args.calibration_file is None:
         if option_names:
             raise ValueError(f"--{option_names[0]} requires --calibration_file.")
@@ -319,7 +311,5 @@ def read_calibration_from_args(args: argparse.Namespace) -> Calibration | None:
         columns=args.calibration_columns,
         target_file=args.calibration_target_file,
         target_column=args.calibration_target_column,
-        size=args.calibration_size,
-        seed=args.seed,
         **settings,
     )

@@ -197,9 +197,8 @@ def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
     names += [name for name in CALIBRATION_OPTIONS if not name.endswith(("_file", "_dir"))]
     texts = {"calibration text": hash_examples(calibration), "held-out text": hash_examples(held_out)}
-    return (
-        {name: getattr(args, name) for name in names} | texts | {"options": options, "version": get_package_version()}
-    )
+    key = {name: getattr(args, name) for name in names} | texts
+    return key | {"options": options, "version": get_package_version()}
 
 
 def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:

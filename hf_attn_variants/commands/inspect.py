@@ -20,6 +20,7 @@ The command reads only config.json. * marks the unchanged checkpoint. - marks va
 converted to, because neither number of heads divides the other, or because each head has its own parameters."""
 
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+COST_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def _parse_memory(text: str) -> int:
@@ -44,13 +45,9 @@ FLAGS = {
     **SOURCE_LENGTH_FLAG,
     Flag("num_beams", int, 1): "number of beams per sequence for models with a cache. With several beams, the first "
     "row is the Transformers class, which stores the encoder keys and values for each beam",
-    Flag(
-        "memory", _parse_memory, metavar="SIZE"
-    ): "amount of memory, such as 4GiB or 800MiB. For models with a cache, "
-    "shows the largest batch that fits into it together with the weights",
-    Flag(
-        "dtype", ("float64", "float32", "float16", "bfloat16")
-    ): "data type of the weights and the cache (default: as in the checkpoint)",
+    Flag("memory", _parse_memory, metavar="SIZE"): "amount of memory, such as 4GiB or 800MiB. For models with a "
+    "cache, shows the largest batch that fits into it together with the weights",
+    Flag("dtype", COST_DTYPES): "data type of the weights and the cache (default: as in the checkpoint)",
     Flag("details", bool): "also show the number of attention parameters, the FLOPs per token, and the size of each "
     "cache per token",
     Flag("json", bool): "print JSON with all values instead of a table",

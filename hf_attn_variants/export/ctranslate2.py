@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -151,7 +151,7 @@ def export_ctranslate2(
         limit = get_max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
-    return _describe_export(output_dir, model, tokens, quantization, agreement)
+    return _describe_export(os.fspath(output_dir), model, tokens, quantization, agreement)
 
 
 def _check_quantization(quantization: str) -> None:
@@ -199,11 +199,7 @@ def _check_agreement(agreement: Agreement, vocab: TokenizerVocab, quantization: 
 
 
 def _describe_export(
-    output_dir: str | os.PathLike,
-    model: AttnVariantModelMixin,
-    vocab: TokenizerVocab,
-    quantization: str,
-    agreement: Agreement,
+    output_dir: str, model: AttnVariantModelMixin, vocab: TokenizerVocab, quantization: str, agreement: Agreement
 ) -> CTranslate2Export:
     """Collect the description of an export, including the code that uses it."""
     config, heads = model.config, {}
@@ -212,16 +208,10 @@ def _describe_export(
         heads[name] = config.get_query_heads(name), counts if len({*counts}) > 1 else getattr(config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     describe_usage = describe_whisper_usage if reads_audio else describe_translator_usage
-    usage = describe_usage(os.fspath(output_dir), vocab, generation, config)
-    return CTranslate2Export(
-        os.fspath(output_dir),
-        get_transformers_class_name(type(model)),
-        quantization,
-        heads,
-        agreement,
-        usage,
-        list_unsupported_settings(generation, reads_audio),
-    )
+    usage = describe_usage(output_dir, vocab, generation, config)
+    architecture = get_transformers_class_name(type(model))
+    unexported = list_unsupported_settings(generation, reads_audio)
+    return CTranslate2Export(output_dir, architecture, quantization, heads, agreement, usage, unexported)
 
 
 # The bias of tokens that are never generated. All dtypes can represent this value, and its softmax is 0.
@@ -243,12 +233,8 @@ def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVoca
     config: Any = model.config
     architecture = config.transformers_model_types[0]
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
-    make: Callable[[Any, TensorsByName, str], Any] = {
-        "t5": _make_t5_spec,
-        "umt5": _make_t5_spec,
-        "whisper": _make_whisper_spec,
-    }.get(architecture, _make_bart_spec)
-    spec = make(config, tensors, architecture)
+    makers = {"t5": _make_t5_spec, "umt5": _make_t5_spec, "whisper": _make_whisper_spec}
+    spec = makers.get(architecture, _make_bart_spec)(config, tensors, architecture)
     for site, path, attention in model.named_attention_modules():
         layer = getattr(spec, site.get_stack_name(config)).layer[site.get_layer_index(config, path)]
         part = layer.attention if site.is_cross_attention else layer.self_attention
@@ -280,10 +266,8 @@ def build_model_specification(model: AttnVariantModelMixin, vocab: TokenizerVoca
 def _register_whisper_tokens(spec: Any, vocab: TokenizerVocab, config: Any, generation: Any) -> None:
     """Set the vocabulary, forbidden tokens, languages and alignment heads in a Whisper specification."""
     spec.register_vocabulary(vocab.vocabulary)
-    spec.config.suppress_ids, spec.config.suppress_ids_begin = (
-        vocab.suppressed_tokens,
-        vocab.initially_suppressed_tokens,
-    )
+    spec.config.suppress_ids = vocab.suppressed_tokens
+    spec.config.suppress_ids_begin = vocab.initially_suppressed_tokens
     spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
     heads = getattr(generation, "alignment_heads", None)
     # As in CTranslate2's converter, the default is all heads in the upper half of the layers.
@@ -331,9 +315,8 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
             for index, part in enumerate(parts):
                 part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{index}.layer_norm.weight"]
             feed_forward_name = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
-            layer.ffn.linear_0.weight = tensors[
-                f"{feed_forward_name}.{'wi_0' if config.is_gated_act else 'wi'}.weight"
-            ]
+            first = "wi_0" if config.is_gated_act else "wi"
+            layer.ffn.linear_0.weight = tensors[f"{feed_forward_name}.{first}.weight"]
             layer.ffn.linear_1.weight = tensors[f"{feed_forward_name}.wo.weight"]
             if config.is_gated_act:
                 layer.ffn.linear_0_noact.weight = tensors[f"{feed_forward_name}.wi_1.weight"]

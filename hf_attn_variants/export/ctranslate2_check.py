@@ -366,14 +366,8 @@ class Agreement:
         first = None
         for number, (row, actual_row) in enumerate(zip(expected.tokens, actual, strict=True)):
             pairs = zip(row, [*actual_row, *[-1] * len(row)], strict=False)
-            split = next(
-                (
-                    position
-                    for position, (expected_token, actual_token) in enumerate(pairs)
-                    if expected_token != actual_token
-                ),
-                None,
-            )
+            different = (position for position, (token, other) in enumerate(pairs) if token != other)
+            split = next(different, None)
             is_tie = split is not None and (
                 actual_row[split : split + 1] == [expected.second[number][split]]
                 and expected.margins[number][split] < MAX_TIE_MARGIN

@@ -40,17 +40,11 @@ class FoldedReader(CheckpointReader):
             for name, extension in get_extensions(core).items():
                 if not hasattr(extension, "fold"):
                     continue
-                names = {
-                    part: ".".join(filter(None, (prefix, site.core, name, part))) for part in extension.state_dict()
-                }
-                extension.load_state_dict(
-                    {part: self._reader.read(stored_name) for part, stored_name in names.items()}, assign=True
-                )
-                self.entries = {
-                    stored_name: entry
-                    for stored_name, entry in self.entries.items()
-                    if stored_name not in names.values()
-                }
+                extension_path = ".".join(filter(None, (prefix, site.core, name)))
+                state = {part: reader.read(f"{extension_path}.{part}") for part in extension.state_dict()}
+                extension.load_state_dict(state, assign=True)
+                for part in state:
+                    del self.entries[f"{extension_path}.{part}"]
                 rows = dict.fromkeys(site.projections, slice(None))
                 if site.is_fused:
                     ends = list(accumulate(core.heads.fused_rows, initial=0))
@@ -70,7 +64,7 @@ class FoldedReader(CheckpointReader):
 
     def iterate_chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
-        return iter([self.read(name).flatten()]) if name in self._foldings else self._reader.iterate_chunks(name)
+        return super().iterate_chunks(name) if name in self._foldings else self._reader.iterate_chunks(name)
 
 
 def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tuple[CheckpointReader, dict[str, Any]]:

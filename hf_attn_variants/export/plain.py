@@ -172,19 +172,13 @@ def export_transformers(
         with output_folder.write({}) as (stage, _):
             make_transformers_config(plan.config, plan.model_class).save_pretrained(stage)
             write_history(stage, history)
-        sizes_before, sizes_after = (
-            sum(entry.numel for entry in entries.values()) for entries in (reader.entries, output_folder.entries)
-        )
+        before, after = reader.entries.values(), output_folder.entries.values()
+        sizes = sum(entry.numel for entry in before), sum(entry.numel for entry in after)
     ranks = dict.fromkeys(plan.config.get_rank_fields())
     changed = {name: (old, ranks.get(name, new)) for name, (old, new) in plan.heads.items()}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
-    return PlainExport(
-        os.fspath(output_dir),
-        get_transformers_class_name(plan.model_class),
-        changed,
-        (sizes_before, sizes_after),
-        output_folder.left_out,
-    )
+    architecture = get_transformers_class_name(plan.model_class)
+    return PlainExport(os.fspath(output_dir), architecture, changed, sizes, output_folder.left_out)
 
 
 def _plan_plain_conversion(

@@ -419,12 +419,8 @@ def _get_value(variant: Any, name: str) -> Any:
 
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
-TEMPLATE_VALUES: dict[str, Any] = {
-    "oldest_run": OLDEST_TESTED,
-    "newest_run": NEWEST_TESTED,
-    "plain": escape_markdown,
-    "code": format_inline_code,
-}
+TEMPLATE_VALUES: dict[str, Any] = {"oldest_run": OLDEST_TESTED, "newest_run": NEWEST_TESTED}
+TEMPLATE_VALUES |= {"plain": escape_markdown, "code": format_inline_code}
 DIGEST_MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 DIGEST_MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
 # The paragraph about the code in the template and in cards, and the repository loaded by the example on a card.

@@ -17,18 +17,7 @@ from typing import Any
 from ..files import read_file
 
 CONVERT_KEY, MODEL = "convert", "model_name_or_path"
-SWEEP_KEYS = (
-    "title",
-    "command",
-    "launch",
-    "seeds",
-    "metrics",
-    "flags",
-    CONVERT_KEY,
-    "variants",
-    "references",
-    "grid",
-)
+SWEEP_KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT_KEY, "variants", "references", "grid")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 # Training flags. "convert" maps to the flags of the preceding conversion, or to None if there is no conversion.
 Flags = dict[str, Any]
@@ -312,9 +301,8 @@ def _build_command(
             raise ValueError(f"`{name}` must not be set because the sweep sets it. Remove it.")
         is_switch = f"--{name}" in options and options[f"--{name}"].nargs == 0
         if value is not None and is_switch != isinstance(value, bool):
-            rule = (
-                "true or false" if is_switch else "text or a number (in quotes if YAML would parse it as another type)"
-            )
+            text_rule = "text or a number (in quotes if YAML would parse it as another type)"
+            rule = "true or false" if is_switch else text_rule
             raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
         if isinstance(value, bool):
             words += [f"--{name}"] if value else [f"--no-{name}"] * (f"--no-{name}" in options)

@@ -172,10 +172,9 @@ def format_markdown(results: dict[str, Any]) -> str:
     metrics, contestants = results["metrics"], results["contestants"]
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
     rows.append(["---"] * len(rows[0]))
+    columns = (*metrics, "num_parameters", "train_runtime")
     for contestant in contestants:
-        cells = [
-            _format_cell(contestant["spread"].get(name)) for name in (*metrics, "num_parameters", "train_runtime")
-        ]
+        cells = [_format_cell(contestant["spread"].get(name)) for name in columns]
         rows.append([contestant["name"], *cells, f"{len(contestant['runs'])} of {len(contestant['seeds'])}"])
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
     note = f"`attn-variants {results['command']}`. Means over seeds, with ranges if there is more than one seed."
