@@ -24,7 +24,7 @@ from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
-from ..inspection.costs import get_values_by_layer, list_used_fields
+from ..inspection.costs import get_values_by_layer, list_used_fields, resolve_source_model
 from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from .ctranslate2_check import (
     ACTIVATIONS,
@@ -41,7 +41,7 @@ from .ctranslate2_check import (
     read_tokenizer_vocab,
 )
 from .folding import FOLDED_FIELDS, fold_extensions
-from .plain import get_transformers_class_name, resolve_source_model, should_export_file
+from .plain import get_transformers_class_name, should_export_file
 
 FLOAT32 = "float32"
 # The number of bytes per weight for each quantization type. All other types use one byte.

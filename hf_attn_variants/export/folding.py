@@ -8,12 +8,11 @@ import torch
 
 from ..conversion.attention_modules import find_stored_prefix
 from ..conversion.checkpoint.tensor_files import CheckpointReader
-from ..inspection.costs import make_variant_config
+from ..inspection.costs import resolve_source_model
 from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.composition import ATTENTION_EXTENSIONS
 from ..modeling.mechanisms.attention_extension import get_extensions
 from ..modeling.mechanisms.mechanism import PREFIXES
-from ..registration import get_variant_model_class
 
 # The fields of the extensions that a projection can express.
 FOLDED_FIELDS = frozenset(
@@ -77,8 +76,7 @@ def fold_extensions(reader: CheckpointReader, config: Mapping[str, Any]) -> tupl
     remaining = {name: value for name, value in config.items() if name not in FOLDED_FIELDS}
     if all(config.get(name) is None for name in config.keys() - remaining.keys()):
         return reader, remaining
-    model_config = make_variant_config(config)
-    architecture = next(iter(config.get("architectures") or ()), None)
+    model_class, model_config = resolve_source_model(config)
     with torch.device("meta"):
-        model = get_variant_model_class(architecture or model_config.auto_classes["AutoModel"])(model_config)
+        model = model_class(model_config)
     return FoldedReader(reader, model), remaining

@@ -36,6 +36,7 @@ from ..conversion.checkpoint.source import (
 )
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, load_json, staged_folder
+from ..inspection.costs import resolve_source_model
 from ..model_properties import get_encoder_width
 from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..modeling.fields.mechanism_fields import has_kernel
@@ -59,7 +60,7 @@ from .onnx_int8 import (
     raise_log_level,
     read_comparison_texts,
 )
-from .plain import get_transformers_class_name, make_transformers_config, resolve_source_model, should_export_file
+from .plain import get_transformers_class_name, make_transformers_config, should_export_file
 
 TensorDict = dict[str, torch.Tensor]
 # The names of dimensions with variable sizes.

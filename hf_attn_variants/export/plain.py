@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -23,33 +23,19 @@ from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import OutputFolder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
-from ..inspection.costs import list_used_fields, make_variant_config
+from ..inspection.costs import list_used_fields, resolve_source_model
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import get_file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS
 from ..modeling.mechanisms.mechanism import NONE
-from ..registration import PREFIX, get_variant_model_class
+from ..registration import PREFIX
 from .folding import fold_extensions
-
-if TYPE_CHECKING:
-    from ..modeling.attention.model_mixin import AttnVariantModelMixin
 
 logger = logging.getLogger(__name__)
 
 REMOTE_CODE_FILES = get_file_names()
 # Fields that are omitted from the Transformers configuration, in addition to the variant fields.
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
-
-
-def resolve_source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
-    """Return this package's model class and configuration for a `config.json`.
-
-    Raises:
-        ValueError: If the architecture is not supported.
-    """
-    model_config = make_variant_config(config)
-    architecture = next(iter(config.get("architectures") or ()), None)
-    return get_variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
 def get_transformers_class_name(model_class: type) -> str:

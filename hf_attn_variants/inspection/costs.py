@@ -193,6 +193,17 @@ def make_variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
         return config_class.from_upstream(dict(config), **fields)
 
 
+def resolve_source_model(config: Mapping[str, Any]) -> tuple[type[AttnVariantModelMixin], Any]:
+    """Return this package's model class and configuration for a `config.json`.
+
+    Raises:
+        ValueError: If the architecture is not supported.
+    """
+    model_config = make_variant_config(config)
+    architecture = next(iter(config.get("architectures") or ()), None)
+    return get_variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
+
+
 def get_values_by_layer(config: Any, field: str) -> list[Any]:
     """Return the value of a configuration field in each layer of the encoder or decoder that it belongs to."""
     return [config.get_layer_value(field, layer) for layer in range(config.get_num_layers(field))]
@@ -320,11 +331,10 @@ def compute_cost_table(
         >>> table = compute_cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
         >>> {row.name: row.kv_cache_bytes for row in table.rows}
     """
-    current = make_variant_config(config)
+    model_class, current = resolve_source_model(config)
     source_length = (get_num_audio_positions(current) or length) if source_length is None else source_length
     check_sizes(batch_size=batch_size, length=length, source_length=source_length, num_beams=num_beams, memory=memory)
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
-    model_class = get_variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = get_varied_heads_field(model_class, current)
     itemsize = get_bytes_per_element(dtype)
     sizes, rows, upstream_bytes = (itemsize, length, source_length, num_beams), [], None

@@ -41,7 +41,7 @@ from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.model_mixin import AttnVariantModelMixin
 from ..progress import is_interactive, progress_bar
-from ..registration import get_max_input_length, get_variant_model_class
+from ..registration import get_max_input_length
 from .costs import (
     compute_kv_cache_bytes_per_token,
     get_values_by_layer,
@@ -49,7 +49,7 @@ from .costs import (
     get_varied_heads_field,
     has_latents,
     list_kv_head_counts,
-    make_variant_config,
+    resolve_source_model,
 )
 from .held_out import MEASURES, make_held_out_set
 from .speed import disable_early_stopping, make_timed_function, time_run
@@ -142,9 +142,7 @@ def load_source_model(
             the reverse).
     """
     folder = resolve_checkpoint_folder(checkpoint, revision, token, allow_pickle=False)
-    raw = read_config(folder)
-    config = make_variant_config(raw)
-    model_class = get_variant_model_class((raw.get("architectures") or [config.auto_classes["AutoModel"]])[0])
+    model_class, config = resolve_source_model(read_config(folder))
     reads_audio = model_class.main_input_name == "input_features"
     if reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if reads_audio else ("text", "calibration_file")

@@ -27,7 +27,7 @@ from hf_attn_variants import cli
 from hf_attn_variants.commands.export import CTRANSLATE2_QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_tokenizer_vocab
-from hf_attn_variants.export.plain import resolve_source_model
+from hf_attn_variants.inspection.costs import resolve_source_model
 from hf_attn_variants.model_properties import set_languages
 from hf_attn_variants.modeling.fields.field_table import VARIANT_FIELDS
 
