@@ -282,17 +282,9 @@ def read_calibration_from_args(args: argparse.Namespace) -> Calibration | None:
         ValueError: if options cannot be combined.
         OSError: if a file cannot be read.
     """
-    from ..conversion.attention_tensors import CalibratedMethod
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
-    from ..conversion.conversions import METHODS
 
     option_names = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
-    method = None if args.method is None else METHODS[args.method]()
-    if option_names and method is not None and not isinstance(method, CalibratedMethod):
-        raise ValueError(
-            f"--{option_names[0]} cannot be combined with --method {args.method}, which does not use text. "
-            "Remove one of them."
-        )
     setting_names = [name for name in TEXT_SETTINGS if name in option_names]
     settings = {name.removeprefix("calibration_"): getattr(args, name) for name in setting_names}
     settings |= {"size": args.calibration_size, "seed": args.seed}

@@ -165,8 +165,6 @@ def plan_push(
     validate_repo_id(repo_id)
     if code_repo is not None:
         _check_code_repo(code_repo, repo_id)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
     check_checkpoint_files(folder)
     check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):

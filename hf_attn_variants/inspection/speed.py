@@ -456,8 +456,6 @@ def resolve_timed_length(requested: int | None, config: Any, auto_class: str) ->
     length: Any = default if requested is None else requested
     if positions is not None and length > positions:
         raise ValueError(f"`length` must be at most {positions}, the number of positions of the model, got {length}.")
-    if auto_class == "AutoModelForAudioClassification" and length != positions:
-        raise ValueError(f"`length` must be {positions}, the number of audio positions of the model, got {length}.")
     return length
 
 

@@ -147,9 +147,11 @@ def test_method_options_are_checked_per_method(encoder, tmp_path):
             convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
     with pytest.raises(ValueError, match="`fit_steps`"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
-    for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
-        with pytest.raises(ValueError, match=f"--{name} cannot be combined with --method mean"):
-            run("--method", "mean", f"--{name}", lines if name == "calibration_file" else 8)
+    for name in ("max_length", "fit_steps", "calibration_size"):
+        with pytest.raises(ValueError, match=f"--{name} requires --calibration_file"):
+            run("--method", "mean", f"--{name}", 8)
+    with pytest.raises(ValueError, match="`method` 'mean' cannot be combined with `calibration`"):
+        run("--method", "mean", "--calibration_file", lines)
     assert not (tmp_path / "out").exists()
 
 
