@@ -298,10 +298,5 @@ def read_calibration_from_args(args: argparse.Namespace) -> Calibration | None:
         if option_names:
             raise ValueError(f"--{option_names[0]} requires --calibration_file.")
         return None
-    return read_calibration(
-        args.calibration_file,
-        columns=args.calibration_columns,
-        target_file=args.calibration_target_file,
-        target_column=args.calibration_target_column,
-        **settings,
-    )
+    settings |= {name: getattr(args, f"calibration_{name}") for name in ("columns", "target_file", "target_column")}
+    return read_calibration(args.calibration_file, **settings)

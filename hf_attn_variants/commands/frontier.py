@@ -1,9 +1,7 @@
 """The `attn-variants frontier` command."""
 
 import argparse
-import importlib.util
 import json
-import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -20,8 +18,6 @@ from ..command_line import (
 )
 from .convert import CALIBRATION_OPTIONS, add_calibration_arguments, read_calibration_from_args
 from .inspect import SOURCE_LENGTH_FLAG
-
-logger = logging.getLogger(__name__)
 
 # The flags that set the variants to measure.
 VARIANT_FLAGS = {
@@ -110,6 +106,7 @@ def main(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
     from ..errors import INTERRUPTED_MESSAGE
+    from ..files import save_plot
     from ..inspection.frontier import FrontierFile, load_source_model, measure_frontier, select_variants
     from ..model_properties import set_languages
     from ..progress import disable_progress_bars
@@ -144,29 +141,24 @@ def main(args: argparse.Namespace) -> Any:
             advice = f" {saved.path} contains the finished measurements. Repeat the command to continue."
         raise KeyboardInterrupt(f"{INTERRUPTED_MESSAGE}.{advice}") from None
     chosen = None if args.loss is None else frontier.find_smallest_variant(args.loss)
-    results = frontier.to_dict() | {
-        "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
-    }
-    is_drawn = _save_frontier_plot(frontier, args.loss, output_dir / FRONTIER_PNG)
+    command = chosen and _format_convert_command(chosen, args)
+    results = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": command}}
+    picture = output_dir / FRONTIER_PNG
+    save_plot(picture, lambda: _plot_frontier(frontier, args.loss), dpi=130)
     saved.finish(results)
     if args.json:
         print(json.dumps(results, indent=2))
     else:
-        picture = f"Plot and numbers: {output_dir / FRONTIER_PNG}, " if is_drawn else "Numbers: "
-        _print_frontier(frontier, chosen, args, f"{picture}{output_dir / FRONTIER_JSON}.")
+        files = f"Plot and numbers: {picture}, " if picture.exists() else "Numbers: "
+        _print_frontier(frontier, chosen, args, f"{files}{saved.path}.")
     return frontier
 
 
-def _save_frontier_plot(frontier: Any, loss_limit: float | None, path: Path) -> bool:
-    """Save the plot and return True, or return False if Matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("Skipping %s because matplotlib is not installed. Run `pip install matplotlib`.", path.name)
-        return False
-    from ..files import save_plot
+def _plot_frontier(frontier: Any, loss_limit: float | None) -> Any:
+    """Return the plot as a figure. The import raises `ModuleNotFoundError` if Matplotlib is not installed."""
     from ..inspection.frontier_plot import plot_frontier
 
-    save_plot(path, lambda: plot_frontier(frontier, loss_limit), dpi=130)
-    return True
+    return plot_frontier(frontier, loss_limit)
 
 
 def _read_calibration_and_held_out(args: argparse.Namespace) -> tuple[Any, Any]:

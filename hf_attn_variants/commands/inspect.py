@@ -78,16 +78,8 @@ def main(args: argparse.Namespace) -> Any:
     from ..inspection.tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
-    table = compute_cost_table(
-        config,
-        checkpoint=args.model_name_or_path,
-        batch_size=args.batch_size,
-        length=args.length,
-        source_length=args.source_length,
-        dtype=args.dtype,
-        num_beams=args.num_beams,
-        memory=args.memory,
-    )
+    names = ("batch_size", "length", "source_length", "dtype", "num_beams", "memory")
+    table = compute_cost_table(config, args.model_name_or_path, **{name: getattr(args, name) for name in names})
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table

@@ -115,13 +115,9 @@ class ConversionPlan:
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that change, such as kernels and patterns, {field: (before, after)}."""
         config = self.config
-        heads = {
-            *config.get_kv_heads_fields(),
-            *config.get_rank_fields(),
-            *config.get_talking_heads_fields(),
-            "per_layer_values",
-        }
-        pairs = self._get_changed_values([name for name in config.get_variant_fields() if name not in heads])
+        heads = (*config.get_kv_heads_fields(), *config.get_rank_fields(), *config.get_talking_heads_fields())
+        excluded = (*heads, "per_layer_values")
+        pairs = self._get_changed_values([name for name in config.get_variant_fields() if name not in excluded])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _get_changed_values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -303,10 +299,8 @@ def get_initializer_std(config: Any) -> float:
 
     BERT and BART define it in a configuration field, and T5 computes it from two fields.
     """
-    for name in ("initializer_range", "init_std"):
-        if hasattr(config, name):
-            return getattr(config, name)
-    return config.initializer_factor * config.d_model**-0.5
+    std = getattr(config, "initializer_range", getattr(config, "init_std", None))
+    return config.initializer_factor * config.d_model**-0.5 if std is None else std
 
 
 def _get_values_by_layer(config: Any, name: str) -> Any:

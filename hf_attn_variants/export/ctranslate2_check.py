@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
+from ..conversion.calibration.batches import pad_sequences
 from ..conversion.checkpoint.source import list_learned_tokens
 from ..model_properties import DecoderInput, get_decoder_input
 from ..modeling.attention.model_mixin import AttnVariantModelMixin
@@ -392,9 +392,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     texts: Any = [tokenizer.decode([token_ids[index] for index in indices]) for indices in random_ids]
     limit = get_max_input_length(config)
     rows = [tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"] for text in texts]
-    tensors, masks = [torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows]
-    ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=config.pad_token_id or 0)
-    return {"input_ids": ids, "attention_mask": nn.utils.rnn.pad_sequence(masks, batch_first=True)}
+    return pad_sequences(rows, config.pad_token_id or 0)
 
 
 def get_max_generated_tokens(model: AttnVariantModelMixin, vocab: TokenizerVocab) -> int:

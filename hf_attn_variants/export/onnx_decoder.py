@@ -38,11 +38,8 @@ def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None
         "then_branch": _make_branch(step.graph, "step", outputs, weights),
     }
     inputs = {value.name: value for graph in (step.graph, first.graph) for value in graph.input}
-    inputs |= {
-        name: _make_dynamic_value_info(value, name)
-        for name, value in inputs.items()
-        if name.startswith("past_key_values")
-    }
+    cache_names = [name for name in inputs if name.startswith("past_key_values")]
+    inputs |= {name: _make_dynamic_value_info(inputs[name], name) for name in cache_names}
     flag = helper.make_tensor_value_info(BRANCH_INPUT, TensorProto.BOOL, [1])
     graph = helper.make_graph(
         [helper.make_node("If", [BRANCH_INPUT], [output.name for output in outputs], **branches)],

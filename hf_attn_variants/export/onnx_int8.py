@@ -101,15 +101,10 @@ def make_text_batches(
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     length = min(MAX_TOKENS, get_max_input_length(config) or MAX_TOKENS)
+    options: dict[str, Any] = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "np"}
     batches = []
     for first in range(0, len(texts), batch_size):
-        batch = tokenizer(
-            list(texts[first : first + batch_size]),
-            truncation=True,
-            max_length=length,
-            padding=True,
-            return_tensors="np",
-        )
+        batch = tokenizer(list(texts[first : first + batch_size]), **options)
         zeros = np.zeros_like(batch["input_ids"])
         batches.append({name: np.asarray(batch.get(name, zeros), dtype=np.int64) for name in input_names})
     return batches

@@ -334,11 +334,8 @@ class LazyConvertedAttention:
 
         if not site.shares_latent or get_heads(path).rank is None:
             return path, get_heads(path)
-        return path, tuple(
-            get_heads(sharing)
-            for other_site, sharing, _ in self.source.named_attention_modules()
-            if other_site is site
-        )
+        paths = [other_path for other, other_path, _ in self.source.named_attention_modules() if other is site]
+        return path, tuple(map(get_heads, paths))
 
     def _store_attention_modules(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         """Store the attention modules of a model that are not stored yet.

@@ -91,11 +91,8 @@ def _format_size_label(frontier: Frontier) -> str:
     """Return the label of the size axis."""
     if frontier.source.kv_cache_bytes is None:
         return "parameters"
-    source = (
-        f" and {frontier.source_length:,} source"
-        if "cross" in (frontier.source.kv_cache_bytes_per_token or ())
-        else ""
-    )
+    caches = frontier.source.kv_cache_bytes_per_token or ()
+    source = f" and {frontier.source_length:,} source" if "cross" in caches else ""
     return f"cache of {frontier.length:,} generated{source} tokens, float32"
 
 

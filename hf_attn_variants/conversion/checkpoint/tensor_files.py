@@ -228,12 +228,10 @@ class PickleReader(CheckpointReader):
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             tensors = _load_pickle(folder / file)
-            self._add_entries(
-                {
-                    name: TensorEntry(file, get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
-                    for name, tensor in tensors.items()
-                }
-            )
+            entries = {}
+            for name, tensor in tensors.items():
+                entries[name] = TensorEntry(file, get_safetensors_dtype(tensor.dtype), tuple(tensor.shape))
+            self._add_entries(entries)
             self._tensors |= tensors
 
     def read(self, name: str) -> torch.Tensor:
