@@ -123,8 +123,7 @@ class ConversionPlan:
     def _get_changed_values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
         """Return the values of the given fields in both configurations, {field: (before, after)}."""
         return {
-            name: (_get_values_by_layer(self.source_config, name), _get_values_by_layer(self.config, name))
-            for name in names
+            name: (get_field_value(self.source_config, name), get_field_value(self.config, name)) for name in names
         }
 
     @property
@@ -303,7 +302,7 @@ def get_initializer_std(config: Any) -> float:
     return config.initializer_factor * config.d_model**-0.5 if std is None else std
 
 
-def _get_values_by_layer(config: Any, name: str) -> Any:
+def get_field_value(config: Any, name: str) -> Any:
     """Return a field's value, or the list of its values if they differ between layers."""
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
@@ -378,7 +377,7 @@ def _make_new_config(
     check_talking_heads_unchanged(source_config, new_config, changes)
     _check_extensions_unchanged(source_config, new_config)
     for name in config_class.get_kernel_fields():
-        old, new = _get_values_by_layer(source_config, name), _get_values_by_layer(new_config, name)
+        old, new = get_field_value(source_config, name), get_field_value(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
                 f"`{name}` must stay {old!r} because the original model already has a kernel, got {new!r}. Remove it."

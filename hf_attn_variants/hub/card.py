@@ -18,6 +18,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..conversion.checkpoint.source import read_config
+from ..conversion.plan import get_field_value
 from ..conversion.report import Quality
 from ..errors import convert_to_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
@@ -333,7 +334,7 @@ def build_variant_template_values(variant: Any, fields: Sequence[str], table: Co
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
-        "head_counts": {name: _get_value(variant, name) for name in variant.get_head_count_fields(fields)},
+        "head_counts": {name: get_field_value(variant, name) for name in variant.get_head_count_fields(fields)},
         "parameters": current.parameters,
         "attention_parameters": current.attention_parameters,
         "caches": [(part, count, full_cache[part]) for part, count in (cache or {}).items()],
@@ -408,14 +409,8 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, the number of layers, and the layers with a value."""
     layers = get_values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    values = {"value": _get_value(variant, name), "words": get_card_text(name), "layers": len(layers)}
+    values = {"value": get_field_value(variant, name), "words": get_card_text(name), "layers": len(layers)}
     return values | {"having": layers_with_value, "name": getattr(variant, name)}
-
-
-def _get_value(variant: Any, name: str) -> Any:
-    """Return a field's value, or the list of its per-layer values."""
-    values = (variant.per_layer_values or {}).get(name)
-    return getattr(variant, name) if values is None else values
 
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
