@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,9 +44,9 @@ class GlueRun:
     model: str
     seed: int
     score: float
-    rows: int | None = None
-    metrics: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | None
+    metrics: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,29 +64,30 @@ class Spread:
         return cls(mean, deviation, tuple(sorted(scores_by_seed)))
 
 
-@dataclass
 class ModelScores:
     """The scores of a model on GLUE.
 
-    Attributes:
+    Args:
         model: The name or path of the model.
+        scores: The score of each run, {task: {seed: score}}.
+
+    Attributes:
+        by_seed: The score of each run, in GLUE order.
         tasks: The mean score for each task that was run, in GLUE order.
         missing: The names of the tasks that were not run.
         average: The mean of the task means. Its `seeds` are those that were run for all tasks, and its standard
             deviation is computed over these seeds.
-        by_seed: The score of each run, {task: {seed: score}}.
     """
 
-    model: str
-    tasks: dict[str, Spread]
-    missing: list[str]
-    average: Spread = field(init=False)
-    by_seed: Mapping[str, Mapping[int, float]]
-
-    def __post_init__(self) -> None:
-        shared = set.intersection(*(set(scores) for scores in self.by_seed.values()))
-        averages = {seed: statistics.fmean(scores[seed] for scores in self.by_seed.values()) for seed in shared}
-        self.average = Spread.from_scores(averages, statistics.fmean(task.mean for task in self.tasks.values()))
+    def __init__(self, model: str, scores: Mapping[str, Mapping[int, float]]):
+        self.model = model
+        self.by_seed = {name: scores[name] for name in GLUE_METRICS if name in scores}
+        self.missing = [name for name in GLUE_METRICS if name not in scores]
+        means = {name: statistics.fmean(by_seed.values()) for name, by_seed in self.by_seed.items()}
+        self.tasks = {name: Spread.from_scores(by_seed, means[name]) for name, by_seed in self.by_seed.items()}
+        shared = set.intersection(*map(set, self.by_seed.values()))
+        averages = {seed: statistics.fmean(by_seed[seed] for by_seed in self.by_seed.values()) for seed in shared}
+        self.average = Spread.from_scores(averages, statistics.fmean(means.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, including the score for each seed."""
@@ -209,12 +210,7 @@ def compute_model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     scores_by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
         scores_by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
-    scores = []
-    for model, tasks in scores_by_model.items():
-        names = [name for name in GLUE_METRICS if name in tasks]
-        spreads = {name: Spread.from_scores(tasks[name], statistics.fmean(tasks[name].values())) for name in names}
-        missing = [name for name in GLUE_METRICS if name not in tasks]
-        scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
+    scores = [ModelScores(model, tasks) for model, tasks in scores_by_model.items()]
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))
 
 
