@@ -60,13 +60,15 @@ from .attention_tensors import (
 )
 from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
+
+def collect_field_texts(kind: str) -> dict[str, str]:
+    """Return {field: text} for all variant fields that have a text of this kind (see `FieldDescription`)."""
+    texts = {name: getattr(FIELD_TEXTS[row.name], kind) for row in VARIANT_FIELDS for name in row.names}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
 # Fields of the original model that must not be set, because the conversion does not support their features.
-UNCONVERTIBLE = {
-    name: text
-    for row in VARIANT_FIELDS
-    for name in row.names
-    if (text := FIELD_TEXTS[row.name].unconvertible) is not None
-}
+UNCONVERTIBLE = collect_field_texts("unconvertible")
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,12 @@ from ..conversion.attention_tensors import MeanPooling
 from ..conversion.checkpoint.source import read_config, resolve_checkpoint_folder
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.conversions import resolve_dtype
-from ..conversion.plan import ConversionPlan, make_plan
+from ..conversion.plan import ConversionPlan, collect_field_texts, make_plan
 from ..conversion.writing import OutputFolder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import list_used_fields, resolve_source_model
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import get_file_names
-from ..modeling.fields.field_table import FIELD_TEXTS, VARIANT_FIELDS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX
 from .folding import fold_extensions
@@ -74,12 +73,7 @@ def should_export_file(folder: Path, name: str) -> bool:
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 # {field that the Transformers classes do not support: description of its feature}.
-NO_PLAIN_FORM = {
-    name: text
-    for row in VARIANT_FIELDS
-    for name in row.names
-    if (text := FIELD_TEXTS[row.name].not_in_transformers) is not None
-}
+NO_PLAIN_FORM = collect_field_texts("not_in_transformers")
 
 
 @dataclass(frozen=True)
