@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,6 +129,9 @@ class Calibration:
                 raise ValueError(
                     f"`{name}` in `Calibration` must be at least {minimum}, got {value}. Use a larger number."
                 )
+        rate = self.fit_learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"`fit_learning_rate` in `Calibration` must be a finite number above 0, got {rate}.")
         if self.passages and not self.supports_passages:
             raise ValueError("`passages` is only supported for single texts without targets. Remove it.")
 

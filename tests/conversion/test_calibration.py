@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -298,6 +299,7 @@ def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
         ({"texts": [("a", "pair")]}, ValueError, "texts"),
         ({"target_texts": ["one"]}, ValueError, "target_texts"),
         ({"target_texts": "x" * 512}, ValueError, "target_texts"),
+        *(({"fit_learning_rate": rate}, ValueError, "fit_learning_rate") for rate in (0, -0.1, math.nan, math.inf)),
     ],
 )
 def test_errors_of_a_calibration(options, kind, argument):
