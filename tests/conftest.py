@@ -55,6 +55,22 @@ def shared_data():
     return SHARED_DATA
 
 
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory) -> Path:
+    """The folder of a tiny BERT with a tokenizer; tests do not write to it."""
+    from fixtures.glue.tiny_bert import make_tiny_bert
+
+    return make_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
+
+
+@pytest.fixture
+def small_maps(monkeypatch):
+    """Let the linear layers of tiny models be quantized to int8, like those of real models."""
+    from hf_attn_variants.quantization import packed_linear
+
+    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)
+
+
 @pytest.fixture(params=["chosen", "absorbed", "expanded", "kept"])
 def form(request, monkeypatch):
     """The form of latent attention in a test. The inputs of tests are too small to select every form by its cost."""

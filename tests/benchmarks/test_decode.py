@@ -1,26 +1,17 @@
 """Check the decoding benchmark at tiny sizes: a row per model, and models of equal size."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.speed import decode
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def decode(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.speed.decode")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])
-def test_every_model_has_a_row_with_its_cache_size(decode, tmp_path, monkeypatch, flags):
+def test_every_model_has_a_row_with_its_cache_size(tmp_path, monkeypatch, flags):
     argv = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "3", "--repeats", "1"]
     argv += ["--skip_encoder", "--output_dir", str(tmp_path), "--run_name", "run", *flags]
     monkeypatch.setattr(sys, "argv", ["decode.py", *argv])
@@ -41,7 +32,7 @@ def test_every_model_has_a_row_with_its_cache_size(decode, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("shape", ["tiny", "t5-multi30k"])
-def test_wider_feed_forward_layers_equalize_parameter_counts(decode, shape):
+def test_wider_feed_forward_layers_equalize_parameter_counts(shape):
     fields = decode.SHAPES[shape]
 
     def parameters(kv_heads):

@@ -1,20 +1,13 @@
 """Check the benchmark of forward passes: the timed models and the errors."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 from architectures import ALBERT, BERT, T5
 from relatives import RELATIVES, WHISPER
 
-ROOT = Path(__file__).resolve().parents[2]
+import hf_attn_variants
+from benchmarks.speed.encode import measure_passes
+
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
-
-
-@pytest.fixture
-def measure(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.speed.encode").measure_passes
 
 
 def get_names_and_fields(table):
@@ -32,9 +25,9 @@ def get_names_and_fields(table):
         (WHISPER, "WhisperForCausalLM", 40),
     ],
 )
-def test_encode_times_transformers_and_every_variant(measure, architecture, head, length):
+def test_encode_times_transformers_and_every_variant(architecture, head, length):
     config = architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
-    table = measure(config, 2, length, 2)
+    table = measure_passes(config, 2, length, 2)
     names, _ = get_names_and_fields(table)
     assert names[:2] == ["transformers", "MHA"] and "MQA" in names
     assert ("MHA + talking heads" in names) is (architecture in (BERT, ALBERT))
@@ -45,23 +38,21 @@ def test_encode_times_transformers_and_every_variant(measure, architecture, head
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
+def test_t5_encoder_is_timed_with_encoder_fields(stored):
     config = T5.make_upstream_model("T5EncoderModel").config.to_dict()
     config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
-    names, fields = get_names_and_fields(measure(config, 2, 8, 1, windows=[4]))
+    names, fields = get_names_and_fields(measure_passes(config, 2, 8, 1, windows=[4]))
     assert names[0] == "transformers" and {"encoder_num_key_value_heads": 1} in fields
     assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
     assert not any("num_key_value_heads" in item for item in fields)
 
 
-def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
-    import hf_attn_variants
-
+def test_model_with_other_outputs_raises_an_error(monkeypatch):
     model = hf_attn_variants.AttnVariantBertModel
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs | NO_MASK))
     with pytest.raises(ValueError, match="and BertModel with the same weights have different outputs"):
-        measure(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 8, 1)
+        measure_passes(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 8, 1)
 
 
 NO_MASK = {"attention_mask": None}

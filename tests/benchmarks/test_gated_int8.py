@@ -4,15 +4,10 @@ import json
 
 import pytest
 import torch
-from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.commands import run_command
 from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.train import gated_int8
-
-
-@pytest.fixture(scope="module")
-def tiny_bert(tmp_path_factory):
-    return make_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
 
 
 @pytest.fixture
@@ -69,8 +64,8 @@ def test_measured_models_are_not_measured_again(tiny_bert, data_dir, tmp_path, m
     output = tmp_path / "report.json"
     flags = ["--model", str(tiny_bert), "--data_dir", str(data_dir), "--work_dir", str(tmp_path / "work")]
     flags += ["--output", str(output), "--seeds", "0"]
-    gated_int8.main(gated_int8.parse_args([*flags, "--extensions", "output gates"]))
-    rows = gated_int8.main(gated_int8.parse_args(flags))
+    run_command(gated_int8, *flags, "--extensions", "output gates")
+    rows = run_command(gated_int8, *flags)
     assert len(measured) == 5 and measured.count("output-gates-0") == 1
     assert [row["extension"] for row in rows][:2] == [gated_int8.ORIGINAL, "output gates"]
     clipped = next(row for row in rows if row["extension"] == "clipped softmax")

@@ -1,14 +1,13 @@
 """Check the script that makes tests/golden's archives: the mechanisms per architecture, and the archives."""
 
 import argparse
-import importlib
-from pathlib import Path
 
 import pytest
 from fixtures import golden_conversions, golden_repositories, golden_trainings
 from fixtures.golden import list_folders, load_expected, unpack
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.versions import golden_artefacts
+
 PAIRS = [
     (architecture, mechanism)
     for architecture in golden_repositories.ARCHITECTURE_HEADS
@@ -29,8 +28,6 @@ def test_skipped_mechanisms_are_unsupported_by_the_architecture(architecture, me
 
 @pytest.mark.thorough
 def test_golden_archives_are_made(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT))
-    maker = importlib.import_module("benchmarks.versions.golden_artefacts")
     monkeypatch.setattr(
         golden_repositories, "ARCHITECTURE_HEADS", {"bart": golden_repositories.ARCHITECTURE_HEADS["bart"]}
     )
@@ -38,7 +35,9 @@ def test_golden_archives_are_made(monkeypatch, tmp_path):
     monkeypatch.setattr(golden_conversions, "CONVERSIONS", {"t5-mean": golden_conversions.CONVERSIONS["t5-mean"]})
     monkeypatch.setattr(golden_trainings, "TRAININGS", {"ner": golden_trainings.TRAININGS["ner"]})
     out = tmp_path / "out"
-    maker.main(argparse.Namespace(parts=["models", "trainings"], output_dir=out, work_dir=tmp_path / "work"))
+    golden_artefacts.main(
+        argparse.Namespace(parts=["models", "trainings"], output_dir=out, work_dir=tmp_path / "work")
+    )
     assert list_folders(out / "models.tar.xz") == {"converted": ["t5-mean"], "repositories": ["bart-gqa"]}
     unpack(out / "models.tar.xz", tmp_path / "models")
     inputs, expected = load_expected(tmp_path / "models/repositories/bart-gqa")
@@ -47,5 +46,5 @@ def test_golden_archives_are_made(monkeypatch, tmp_path):
     assert (tmp_path / "models/repositories/bart-gqa/modeling_attn_variant_bart.py").is_file()
     assert list_folders(out / "trainings.tar.xz") == {"ner": ["model", "out"]}
     with pytest.raises(ValueError, match="bytes, but at most 9 are allowed"):
-        monkeypatch.setattr(maker, "MOST_BYTES", 9)
-        maker.main(argparse.Namespace(parts=["trainings"], output_dir=out, work_dir=tmp_path / "work"))
+        monkeypatch.setattr(golden_artefacts, "MOST_BYTES", 9)
+        golden_artefacts.main(argparse.Namespace(parts=["trainings"], output_dir=out, work_dir=tmp_path / "work"))

@@ -1,20 +1,15 @@
 """Check the GPU benchmarks on the CPU at tiny shapes: cells, processes and reports."""
 
 import argparse
-import importlib
 import json
 import time
-from pathlib import Path
 
 import pytest
+import torch
+from fixtures.commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
+from benchmarks.gpu import cells, kernel_truth, long_texts, parity
+from benchmarks.gpu import run as gpu_run
 
 
 @pytest.fixture
@@ -29,8 +24,7 @@ def read_cells(args):
     return json.loads(args.output.read_text())["cells"]
 
 
-def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
-    cells = load("benchmarks.gpu.cells")
+def test_failed_cell_is_recorded_and_the_next_cell_runs(part):
     calls = []
 
     def fails():
@@ -45,8 +39,7 @@ def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
     assert cells.run_cells(part, functions) == cells.COMPLETE and calls == ["fails", "works"]  # no cell runs again
 
 
-def test_lost_device_restarts_the_process(load, part):
-    cells = load("benchmarks.gpu.cells")
+def test_lost_device_restarts_the_process(part):
 
     def breaks():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -57,8 +50,7 @@ def test_lost_device_restarts_the_process(load, part):
     assert [cell["status"] for cell in read_cells(part).values()] == ["failed", "done"]
 
 
-def test_cell_that_times_out_is_tried_twice(load, part):
-    cells = load("benchmarks.gpu.cells")
+def test_cell_that_times_out_is_tried_twice(part):
 
     def stopped():
         raise KeyboardInterrupt  # like SIGKILL, no result is written
@@ -93,19 +85,18 @@ FAKES = {
 
 
 @pytest.fixture
-def run(load, monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path):
     """`run.py` with fake parts and short time limits."""
-    module = load("benchmarks.gpu.run")
     for name, text in FAKES.items():
         (tmp_path / f"{name}.py").write_text(FAKE + text)
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    monkeypatch.setattr(module, "PARTS", {name: (1.0, name) for name in FAKES})
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0)
-    monkeypatch.setattr(module, "MIN_SECONDS", 0.1)
+    monkeypatch.setattr(gpu_run, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_run, "PARTS", {name: (1.0, name) for name in FAKES})
+    monkeypatch.setattr(gpu_run, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(gpu_run, "MIN_SECONDS", 0.1)
 
     def call(*flags):
         argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path / "out"), "--minutes", "0.1", *flags]
-        return module.main(module.parse_args(argv)), json.loads((tmp_path / "out/summary.json").read_text())
+        return run_command(gpu_run, *argv), json.loads((tmp_path / "out/summary.json").read_text())
 
     return call
 
@@ -125,9 +116,8 @@ def test_failed_part_does_not_stop_the_next_part(run, tmp_path, capfd):
     assert begun == {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in begun}
 
 
-def test_kernel_parity_is_reported(load, part):
+def test_kernel_parity_is_reported(part):
     """Check the fastest part in this process."""
-    cells, kernel_truth = load("benchmarks.gpu.cells"), load("benchmarks.gpu.kernel_truth")
     functions = kernel_truth.make_cells(part)
     few = {name: functions[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
     assert cells.run_cells(part, few) == cells.COMPLETE
@@ -135,18 +125,14 @@ def test_kernel_parity_is_reported(load, part):
     assert {cell["backend"] for cell in read_cells(part).values()} == {kernel_truth.get_backend()}
 
 
-def test_wrong_kernel_fails_the_parity_check(load, monkeypatch):
-    kernel_truth = load("benchmarks.gpu.kernel_truth")
+def test_wrong_kernel_fails_the_parity_check(monkeypatch):
     attend = kernel_truth.talking_heads_attention
     monkeypatch.setattr(kernel_truth, "talking_heads_attention", lambda *args, **call: 1.001 * attend(*args, **call))
     result = kernel_truth.measure_errors(kernel_truth.CASES["padding"]._replace(n=4, m=6), "cpu", "float32", True)
     assert not result["met"] and result["errors"]["output"] == pytest.approx(1e-3, rel=0.05)
 
 
-def test_architecture_that_differs_from_transformers_is_reported(load, monkeypatch):
-    import torch
-
-    parity = load("benchmarks.gpu.parity")
+def test_architecture_that_differs_from_transformers_is_reported(monkeypatch):
     architecture = next(architecture for architecture in parity.ALL_ARCHITECTURES if architecture.name == "distilbert")
     assert parity.measure_architecture_parity(architecture, "cpu", "bfloat16")["met"]
     make_pair = parity.make_pair
@@ -161,19 +147,15 @@ def test_architecture_that_differs_from_transformers_is_reported(load, monkeypat
     assert not parity.measure_architecture_parity(architecture, "cpu", "float32")["met"]
 
 
-def test_layer_is_timed_with_each_kernel(load):
-    import argparse
-
-    long_texts = load("benchmarks.gpu.long_texts")
+def test_layer_is_timed_with_each_kernel():
     rows = long_texts.measure_layers(512, argparse.Namespace(tiny=True, device="cpu"))
     assert {f"BERT layer, {name}" for name in long_texts.KERNELS} <= rows["forward"].keys() and not rows["failures"]
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_runs_at_tiny_shapes(load, tmp_path):
-    run = load("benchmarks.gpu.run")
+def test_gpu_benchmark_runs_at_tiny_shapes(tmp_path):
     argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30"]
-    assert run.main(run.parse_args(argv)) == 0
+    assert run_command(gpu_run, *argv) == 0
     rows = json.loads((tmp_path / "summary.json").read_text())
-    assert [row["part"] for row in rows] == list(run.PARTS)
+    assert [row["part"] for row in rows] == list(gpu_run.PARTS)
     assert all(row["complete"] and row["done"] == row["cells"] > 0 for row in rows)

@@ -10,11 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-
-
 def find_imports(path):
     """Return the imports of a file from the package and the benchmarks, as pairs of a module and a name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,5 @@
 """Check benchmarks with both allocator settings: processes, page faults, merged reports, claims, and repeated runs."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import page_faults
+from benchmarks import kept_memory, machine, measure_again, page_faults, speed_claims, speed_tables
 from benchmarks.page_faults import FIXED_SETTINGS, Usage, UsageRecorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +18,6 @@ ENCODE = ["--tiny", "--batch_size", "1", "--length", "4", "--rounds", "1", "--th
 ON_GLIBC = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="needs glibc")
 FEW = {"seconds": 1.0, "minor_faults": 10, "system_seconds": 0.0, "few_faults": True}
 MANY = FEW | {"minor_faults": 10**6, "few_faults": False}
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
 
 
 def run(script, *arguments, **more):
@@ -35,7 +28,7 @@ def run(script, *arguments, **more):
 
 @pytest.mark.thorough
 @ON_GLIBC
-def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
+def test_script_writes_one_report_with_both_allocator_settings(tmp_path):
     # The process with the default setting does not inherit the allocator settings of the caller.
     ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **FIXED_SETTINGS)
     assert ended.returncode == 0, ended.stderr
@@ -46,8 +39,8 @@ def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
         assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in item["rows"])
     assert {setting["figures"] for setting in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
-    assert load("benchmarks.kept_memory").is_recorded(report)
-    assert len(list(load("benchmarks.speed_claims").iterate_claims(path.stem, report))) == len(report["rows"]) - 1
+    assert kept_memory.is_recorded(report)
+    assert len(list(speed_claims.iterate_claims(path.stem, report))) == len(report["rows"]) - 1
 
 
 def test_only_page_faults_of_the_watched_part_count():
@@ -92,17 +85,15 @@ def test_fixed_allocator_setting_needs_both_variables_or_a_preload(monkeypatch):
     monkeypatch.setenv(first, FIXED_SETTINGS[first])
     assert page_faults.get_allocator_setting() == "glibc"
     monkeypatch.setenv(second, FIXED_SETTINGS[second])
-    assert (
-        page_faults.get_allocator_setting() == "kept"
-        and page_faults.describe_memory()["kept"]["variables"] == FIXED_SETTINGS
-    )
+    assert page_faults.get_allocator_setting() == "kept"
+    assert page_faults.describe_memory()["kept"]["variables"] == FIXED_SETTINGS
     monkeypatch.delenv(first)
     monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
     assert page_faults.describe_memory()["kept"]["allocator"] == "jemalloc"
 
 
-def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown(load):
-    make_claim = load("benchmarks.kept_memory").make_claim
+def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown():
+    make_claim = kept_memory.make_claim
     assert make_claim(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
     assert make_claim(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
     assert make_claim(1.10, 1.00) == (1.00, "1.00×")  # only differences of more than 10% are shown
@@ -124,51 +115,51 @@ def make_reports(kept_usage):
     return glibc | {"targets": targets}, fixed | {"targets": [targets[0] | {"measured": 2.0, "met": False}]}
 
 
-def test_reports_of_both_settings_are_merged(load):
-    report = load("benchmarks.kept_memory").merge_reports(*make_reports(FEW))
+def test_reports_of_both_settings_are_merged():
+    report = kept_memory.merge_reports(*make_reports(FEW))
     assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
     assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
     assert report["attention"][0]["forward"]["sdpa"] == 600.0
     assert report["kept"]["attention"][0]["forward"]["sdpa"] == 200.0 and "memory" not in report["kept"]
     assert report["targets"] == [{"what": "speed", "least": 3, "measured": 2.0, "met": False}]
-    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", report)
+    (line,) = speed_claims.iterate_claims("sliding_window_cpu", report)
     assert (line.glibc, line.fixed, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
 
 
-def test_run_with_many_faults_gives_no_claim(load):
-    report = load("benchmarks.kept_memory").merge_reports(*make_reports(MANY))
+def test_run_with_many_faults_gives_no_claim():
+    report = kept_memory.merge_reports(*make_reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
-    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", report)
+    (line,) = speed_claims.iterate_claims("sliding_window_cpu", report)
     assert line.fixed is None and line.claim == (None, "6.00×, no claim") and line.text().endswith("no claim")
-    nowhere = load("benchmarks.kept_memory").merge_reports(make_reports(FEW)[0], None)
+    nowhere = kept_memory.merge_reports(make_reports(FEW)[0], None)
     assert "not_run" in nowhere["memory"]["kept"]
-    (line,) = load("benchmarks.speed_claims").iterate_claims("sliding_window_cpu", nowhere)
+    (line,) = speed_claims.iterate_claims("sliding_window_cpu", nowhere)
     assert line.claim.ratio is None
 
 
-def test_speed_table_shows_the_claimed_ratio(load):
-    tables = load("benchmarks.speed_tables")
-    report = load("benchmarks.kept_memory").merge_reports(*make_reports(FEW))
-    ((row, fixed_row),) = tables.pair_rows(report, "attention")
+def test_speed_table_shows_the_claimed_ratio():
+    report = kept_memory.merge_reports(*make_reports(FEW))
+    ((row, fixed_row),) = speed_tables.pair_rows(report, "attention")
     assert (
-        tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window"))
+        speed_tables.format_ratio(row, fixed_row, speed_tables.make_time_ratio("forward", "sdpa", "window"))
         == "2.00×, default 6.00×"
     )
-    ((row, fixed_row),) = tables.pair_rows(make_reports(FEW)[0] | {"memory": "not recorded"}, "attention")
-    assert tables.format_ratio(row, fixed_row, tables.make_time_ratio("forward", "sdpa", "window")) == "6.00×"
+    ((row, fixed_row),) = speed_tables.pair_rows(make_reports(FEW)[0] | {"memory": "not recorded"}, "attention")
+    assert (
+        speed_tables.format_ratio(row, fixed_row, speed_tables.make_time_ratio("forward", "sdpa", "window")) == "6.00×"
+    )
 
 
-def test_report_describes_the_machine_without_its_name(load):
-    result = load("benchmarks.machine").describe_machine("cpu")
+def test_report_describes_the_machine_without_its_name():
+    result = machine.describe_machine("cpu")
     assert result["cpu"] and result["cores"] == os.cpu_count() and result["memory_gib"] > 0.1
     assert os.uname().nodename not in json.dumps(result) and str(Path.home()) not in json.dumps(result)
-    info = load("benchmarks.machine").read_cpu_info()
+    info = machine.read_cpu_info()
     assert ("avx512f" in result["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 
-def test_every_speed_report_can_be_measured_again(load):
-    again = load("benchmarks.measure_again")
-    jobs = again.list_jobs(again.parse_args([]))
-    of_speed = load("benchmarks.speed_claims").is_of_speed
-    assert {job.name for job in jobs} >= set(filter(of_speed, again.report_paths()))
+def test_every_speed_report_can_be_measured_again():
+    jobs = measure_again.list_jobs(measure_again.parse_args([]))
+    of_speed = speed_claims.is_of_speed
+    assert {job.name for job in jobs} >= set(filter(of_speed, measure_again.report_paths()))
     assert all(importlib.util.find_spec(f"benchmarks.{job.script}") and 0 < job.seconds < 3600 for job in jobs)

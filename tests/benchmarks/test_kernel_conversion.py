@@ -1,25 +1,18 @@
 """Check the benchmark of converted kernels: rows before and after a fit, without repeated measurements."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 from fixtures.calibrations import WordTokenizer, compute_error, make_bert, make_texts
+from fixtures.commands import run_command
 from fixtures.glue.tiny_bert import make_tiny_bert
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.convert.kernel_conversion")
+from benchmarks.convert import kernel_conversion
 
 
 @pytest.mark.thorough
-def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path, monkeypatch):
+def test_kernel_benchmark_has_rows_before_and_after_the_fit(tmp_path, monkeypatch):
     model = make_bert()
     model.save_pretrained(tmp_path / "source")
 
@@ -35,23 +28,23 @@ def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path,
         def compute_scores(self, converted):
             return {"error": compute_error(converted, model)}
 
-    monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
+    monkeypatch.setitem(kernel_conversion.SUBJECTS, "lines", Tiny)
     flags = ["--kernels", "hedgehog", "--fit_steps", "20", "--features", "4", "--output_dir", str(tmp_path)]
-    unfitted, fitted = benchmark.main(benchmark.parse_args(flags))
-    assert (unfitted["fit"], fitted["fit"]) == (benchmark.UNFITTED, 20) and fitted["error"] < unfitted["error"]
+    unfitted, fitted = run_command(kernel_conversion, *flags)
+    assert (unfitted["fit"], fitted["fit"]) == (kernel_conversion.UNFITTED, 20) and fitted["error"] < unfitted["error"]
     assert json.loads((tmp_path / "kernel_conversion.json").read_text())["runs"] == [unfitted, fitted]
-    monkeypatch.setattr(benchmark, "convert", None)
-    assert benchmark.main(benchmark.parse_args(flags)) == [unfitted, fitted]
+    monkeypatch.setattr(kernel_conversion, "convert", None)
+    assert run_command(kernel_conversion, *flags) == [unfitted, fitted]
     monkeypatch.undo()
-    monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
+    monkeypatch.setitem(kernel_conversion.SUBJECTS, "lines", Tiny)
     flags = ["--kernels", "hybrid", "--fit_steps", "20", "--window", "2", "--output_dir", str(tmp_path)]
-    rows = {(row["fit"], row["reads"]): row["error"] for row in benchmark.main(benchmark.parse_args(flags))[2:]}
-    assert len(rows) == 6 and rows[20, "both"] < rows[benchmark.UNFITTED, "both"]
+    rows = {(row["fit"], row["reads"]): row["error"] for row in run_command(kernel_conversion, *flags)[2:]}
+    assert len(rows) == 6 and rows[20, "both"] < rows[kernel_conversion.UNFITTED, "both"]
     assert all(rows[20, "both"] < rows[20, branch] for branch in ("the window", "outside of it"))
 
 
 @pytest.mark.thorough
-def test_token_matching_layers_and_distillation_have_separate_rows(benchmark, tmp_path, monkeypatch):
+def test_token_matching_layers_and_distillation_have_separate_rows(tmp_path, monkeypatch):
     source, lines = make_tiny_bert(tmp_path / "source"), ["the cat saw the cat and a dog"] * 300
 
     class Tiny:
@@ -71,12 +64,12 @@ def test_token_matching_layers_and_distillation_have_separate_rows(benchmark, tm
         def compute_scores(self, converted):
             return {"heads": str(converted.config.per_layer_values)}
 
-    monkeypatch.setitem(benchmark.SUBJECTS, "lines", Tiny)
+    monkeypatch.setitem(kernel_conversion.SUBJECTS, "lines", Tiny)
     flags = ["--kernels", "elu", "--fit_steps", "2", "--output_dir", str(tmp_path), "--max_length", "16"]
-    plain = benchmark.main(benchmark.parse_args(flags))
-    rows = benchmark.main(benchmark.parse_args([*flags, "--keep_matching_layers", "1", "--distillation_steps", "2"]))
+    plain = run_command(kernel_conversion, *flags)
+    rows = run_command(kernel_conversion, *flags, "--keep_matching_layers", "1", "--distillation_steps", "2")
     assert rows[:2] == plain and [row.get("distillation_steps") for row in rows[2:]] == [None, 2]
     assert all("'elu'" in row["heads"] and row["keep_matching_layers"] == 1 for row in rows[2:])
     assert [row["heads"] for row in plain] == ["None"] * 2
-    monkeypatch.setattr(benchmark, "convert", None)
-    assert len(benchmark.main(benchmark.parse_args(flags))) == 4
+    monkeypatch.setattr(kernel_conversion, "convert", None)
+    assert len(run_command(kernel_conversion, *flags)) == 4

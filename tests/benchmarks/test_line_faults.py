@@ -1,12 +1,9 @@
 """Check the faults that `line_faults.py` makes, and the lines that `code_size.py` counts."""
 
 import ast
-import importlib
-from pathlib import Path
 
-import pytest
+from benchmarks.versions import code_size, line_mutations
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''"""A module with 3 lines."""
 import logging
 
@@ -23,18 +20,11 @@ class Scale:
 '''
 
 
-@pytest.fixture
-def versions(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
-
-
-def test_faults_change_only_executed_code(versions, tmp_path):
-    mutations = versions("benchmarks.versions.line_mutations")
-    (name, function) = next(mutations.iterate_functions(ast.parse(SOURCE)))
+def test_faults_change_only_executed_code(tmp_path):
+    (name, function) = next(line_mutations.iterate_functions(ast.parse(SOURCE)))
     lines = SOURCE.encode().splitlines()
     faults = set()
-    for number, begin, end, new, _ in mutations.iterate_mutations(function, lines):
+    for number, begin, end, new, _ in line_mutations.iterate_mutations(function, lines):
         line = lines[number - 1]
         faults.add((line[:begin] + new.encode() + line[end:]).decode().strip())
         ast.parse(b"\n".join([*lines[: number - 1], line[:begin] + new.encode() + line[end:], *lines[number:]]))
@@ -51,14 +41,13 @@ def test_faults_change_only_executed_code(versions, tmp_path):
     }
 
 
-def test_lines_are_located_in_a_changed_file(versions, tmp_path):
-    mutations = versions("benchmarks.versions.line_mutations")
-    (tmp_path / mutations.PACKAGE / "hub").mkdir(parents=True)
-    (tmp_path / mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
-    result = mutations.make_line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
-    assert result == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
+def test_lines_are_located_in_a_changed_file(tmp_path):
+    (tmp_path / line_mutations.PACKAGE / "hub").mkdir(parents=True)
+    (tmp_path / line_mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
+    result = line_mutations.make_line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
+    assert result == [(f"{line_mutations.PACKAGE}/hub/moved.py", 13, 13)]
 
 
-def test_comments_docstrings_and_blank_lines_are_not_code(versions):
-    counts = versions("benchmarks.versions.code_size").count_text(SOURCE)
+def test_comments_docstrings_and_blank_lines_are_not_code():
+    counts = code_size.count_text(SOURCE)
     assert (counts["code_lines"], counts["functions"], counts["complexity"]) == (8, 1, 3)

@@ -1,17 +1,15 @@
 """Check the benchmark of shared memory: equal tokens, and a source that is stored once."""
 
-import importlib
-from pathlib import Path
+from fixtures.commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks import speed_claims
+from benchmarks.speed import share_memory
 
 
 def test_shared_memory_stores_a_source_once(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT))
-    benchmark = importlib.import_module("benchmarks.speed.share_memory")
     options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "16", "--num_beams", "1", "3"]
     options += ["--max_new_tokens", "4", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
-    report = benchmark.main(benchmark.parse_args(options))
+    report = run_command(share_memory, *options)
     # The bytes for two sentences: keys and values in two layers, and encoder outputs once.
     keys, outputs = 2 * 16 * 2 * 2 * 64 * 4, 2 * 16 * 64 * 4
     for row, beams in zip(report["runs"], (1, 3), strict=True):
@@ -19,5 +17,5 @@ def test_shared_memory_stores_a_source_once(monkeypatch, tmp_path):
         cache_bytes = row["cross_cache_bytes"]
         assert cache_bytes["upstream"] == keys * beams and cache_bytes["keys_and_values"] == keys
         assert cache_bytes["encoder_outputs"] == outputs
-    claims = importlib.import_module("benchmarks.speed_claims").iterate_claims("share_memory_tiny", report)
+    claims = speed_claims.iterate_claims("share_memory_tiny", report)
     assert len(list(claims)) == 2 * 2

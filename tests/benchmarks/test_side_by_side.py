@@ -1,20 +1,12 @@
 """Check the comparison of two commits: alternating pairs of times, and whether the outputs are equal."""
 
-import importlib
-from pathlib import Path
-
 import pytest
+from fixtures.commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.versions.side_by_side")
+from benchmarks.versions import side_by_side
 
 
-def test_pairs_of_times_alternate(benchmark, capsys):
+def test_pairs_of_times_alternate(capsys):
     calls = []
 
     def worker(name, seconds, digest):
@@ -26,7 +18,7 @@ def test_pairs_of_times_alternate(benchmark, capsys):
 
         return ask
 
-    rows = benchmark.compare(worker("old", 2.0, "a"), worker("new", 1.0, "b"), 3)["rows"]
+    rows = side_by_side.compare(worker("old", 2.0, "a"), worker("new", 1.0, "b"), 3)["rows"]
     assert [row["ratio"] for row in rows.values()] == [0.5, 0.5]
     assert [row["equal"] for row in rows.values()] == [True, False]
     assert rows["pass"]["seconds"] == [(2.0, 1.0)] * 3
@@ -35,6 +27,6 @@ def test_pairs_of_times_alternate(benchmark, capsys):
 
 
 @pytest.mark.slow
-def test_commit_compared_with_itself_gives_equal_outputs(benchmark):
-    report = benchmark.main(benchmark.parse_args(["--before", "HEAD", "--rounds", "2", "--size", "small"]))
+def test_commit_compared_with_itself_gives_equal_outputs():
+    report = run_command(side_by_side, "--before", "HEAD", "--rounds", "2", "--size", "small")
     assert all(row["equal"] for row in report["rows"].values())

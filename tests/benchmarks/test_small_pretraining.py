@@ -1,13 +1,14 @@
 """Check the benchmarks of small models from scratch: their vocabulary, and their commands on a few articles."""
 
 import gzip
-import importlib
 import json
 from pathlib import Path
 
 import pytest
+from fixtures.commands import run_command
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from benchmarks.train import albert_mlm, small_pretraining, t5_span_corruption
 from hf_attn_variants.commands import convert as conversion_command
 from hf_attn_variants.commands.training import pretrain as pretrain_mlm
 from hf_attn_variants.commands.training import pretrain_t5 as pretrain_span_corruption
@@ -21,25 +22,18 @@ MAINS = {
 
 
 @pytest.fixture
-def load(monkeypatch):
-    """Return a benchmark module by its name."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
-
-
-@pytest.fixture
-def ran(load, monkeypatch):
+def ran(monkeypatch):
     """The folders of the scripts that ran; they run in this process."""
     folders = []
 
     def run(command, folder, done="all_results.json"):
         if not (folder / done).is_file():
             script = MAINS[Path(command[1]).name]
-            script.main(script.parse_args(command[2:]))
+            run_command(script, *command[2:])
             folders.append(folder.name)
 
-    for name in ("benchmarks.train.albert_mlm", "benchmarks.train.t5_span_corruption"):
-        monkeypatch.setattr(load(name), "run_script", run)
+    for script in (albert_mlm, t5_span_corruption):
+        monkeypatch.setattr(script, "run_script", run)
     return folders
 
 
@@ -51,12 +45,10 @@ def text(tmp_path):
     return tmp_path
 
 
-def test_vocabulary_is_not_filled_with_rare_characters(load, shared_data, tmp_path):
+def test_vocabulary_is_not_filled_with_rare_characters(shared_data, tmp_path):
     shard = tmp_path / "text.txt"
     shard.write_text("\n\n".join(f"the attention of heads {chr(0x4E00 + i)} and queries" for i in range(500)))
-    load("benchmarks.train.small_pretraining").make_vocabulary(
-        str(shared_data / "tokenizers/albert"), shard, tmp_path / "tokenizer", 100
-    )
+    small_pretraining.make_vocabulary(str(shared_data / "tokenizers/albert"), shard, tmp_path / "tokenizer", 100)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert len(tokenizer) <= 100
     ids = tokenizer("the Heads 一", add_special_tokens=False)["input_ids"]
@@ -64,12 +56,11 @@ def test_vocabulary_is_not_filled_with_rare_characters(load, shared_data, tmp_pa
 
 
 @pytest.mark.thorough
-def test_albert_commands_run_once_in_sequence(load, shared_data, text, ran, monkeypatch, capsys):
-    benchmark = load("benchmarks.train.albert_mlm")
-    monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("--num_warmup_steps 200", ""))
+def test_albert_commands_run_once_in_sequence(shared_data, text, ran, monkeypatch, capsys):
+    monkeypatch.setattr(albert_mlm, "TRAINING", albert_mlm.TRAINING.replace("--num_warmup_steps 200", ""))
     flags = ["--data_dir", str(text), "--tokenizer", str(shared_data / "tokenizers/albert"), "--max_train_steps", "2"]
     flags += ["--work_dir", str(text / "work"), "--output", str(text / "result.json"), "--methods", "first"]
-    result = benchmark.main(benchmark.parse_args(flags))
+    result = run_command(albert_mlm, *flags)
     assert ran == ["multi-head", *(f"first-{k}{end}" for k in (4, 2, 1) for end in ("", "-eval"))]
     assert json.loads((text / "result.json").read_text()) == result
     assert [(row["method"], row["num_key_value_heads"]) for row in result["rows"]] == [
@@ -85,24 +76,26 @@ def test_albert_commands_run_once_in_sequence(load, shared_data, text, ran, monk
     assert AutoModelForMaskedLM.from_pretrained(text / "work/first-2").config.num_key_value_heads == 2
     assert f"| first |  | {result['rows'][1]['eval_loss']:.3f} |" in capsys.readouterr().out
 
-    assert benchmark.main(benchmark.parse_args(flags))["rows"] == result["rows"] and len(ran) == 7
+    assert run_command(albert_mlm, *flags)["rows"] == result["rows"] and len(ran) == 7
 
 
 @pytest.mark.slow
-def test_t5_parts_add_rows_per_optimizer_and_attention(load, shared_data, text, ran, monkeypatch, capsys):
-    benchmark = load("benchmarks.train.t5_span_corruption")
-    monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("500", "1"))
-    for name, flags in list(benchmark.OPTIMIZERS.items()):
+def test_t5_parts_add_rows_per_optimizer_and_attention(shared_data, text, ran, monkeypatch, capsys):
+    monkeypatch.setattr(t5_span_corruption, "TRAINING", t5_span_corruption.TRAINING.replace("500", "1"))
+    for name, flags in list(t5_span_corruption.OPTIMIZERS.items()):
         monkeypatch.setitem(
-            benchmark.OPTIMIZERS, name, flags.replace("--num_warmup_steps 500", "--num_warmup_steps 1")
+            t5_span_corruption.OPTIMIZERS, name, flags.replace("--num_warmup_steps 500", "--num_warmup_steps 1")
         )
     flags = ["--data_dir", str(text), "--tokenizer", str(shared_data / "tokenizers/t5"), "--max_train_steps", "2"]
     flags += ["--work_dir", str(text / "work"), "--output", str(text / "result.json")]
-    rows = benchmark.main(benchmark.parse_args([*flags, "--optimizers", "AdamW, 1e-3", "--attentions", "MHA"]))
+    rows = run_command(t5_span_corruption, *flags, "--optimizers", "AdamW, 1e-3", "--attentions", "MHA")
     assert [(row["optimizer"], row["attention"]) for row in rows] == [("AdamW, 1e-3", "MHA")]
-    rows = benchmark.main(benchmark.parse_args(flags))
-    kinds = [("AdamW, 1e-3", "MHA"), *((name, "MHA") for name in benchmark.OPTIMIZERS if name != "AdamW, 1e-3")]
-    kinds += [(benchmark.SCALED, name) for name in ("MQA", "talking heads")]
+    rows = run_command(t5_span_corruption, *flags)
+    kinds = [
+        ("AdamW, 1e-3", "MHA"),
+        *((name, "MHA") for name in t5_span_corruption.OPTIMIZERS if name != "AdamW, 1e-3"),
+    ]
+    kinds += [(t5_span_corruption.SCALED, name) for name in ("MQA", "talking heads")]
     assert [(row["optimizer"], row["attention"]) for row in rows] == kinds and len(ran) == len(kinds)
     assert len({row["eval_loss"] for row in rows}) == len(kinds)
     assert all(list(row["dev_loss_by_step"]) == ["1", "2"] and not row["gate_passed"] for row in rows)
@@ -112,4 +105,4 @@ def test_t5_parts_add_rows_per_optimizer_and_attention(load, shared_data, text, 
     assert (text / "result.png").read_bytes().startswith(b"\x89PNG")
     assert f"| AdamW, 1e-3 | MHA | {rows[0]['eval_loss']:.3f} |" in capsys.readouterr().out
     model = AutoModelForSeq2SeqLM.from_pretrained(text / "work" / ran[-2])
-    assert model.config.num_key_value_heads == 1 and model.config.vocab_size == benchmark.VOCABULARY_SIZE
+    assert model.config.num_key_value_heads == 1 and model.config.vocab_size == t5_span_corruption.VOCABULARY_SIZE

@@ -1,25 +1,19 @@
 """Check the talking-heads benchmark: every part at tiny sizes, its targets, tables and plot."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
+import torch
+from fixtures.commands import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
+from benchmarks.speed import talking_heads, talking_heads_layers, talking_heads_peers
+from benchmarks.speed.talking_heads_report import list_targets
 
 
 @pytest.mark.slow
-def test_every_part_of_the_talking_heads_benchmark_runs(load, tmp_path, capsys):
-    benchmark = load("benchmarks.speed.talking_heads")
+def test_every_part_of_the_talking_heads_benchmark_runs(tmp_path, capsys):
     arguments = ["--tiny", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
-    benchmark.main(benchmark.parse_args(arguments))
+    run_command(talking_heads, *arguments)
     report = json.loads((tmp_path / "talking_heads_cpu.json").read_text())
     assert {row["option"] for row in report["times"]} == {"plain", "causal", "dropout", "bias"}
     for row in [*report["times"], *report["layers"]]:
@@ -56,20 +50,17 @@ def report_with(forward, training, naive=500.0, memory=40.0):
     }
 
 
-def test_targets_compare_the_blocked_kernels_with_their_limits(load):
-    targets = load("benchmarks.speed.talking_heads_report").list_targets
-    assert [target["met"] for target in targets(report_with(16.0, 20.0))] == [True] * 6
-    slow = targets(report_with(16.1, 20.1, naive=64.0, memory=51.0))
+def test_targets_compare_the_blocked_kernels_with_their_limits():
+    assert [target["met"] for target in list_targets(report_with(16.0, 20.0))] == [True] * 6
+    slow = list_targets(report_with(16.1, 20.1, naive=64.0, memory=51.0))
     assert [target["met"] for target in slow] == [False, False, False, False, False, True]
     assert [target["measured"] for target in slow] == [1.61, 2.01, 3.975, 0.051, 0.051, 1.14]
 
 
-def test_layers_with_identity_projections_equal_multi_head_attention(load):
-    import torch
-
-    layers, peers = load("benchmarks.speed.talking_heads_layers"), load("benchmarks.speed.talking_heads_peers")
+def test_layers_with_identity_projections_equal_multi_head_attention():
     layers_by_name = {
-        name: layers.Layer(attend, 4, 8) for name, attend in peers.make_peers("cpu", ["sdpa", "blocked"]).items()
+        name: talking_heads_layers.Layer(attend, 4, 8)
+        for name, attend in talking_heads_peers.make_peers("cpu", ["sdpa", "blocked"]).items()
     }
     layers_by_name["blocked"].load_state_dict(layers_by_name["sdpa"].state_dict())
     states = torch.randn(2, 6, 32)

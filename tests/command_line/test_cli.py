@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from architectures import BERT, T5
-from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
+from fixtures.elsewhere import run_elsewhere
 
 import attn_variants
 import hf_attn_variants
@@ -125,10 +125,7 @@ def test_help_examples_fit_80_columns(name, capsys, monkeypatch):
         (["convert", "bert"], "the following arguments are required: --output_dir"),
         (["glue", "bert", "--task_name", "sst2", "--output_dir", "o", "--max_seq_length", "9"], "mean --max_length?"),
         (["squad", "--output_dir", "out"], "CHECKPOINT is required"),
-        (
-            ["classify", "bert", "--train_file", "a.csv", "--train_file", "b.csv"],
-            "--train_file can only be used once",
-        ),
+        (["classify", "bert", "--train_file", "a.csv", "--train_file", "b.csv"], "--train_file can only be used once"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -325,21 +322,10 @@ def test_inspect_of_a_hub_id_downloads_only_the_configuration(tmp_path):
     with LocalHub() as hub:
         config = BERT.make_config("gqa").to_json_string().encode()
         hub.create("me/gqa4", files={"config.json": config, "model.safetensors": b"not read"})
-        env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "hf_attn_variants", "inspect", "me/gqa4", "--json"]
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-        assert result.returncode == 0, result.stderr[-2000:]
-        assert json.loads(result.stdout)["checkpoint"] == "me/gqa4"
+        command = ["-m", "hf_attn_variants", "inspect", "me/gqa4", "--json"]
+        printed = run_elsewhere(*command, cwd=tmp_path, hub=hub, has_package=True)
+        assert json.loads(printed)["checkpoint"] == "me/gqa4"
         assert not any("safetensors" in request for request in hub.requests)
-
-
-def test_glue_command_trains_a_model(tmp_path):
-    model = make_tiny_bert(tmp_path / "tiny")
-    argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
-    argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "2", "--max_length", "48", "--cpu"]
-    assert cli.main(["glue", *argv]) == 0
-    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ if __name__ == "__main__":
 """
 
 
+def run_python(*argv, cwd, paths):
+    """Run Python in a process that handles SIGINT. Background processes ignore it, and so would their children."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler), "timeout": 120}
+    return subprocess.run([sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True, **options)
+
+
 @pytest.mark.parametrize(
     ("argv", "is_own_command"),
     [
@@ -67,16 +74,7 @@ def test_interrupt_during_imports_prints_one_line(argv, is_own_command, tmp_path
         shutil.copytree(ROOT / "hf_attn_variants", root / "hf_attn_variants")
         folder.mkdir()
         (folder / "theirs.py").write_text("import hf_attn_variants\n")
-    ended = subprocess.run(
-        [sys.executable, *(part.format(tmp=tmp_path) for part in argv)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(root)])},
-        # Background processes ignore SIGINT, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run_python(*(part.format(tmp=tmp_path) for part in argv), cwd=folder, paths=[tmp_path / "stub", root])
     if is_own_command:
         assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "Stopped by Ctrl-C.\n")
     else:
@@ -87,17 +85,9 @@ def test_spawned_process_ignores_the_interrupt(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError\n")
     program = tmp_path / "attn-variants"
     program.write_text(SPAWNING)
-    outcome = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (outcome.returncode, outcome.stdout) == (0, f"{errors._exit_immediately.__name__}\nSIG_IGN\n"), (
-        outcome.stderr
-    )
+    ended = run_python(program, cwd=None, paths=[tmp_path, ROOT])
+    expected = (0, f"{errors._exit_immediately.__name__}\nSIG_IGN\n")
+    assert (ended.returncode, ended.stdout) == expected, ended.stderr
 
 
 def test_interrupt_during_work_prints_one_line(capsys):

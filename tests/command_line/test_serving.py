@@ -35,18 +35,22 @@ NO = lambda fields: False  # noqa: E731 (reports that CTranslate2 is missing)
 SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False}
 
 
-@pytest.fixture
-def small_maps(monkeypatch):
-    """Let the linear layers of tiny models be quantized to int8, like those of real models."""
-    from hf_attn_variants.quantization import packed_linear, quantize
-
-    for module in (packed_linear, quantize):
-        monkeypatch.setattr(module, "MIN_WEIGHTS", 1)
-
-
 def make_config(architecture):
     head = HEADS.get(architecture.name, "BertModel")
     return architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
+
+
+@pytest.fixture
+def serve(tmp_path, capsys):
+    """A function that times a small T5 with few tokens like a user, and returns what it prints."""
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+
+    def call(*flags, batch_size=1, new_tokens=2, status=0):
+        argv = ["benchmark", tmp_path, "--serving", "--batch_size", batch_size, "--length", 8, "--rounds", 1]
+        assert cli.main([str(item) for item in [*argv, "--max_new_tokens", new_tokens, *flags]]) == status
+        return capsys.readouterr()
+
+    return call
 
 
 def get_engine_names(table):
@@ -120,11 +124,8 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
 
 
 @pytest.mark.slow
-def test_serving_command_times_compiled_engines(tmp_path, capsys):
-    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
-    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
-    assert cli.main(["benchmark", str(tmp_path), *flags, "--compile", "--json"]) == 0
-    rows = {row["engine"]["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+def test_serving_command_times_compiled_engines(serve):
+    rows = {row["engine"]["name"]: row for row in json.loads(serve("--compile", "--json", new_tokens=3).out)["rows"]}
     assert rows["share_memory, compiled"]["peak_bytes"] > 2**24
 
 
@@ -175,11 +176,8 @@ def test_each_engine_reports_its_peak_memory(architecture, tmp_path):
     assert smallest.engine.ctranslate2 or not HAS_CTRANSLATE2
 
 
-def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
-    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
-    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
-    assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
-    printed = capsys.readouterr().out
+def test_model_too_small_for_int8_is_timed_without_int8(serve):
+    printed = serve("--no_peak_memory").out
     assert "int8 was skipped: T5ForConditionalGeneration has no linear layer" in " ".join(printed.split())
     assert "share_memory" in printed
 
@@ -193,7 +191,7 @@ def test_failure_of_the_only_engine_raises_an_error():
         peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
-def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, capsys):
+def test_times_are_kept_if_a_memory_measurement_fails(serve, monkeypatch):
     """Check a process that the system kills, because a second copy of a model may exceed the memory."""
 
     class Killed:
@@ -203,10 +201,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
         pytest.skip("this system does not report peak memory")
     platform.processor()  # this starts a program at the first call
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
-    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
-    flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
-    assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(serve("--engines", "share_memory").out.split())
     for name in ("transformers", "share_memory"):
         why = f"The process for {name} failed (status -9): it was killed, probably because of a lack of memory"
         assert f"The peak memory of {name} could not be measured: {why}" in printed
@@ -237,20 +232,16 @@ def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
     assert cli.main(["benchmark", str(tmp_path / "ours"), *flags]) == 0
     table = json.loads(capsys.readouterr().out)
     source_name = table["rows"][0]["engine"]["name"]
-    assert source_name.startswith("GQA") and [row["engine"]["name"] for row in table["rows"]] == [
-        source_name,
-        f"{source_name}, int8",
-    ]
+    assert source_name.startswith("GQA")
+    assert [row["engine"]["name"] for row in table["rows"]] == [source_name, f"{source_name}, int8"]
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_requested_conversions_are_timed(tmp_path, capsys):
-    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
-    flags = ["benchmark", str(tmp_path), "--serving", "--batch_size", "1", "--length", "8", "--rounds", "1"]
-    flags += ["--max_new_tokens", "2", "--no_peak_memory", "--json", "--variants"]
+def test_requested_conversions_are_timed(serve):
+    flags = ["--no_peak_memory", "--json", "--variants"]
     latents = {"cross_kv_lora_rank": 8, "kv_lora_rank": 4}
-    assert cli.main([*flags, json.dumps(latents), '{"cross_kv_lora_rank": 4}']) == 0
-    rows = {row["engine"]["name"]: row["engine"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    printed = serve(*flags, json.dumps(latents), '{"cross_kv_lora_rank": 4}').out
+    rows = {row["engine"]["name"]: row["engine"] for row in json.loads(printed)["rows"]}
     fields_by_name = {name: engine["fields"] for name, engine in rows.items() if "latent" in name}
     both = "MHA + cross latent 8 + latent 4"
     one = "MHA + cross latent 4"
@@ -263,8 +254,7 @@ def test_requested_conversions_are_timed(tmp_path, capsys):
         (['{"num_key_value_heads": 5}'], "must divide"),
         (['{"kv_lora_rank": 4}'] * 2, "must be different, got MHA + latent 4 twice"),
     ):
-        assert cli.main([*flags, *wrong]) == 2
-        printed = capsys.readouterr()
+        printed = serve(*flags, *wrong, status=2)
         assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
@@ -305,15 +295,11 @@ def test_unavailable_engine_error_gives_the_reason(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_serving_table_ends_with_advice_and_a_plot(tmp_path, capsys):
-    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
-    flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
-    flags += ["--num_beams", "2", "--num_key_value_heads", "1", "--no_peak_memory", "--plot", str(tmp_path / "a.png")]
-    assert cli.main(["benchmark", str(tmp_path), *flags]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "batch 2, length 8, 3 new tokens, 2 beams" in lines[0] and any(
-        line.startswith("MQA, int8") for line in lines
-    )
+def test_serving_table_ends_with_advice_and_a_plot(serve, tmp_path):
+    flags = ["--num_beams", 2, "--num_key_value_heads", 1, "--no_peak_memory", "--plot", tmp_path / "a.png"]
+    lines = serve(*flags, batch_size=2, new_tokens=3).out.splitlines()
+    assert "batch 2, length 8, 3 new tokens, 2 beams" in lines[0]
+    assert any(line.startswith("MQA, int8") for line in lines)
     assert lines[-1].startswith("Recommended for batch 2, length 8, 3 new tokens (2 beams), this machine: ")
     assert any("CTranslate2" in line for line in lines)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
