@@ -15,19 +15,19 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from fixtures.commands import run_command
 from fixtures.linear_loop import log_of
-from fixtures.processes import run_processes, run_script
+from fixtures.processes import run_and_check, run_script
 from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
 from hf_attn_variants.commands import load_command
-from hf_attn_variants.commands.training import glue, uptrain
+from hf_attn_variants.commands.training import glue as glue_command
+from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import list_fsdp_layer_class_names
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
-
-main, parse_args = glue.main, glue.parse_args
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -78,16 +78,16 @@ def test_fsdp2_shards_existing_layer_classes(name, sizes, layers):
 def test_deepspeed_gets_the_batch_size_and_unsupported_options_raise():
     config = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}
     flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--max_grad_norm", "0.5"]
-    configure_deepspeed(parse_args(flags), config)
+    configure_deepspeed(glue_command.parse_args(flags), config)
     sizes = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 32}
     assert config == {"gradient_clipping": 0.5, **sizes}
     with pytest.raises(ValueError, match="--gradient_accumulation_steps must be 1"):
-        configure_deepspeed(parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
+        configure_deepspeed(glue_command.parse_args([*flags, "--gradient_accumulation_steps", "2"]), config)
 
 
 def _open_session(tmp_path, *flags):
     needed = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "out"), "--cpu"]
-    return open_session(parse_args([*needed, *flags]))
+    return open_session(glue_command.parse_args([*needed, *flags]))
 
 
 def test_accelerate_environment_does_not_scale_the_gradient(tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def run_fsdp(environment, command, argv):
     # accelerate disables FSDP without an accelerator, so the test pretends that there is one.
     PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
     training = load_command(command)
-    training.main(training.parse_args(argv))
+    run_command(training, *argv)
 
 
 def launch(config, script, *argv):
@@ -142,8 +142,7 @@ def launch_fsdp():
 
     def launch(command, *flags):
         environment = {**set_by_it, "ACCELERATE_TORCH_DEVICE": "cpu"}
-        statuses, printed = run_processes(2, run_fsdp, environment, command, [str(flag) for flag in flags])
-        assert statuses == [0, 0], printed
+        run_and_check(2, run_fsdp, environment, command, flags)
 
     return launch
 
@@ -176,7 +175,7 @@ def variant(tiny_bert):
 @pytest.fixture(scope="module")
 def one_process(variant, glue, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "out"
-    main(parse_args([str(flag) for flag in make_glue_flags(variant, glue, out, 4, "--cpu")]))
+    run_command(glue_command, *make_glue_flags(variant, glue, out, 4, "--cpu"))
     return out
 
 
@@ -189,13 +188,12 @@ def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one
     assert has_close_weights(tmp_path / "two", one_process)
     resume = ["--cpu", "--resume_from_checkpoint", tmp_path / "two/checkpoint-4"]
     flags = make_glue_flags(variant, glue, tmp_path / "resumed", 2, *resume)
-    statuses, printed = run_processes(2, run_script, "run_glue", [str(flag) for flag in flags])
-    assert statuses == [0, 0], printed
+    run_and_check(2, run_script, "run_glue", flags)
     assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "two")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
     assert weights[0] == weights[1]
     with pytest.raises(ValueError, match="processes was 2 and is now 1"):
-        main(parse_args([str(flag) for flag in make_glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
+        run_command(glue_command, *make_glue_flags(variant, glue, tmp_path / "alone", 2, *resume))
 
 
 @pytest.mark.thorough
@@ -231,7 +229,7 @@ def test_fsdp2_trains_a_t5_with_tied_embeddings_and_keeps_its_best_weights(launc
         ]  # fmt: skip
 
     one, two = tmp_path / "one", tmp_path / "two"
-    expected = uptrain.main(uptrain.parse_args([str(flag) for flag in flags(one, 16, "--cpu")]))
+    expected = run_command(uptrain, *flags(one, 16, "--cpu"))
     launch_fsdp("uptrain", *flags(two, 8))
     results = json.loads((two / "all_results.json").read_text())
     assert read_losses(two) == pytest.approx(read_losses(one), rel=1e-4) and len(read_losses(one)) == 4

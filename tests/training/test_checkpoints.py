@@ -8,14 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from accelerate import Accelerator
+from fixtures.commands import run_command
 from fixtures.full_disk import full_disk
 from fixtures.linear_loop import log_without_times
-from fixtures.processes import Signal, draw_step, run_processes, run_script
+from fixtures.processes import Signal, draw_step, run_and_check, run_script
 
-from hf_attn_variants.commands.training import glue
+from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.training.engine import checkpoints
-
-main, parse_args = glue.main, glue.parse_args
 
 STEPS = 13  # past the end of an epoch (step 8, or 4 with accumulation), and not at the end of another one
 
@@ -42,17 +41,18 @@ def make_flags(tiny_bert, glue, out, *more):
 )
 def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = main(parse_args(make_flags(tiny_bert, glue, uninterrupted, *more)))
+    expected = run_command(glue_command, *make_flags(tiny_bert, glue, uninterrupted, *more))
     step = draw_step(steps)
     kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
-    statuses, output = run_processes(1, run_script, "run_glue", make_flags(tiny_bert, glue, killed, *more), kill)
-    assert statuses == [-signal.SIGKILL], output
+    run_and_check(1, run_script, "run_glue", make_flags(tiny_bert, glue, killed, *more), kill, status=-signal.SIGKILL)
     result = [path.name for path in checkpoints.list_checkpoints(killed)]
     if in_checkpoint:
         assert result[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
     else:
         assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
-    results = main(parse_args(make_flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
+    results = run_command(
+        glue_command, *make_flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")
+    )
     assert log_without_times(killed) == log_without_times(uninterrupted)
     untimed = [
         {k: v for k, v in r.items() if "runtime" not in k and "per_second" not in k} for r in (results, expected)
@@ -65,15 +65,15 @@ def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoi
 @pytest.fixture
 def trained(tiny_bert, glue, tmp_path):
     out = tmp_path / "out"
-    main(parse_args(make_flags(tiny_bert, glue, out)))
-    return out, lambda *more: main(parse_args(make_flags(tiny_bert, glue, out, *more)))
+    run_command(glue_command, *make_flags(tiny_bert, glue, out))
+    return out, lambda *more: run_command(glue_command, *make_flags(tiny_bert, glue, out, *more))
 
 
 @pytest.fixture(scope="module")
 def once_trained(tiny_bert, glue, tmp_path_factory):
     """A finished run that no test changes."""
     out = tmp_path_factory.mktemp("once") / "out"
-    main(parse_args(make_flags(tiny_bert, glue, out)))
+    run_command(glue_command, *make_flags(tiny_bert, glue, out))
     return out
 
 
@@ -97,7 +97,9 @@ def test_damaged_checkpoint_error_names_the_file(once_trained, tiny_bert, glue, 
     assert (damaged / name).is_file()
     (damaged / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        main(parse_args(make_flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))))
+        run_command(
+            glue_command, *make_flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))
+        )
 
 
 def test_inexact_resume_raises_an_error(trained, tmp_path):
@@ -149,12 +151,9 @@ def test_resume_with_a_changed_option_error_names_the_option(
     more = ["--lr_scheduler_type", "cosine"] if flag == "--lr_scheduler_kwargs" else []
     before = log_without_times(once_trained)
     with pytest.raises(ValueError, match=message):
-        main(
-            parse_args(
-                make_flags(
-                    tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value)
-                )
-            )
+        run_command(
+            glue_command,
+            *make_flags(tiny_bert, glue, once_trained, "--resume_from_checkpoint", "latest", *more, flag, str(value)),
         )
     assert log_without_times(once_trained) == before
 
@@ -166,10 +165,10 @@ def test_checkpoint_of_another_folder_needs_an_empty_output_folder(once_trained,
     (tmp_path / "other").mkdir()
     (tmp_path / "other/train_log.jsonl").write_text("precious")
     with pytest.raises(ValueError, match=r"is not in --output_dir .*other, which is not empty"):
-        main(parse_args(argv))
+        run_command(glue_command, *argv)
     assert (tmp_path / "other/train_log.jsonl").read_text() == "precious"
     (tmp_path / "other/train_log.jsonl").unlink()
-    assert main(parse_args(argv))["steps"] == STEPS
+    assert run_command(glue_command, *argv)["steps"] == STEPS
     assert log_without_times(tmp_path / "other") == log_without_times(once_trained)
 
 
@@ -193,7 +192,7 @@ def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, gl
 
     monkeypatch.setattr(checkpoints, "save_checkpoint", disk_full)
     with pytest.raises(OSError, match=r"checkpoint-6 .*\(SafetensorError: .*last good checkpoint is .*checkpoint-3.$"):
-        main(parse_args(make_flags(tiny_bert, glue, tmp_path / "out")))
+        run_command(glue_command, *make_flags(tiny_bert, glue, tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-3"]
 
 

@@ -1,6 +1,5 @@
 """Check user tables as splits: detected columns, all kinds of labels, and errors that name the row."""
 
-import gzip
 import json
 import logging
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
+from fixtures.data_files import write_splits
 from sklearn.utils.class_weight import compute_class_weight
 
 from hf_attn_variants.commands.training import classify
@@ -35,14 +35,8 @@ def load(tmp_path):
     """A function that writes files and reads train, dev and test with given flags."""
 
     def call(files, *flags, config=NO_CLASSIFIER):
-        argv = ["model", "--output_dir", "out"]
-        for name, text in files.items():
-            content = text if isinstance(text, bytes) else text.encode()
-            (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-        for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
-            if result := [str(tmp_path / name) for name in files if name.startswith(start)]:
-                argv += [f"--{flag}", *result]
-        return load_classification_data(parse_args([*argv, *map(str, flags)]), config)
+        argv = ["model", "--output_dir", "out", *write_splits(tmp_path, files), *map(str, flags)]
+        return load_classification_data(parse_args(argv), config)
 
     return call
 
@@ -244,7 +238,7 @@ def test_unknown_column_names_must_be_given(columns, message):
 def test_all_file_formats_give_the_same_rows(load):
     rows = [('a, "b"\nc', "yes"), ("d", "no"), ("é\u2028", "yes")]
     csv = '\ufefftext,label\r\n"a, ""b""\nc", yes\r\nd,no\r\né\u2028,yes\r\n'
-    lines = "".join(json.dumps({"label": label, "text": text}) + "\n" for text, label in rows)
+    lines = [{"label": label, "text": text} for text, label in rows]
     listed = json.dumps([{"text": text, "label": label} for text, label in rows])
     for files in (
         {"train.csv": csv},
@@ -303,8 +297,8 @@ def test_decimal_comma_raises_an_error(load):
 def test_multilabel_cells_and_lists_are_read(load):
     flags = "--label_separator", ";"
     cells = load({"train.csv": "text,labels\na,x;y\nb,\nc,z; x\n"}, *flags)
-    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": item}) + "\n" for t, item in (
-        ("a", ["x", "y"]), ("b", []), ("c", ["z", "x"])))})  # fmt: skip
+    rows = [{"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": []}, {"text": "c", "labels": ["z", "x"]}]
+    lists = load({"train.jsonl": rows})
     for result in (cells, lists):
         assert result.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
         assert result.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
@@ -354,7 +348,7 @@ def test_table_error_names_the_row(load, dev, message):
 def test_json_object_error_names_the_row(load, row, message):
     rows = [{"text": "a", "label": "x"}, row, {"text": "c", "label": "y"}]
     with pytest.raises(ValueError, match=message):
-        load({"train.jsonl": "".join(json.dumps(item) + "\n" for item in rows)})
+        load({"train.jsonl": rows})
 
 
 def test_blank_texts_are_kept_with_a_warning(load, caplog):
@@ -475,19 +469,15 @@ def test_class_names_come_from_the_dataset(load_source):
     several = Features({"text": Value("string"), "label": ListFeature(ClassLabel(names=["joy", "anger"]))})
     many = Dataset.from_dict({"text": ["a", "b"], "label": [[1], [0, 1]]}, features=several)
     result = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
-    assert result.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(result.splits) == [
-        "train",
-        "validation",
-    ]
+    assert result.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger"))
+    assert list(result.splits) == ["train", "validation"]
     assert result.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
 
 
 def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
-    rows, only = (
-        Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features),
-        ("--num_train_epochs", "0"),
-    )
+    rows = Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    only = ("--num_train_epochs", "0")
     result = load_source({"validation": rows}, *only, config=make_classifier_config(["LABEL_0", "LABEL_1"]))
     assert result.scheme.names == ("neg", "pos") and result.splits["validation"].data["label"][:] == [1, 0]
     with pytest.raises(ValueError, match="'0', '1', '2', got 'pos'"):

@@ -42,10 +42,8 @@ def make_output(kind, classes, rows=60, seed=0):
 @pytest.mark.parametrize("classes", [2, 5])
 def test_single_label_scores_equal_scikit_learn(classes):
     scheme, result, labels = make_output(SINGLE_LABEL, classes)
-    values, details = (
-        compute_classification_metrics(scheme, result, labels),
-        compute_metric_details(scheme, result, labels),
-    )
+    values = compute_classification_metrics(scheme, result, labels)
+    details = compute_metric_details(scheme, result, labels)
     assert tuple(values) == METRICS_BY_PROBLEM[SINGLE_LABEL]
     assert values["accuracy"] == values["f1_micro"] == pytest.approx((result.predicted_labels == labels).mean())
     precision, recall, f1, support = precision_recall_fscore_support(labels, result.predicted_labels, zero_division=0)
@@ -63,10 +61,8 @@ def test_single_label_scores_equal_scikit_learn(classes):
 
 def test_multilabel_scores_equal_scikit_learn():
     scheme, result, labels = make_output(MULTI_LABEL, 4)
-    values, details = (
-        compute_classification_metrics(scheme, result, labels),
-        compute_metric_details(scheme, result, labels),
-    )
+    values = compute_classification_metrics(scheme, result, labels)
+    details = compute_metric_details(scheme, result, labels)
     assert values.keys() == set(METRICS_BY_PROBLEM[MULTI_LABEL]) and "confusion_matrix" not in details
     assert values["accuracy"] == pytest.approx((result.predicted_labels == labels).all(1).mean())
     right, printed, true = (result.predicted_labels * labels).sum(), result.predicted_labels.sum(), labels.sum()

@@ -1,6 +1,6 @@
 """Check `attn-variants classify`: whole runs on tables, GLUE's scores, output files, resumed runs and flags."""
 
-import csv
+import functools
 import json
 import logging
 import re
@@ -8,7 +8,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from fixtures.uptraining import make_bert, make_t5
+from fixtures.commands import run_command
+from fixtures.data_files import read_lines, write_csv, write_lines
+from fixtures.resumed import check_resumed_run
+from fixtures.uptraining import make_t5
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -21,15 +24,7 @@ from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.hub import generate_model_card
 from hf_attn_variants.training.glue.task import load_glue
 
-main, parse_args = classify.main, classify.parse_args
-
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
-
-
-def write_csv(path, header, rows):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    return path
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def run(tiny_bert, tmp_path):
         argv += ["--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
         for name, path in (("train", train), ("validation", dev), ("test", test)):
             argv += [f"--{name}_file", path] if path is not None else []
-        return main(parse_args([str(item) for item in [*argv, *flags]])), tmp_path / out
+        return run_command(classify, *argv, *flags), tmp_path / out
 
     return call
 
@@ -55,22 +50,12 @@ def sorts(tmp_path):
     header = ("id", "what is said", "kind of $", "tags", "size")
     train = write_csv(tmp_path / "train.csv", header, table)
     dev = write_csv(tmp_path / "dev.csv", header, table[2::3])
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"what is said": row[1]}) + "\n" for row in table[::5]))
+    write_lines(tmp_path / "test.jsonl", ({"what is said": row[1]} for row in table[::5]))
     return train, dev, tmp_path / "test.jsonl", [row[1] for row in table[::5]]
-
-
-@pytest.fixture(scope="module")
-def learner(tiny_bert, tmp_path_factory):
-    """A BERT that learns in few steps."""
-    return make_bert(tmp_path_factory.mktemp("learner") / "bert", tiny_bert)
 
 
 TEXT = ("--text_columns", "what is said")
 LEARNS = ("--learning_rate", "3e-3", "--dropout_rate", 0, "--num_train_epochs", 8)
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # Scores of GLUE tasks
@@ -104,7 +89,7 @@ def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, ta
     argv = [tiny_bert, "--task_name", task, "--data_dir", glue / folder, "--output_dir", tmp_path / "glue", *shared]
     argv += ["--max_length", 24, "--cpu", "--disable_tqdm", "--per_device_train_batch_size", 6]
     argv += ["--learning_rate", "5e-3", "--skip_predict"]
-    glue_results = glue_command.main(glue_command.parse_args([str(item) for item in argv]))
+    glue_results = run_command(glue_command, *argv)
     same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
     assert {name: results[name] for name in same} == {name: glue_results[name] for name in same}
     actual, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
@@ -115,9 +100,9 @@ def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, ta
 
 
 @pytest.mark.thorough
-def test_single_label_model_is_trained_saved_and_predicts(run, sorts, learner, tmp_path):
+def test_single_label_model_is_trained_saved_and_predicts(run, sorts, bert, tmp_path):
     train, dev, test, texts = sorts
-    convert_checkpoint(learner, tmp_path / "gqa", 2)
+    convert_checkpoint(bert, tmp_path / "gqa", 2)
     label = "--label_column", "kind of $"
     results, out = run(train, dev, *TEXT, *label, *LEARNS, model=tmp_path / "gqa", test=test)
     assert results["eval_accuracy"] > 0.9 and results["eval_f1_macro"] > 0.9 and results["eval_roc_auc"] > 0.9
@@ -166,16 +151,15 @@ def test_saved_classifier_evaluates_and_predicts(run, sorts, tmp_path):
     off, _ = run(
         train, dev, *TEXT, *label, "--max_train_steps", 3, "--dropout_rate", 0, model=tmp_path / "other", out="off"
     )
-    assert off["labels"] == ["animal", "both", "thing"] and off["train_loss"] == pytest.approx(
-        on["train_loss"], rel=1e-5
-    )
+    assert off["labels"] == ["animal", "both", "thing"]
+    assert off["train_loss"] == pytest.approx(on["train_loss"], rel=1e-5)
 
 
 @pytest.mark.thorough
-def test_multilabel_model_is_trained(run, sorts, learner):
+def test_multilabel_model_is_trained(run, sorts, bert):
     train, dev, test, texts = sorts
     flags = "--label_column", "tags", "--label_separator", "|"
-    results, out = run(train, dev, *TEXT, *flags, *LEARNS, test=test, model=learner)
+    results, out = run(train, dev, *TEXT, *flags, *LEARNS, test=test, model=bert)
     assert results["labels"] == ["animal", "guitar", "house", "mat", "street"]
     assert results["eval_f1_micro"] > 0.9 and results["eval_roc_auc"] > 0.9
     assert not (out / "confusion_matrix.png").exists() and "eval_confusion_matrix" not in results
@@ -191,10 +175,10 @@ def test_multilabel_model_is_trained(run, sorts, learner):
 
 
 @pytest.mark.thorough
-def test_regression_model_is_trained(run, sorts, learner):
+def test_regression_model_is_trained(run, sorts, bert):
     train, dev, test, _ = sorts
     flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
-    results, out = run(train, dev, *TEXT, *flags, test=test, model=learner)
+    results, out = run(train, dev, *TEXT, *flags, test=test, model=bert)
     assert results["eval_pearson"] > 0.9 and results["eval_rmse"] < 1 and "labels" not in results
     records = [row for row in read_lines(out / "train_log.jsonl") if "eval_rmse" in row]
     assert results["eval_rmse"] == min(row["eval_rmse"] for row in records)
@@ -222,19 +206,15 @@ def test_resumed_classification_is_bitwise_equal(run, sorts, caplog):
     train, dev, _, _ = sorts
     flags = [*TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 6, "--eval_steps", 2]
     flags += ["--metric_for_best_model", "f1_macro", "--class_weights", "balanced", "--shuffle_train_dataset"]
-    complete_run, out = run(train, dev, *flags, "--checkpointing_steps", 3)
-    checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
     with caplog.at_level(logging.INFO):
-        resumed, other = run(train, dev, *flags, *checkpoint, out="resumed")
-    assert f"Resuming from {out / 'checkpoint-3'} at step 3 of {complete_run['steps']}" in caplog.text
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
-    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        checkpoint = check_resumed_run(functools.partial(run, train, dev), *flags)
+    assert f"Resuming from {checkpoint} at step 3 of 6" in caplog.text
     for changed, name in (
         (["--class_weights", '{"mat": 2}'], "class_weights"),
         (["--labels", "street", "mat", "house", "guitar", "animal"], "labels"),
     ):
         with pytest.raises(ValueError, match=f"resume exactly from .*{name}"):
-            run(train, dev, *flags, *changed, *checkpoint, out="third")
+            run(train, dev, *flags, *changed, "--resume_from_checkpoint", checkpoint, out="third")
 
 
 @pytest.mark.thorough
@@ -279,7 +259,7 @@ def test_partly_labeled_test_rows_raise_an_error(run, sorts, tmp_path, rows):
     train, dev, _, _ = sorts
     test = tmp_path / "some.jsonl"
     some = [{"what is said": "a cat"}] * rows + [{"what is said": "a dog", "kind of $": "animal"}]
-    test.write_text("".join(json.dumps(row) + "\n" for row in some))
+    write_lines(test, some)
     message = f"some.jsonl, line 1, row 1: There is no column 'kind of \\$', but .*row {rows + 1} has one"
     with pytest.raises(ValueError, match=message):
         run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
@@ -408,7 +388,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
 def test_classify_rejects_invalid_flags(flags, message, capsys):
     try:
         with pytest.raises(ValueError, match=message):
-            parse_args(["m", "--output_dir", "o", *flags])
+            classify.parse_args(["m", "--output_dir", "o", *flags])
     except SystemExit:
         assert re.search(message, capsys.readouterr().err)
 

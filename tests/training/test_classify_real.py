@@ -1,29 +1,21 @@
 """Check `classify` on real data: Wikipedia sections with one label and with several labels per text."""
 
-import csv
-import json
 import random
 
 import pytest
+from fixtures.commands import run_command
+from fixtures.data_files import write_csv, write_lines
 from fixtures.wikipedia_sections import read_articles_by_headings, read_paragraphs_by_heading
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands.training import classify
-
-main, parse_args = classify.main, classify.parse_args
+from hf_attn_variants.commands.training import classify as classify_command
 
 pytestmark = pytest.mark.slow
 QUIET = ["--cpu", "--disable_tqdm"]
 
 
-def write_csv(path, header, rows):
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    return path
-
-
 def classify(*argv):
-    return main(parse_args([str(item) for item in [*argv, *QUIET]]))
+    return run_command(classify_command, *argv, *QUIET)
 
 
 def divide_rows(rows, count):
@@ -53,7 +45,7 @@ def test_wikipedia_articles_get_their_section_labels(minilm, shared_data, tmp_pa
     files = []
     for name, rows in (("train", train), ("dev", dev)):
         files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps({"text": t, "labels": labels}) + "\n" for t, labels in rows))
+        write_lines(files[-1], ({"text": t, "labels": labels} for t, labels in rows))
     results = classify(
         minilm, "--train_file", files[0], "--validation_file", files[1], "--output_dir", tmp_path / "out",
         "--max_length", 64, "--max_train_steps", 100, "--per_device_train_batch_size", 16, "--learning_rate", "2e-4",

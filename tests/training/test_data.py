@@ -10,11 +10,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import IterableDataset
 
-from hf_attn_variants.training.engine.dataloaders import (
-    EpochSampler,
-    create_dataloader,
-    create_stream_dataloader,
-)
+from hf_attn_variants.training.engine.dataloaders import EpochSampler, create_dataloader, create_stream_dataloader
 
 
 def test_order_depends_only_on_seed_and_epoch():

@@ -1,9 +1,8 @@
 """Check that a local folder as `--dataset_name` gives the same rows as its files as `--train_file`."""
 
-import json
-
 import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from fixtures.data_files import write_lines
 from transformers import BertConfig
 
 from hf_attn_variants.commands.training import classify, ner, seq2seq
@@ -66,7 +65,7 @@ def test_dataset_folder_gives_the_same_tags(tmp_path, tag, kind):
     for split in ("train", "validation"):
         if kind == "json":
             row = {name: value[0] for name, value in rows.items()}
-            (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+            write_lines(tmp_path / f"{split}.jsonl", [row])
         else:
             features = Features(
                 {

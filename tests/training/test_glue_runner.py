@@ -5,10 +5,13 @@ import logging
 import os
 import shutil
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from fixtures.commands import run_command
+from fixtures.data_files import edit_json
 from fixtures.linear_loop import log_of
 from fixtures.uptraining import copy_left_sided, make_t5
 from safetensors.torch import load_file
@@ -18,13 +21,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.commands.training import glue
+from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.errors import TerminatedError
 from hf_attn_variants.training.engine import session
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.glue.task import GlueFineTuning
-
-main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def run(tiny_bert, glue, tmp_path):
         argv = ["--model_name_or_path", model, "--task_name", task, "--data_dir", glue / folder]
         argv += ["--output_dir", output_dir, "--max_length", 48, "--per_device_train_batch_size", 4]
         argv += ["--learning_rate", "1e-3", "--logging_steps", 1, "--cpu", "--disable_tqdm", *flags]
-        return main(parse_args(list(map(str, argv)))), output_dir
+        return run_command(glue_command, *argv), output_dir
 
     return call
 
@@ -64,9 +65,8 @@ def test_regression_task_trains_and_writes_all_outputs(run):
         tracked = [(event.step, event.value) for event in events.Scalars(name)]
         assert tracked == [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in records if name in r]
     # Not "time", because trackio already has a column of this name.
-    assert {"train_seconds", "tokens_per_second"} < set(events.Tags()["scalars"]) and "time" not in events.Tags()[
-        "scalars"
-    ]
+    assert {"train_seconds", "tokens_per_second"} < set(events.Tags()["scalars"])
+    assert "time" not in events.Tags()["scalars"]
     config = AutoConfig.from_pretrained(out)
     assert config.num_labels == 1 and config.problem_type == "regression"
 
@@ -95,10 +95,8 @@ def _get_umask():
 
 def test_saved_model_reproduces_the_dev_predictions(run, glue):
     results, out = run("cola", "--num_train_epochs", 1)
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(out).eval(),
-        AutoTokenizer.from_pretrained(out),
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
     sentences = [line.split("\t")[3] for line in (glue / "CoLA/dev.tsv").read_text().splitlines()]
     predicted = [
@@ -153,10 +151,8 @@ def test_classifier_with_other_label_names_gives_a_warning(run, tmp_path, caplog
     assert "differ from" not in caplog.text  # the original model was not a classifier
 
     def warnings_for(*names):
-        config = json.loads((out / "config.json").read_text())
         numbers = {name: i for i, name in enumerate(names)}
-        config |= {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
-        (out / "config.json").write_text(json.dumps(config))
+        edit_json(out / "config.json", id2label={str(i): name for name, i in numbers.items()}, label2id=numbers)
         caplog.clear()
         run("cola", "--num_train_epochs", 0, model=out, output_dir=tmp_path / "-".join(names))
         return "differ from those of the task" in caplog.text
@@ -234,9 +230,8 @@ def test_early_stopping_ends_with_the_best_weights(run):
     results, out = run("stsb", *flags, "--metric_for_best_model", "eval_loss")
     records = log_of(out)
     dev = {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
-    assert (
-        len(dev) == 6 and results["best_step"] == min(dev, key=dev.get) and results["eval_loss"] == min(dev.values())
-    )
+    assert len(dev) == 6 and results["best_step"] == min(dev, key=dev.get)
+    assert results["eval_loss"] == min(dev.values())
 
 
 def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
@@ -428,12 +423,8 @@ def test_overwriting_keeps_the_earlier_run_until_the_new_one_can_start(run, used
     assert all((used / name).read_text() == "old" for name in EARLIER_RUN)
 
 
-def _edit_config(**values):
-    def edit(folder):
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return edit
+def _edit_config(folder, **values):
+    edit_json(folder / "config.json", **values)
 
 
 def _truncate_weights(folder):
@@ -451,9 +442,9 @@ def _remove_tokenizer(folder):
     ("damage", "error", "message"),
     [
         (_truncate_weights, ValueError, "damaged: SafetensorError: "),
-        (_edit_config(hidden_size="wide"), ValueError, "damaged: StrictDataclass.*hidden_size.*expected int"),
-        (_edit_config(intermediate_size=16), ValueError, "damaged: RuntimeError: "),
-        (_edit_config(hidden_act="foo"), ValueError, "damaged: KeyError: 'foo'"),
+        (partial(_edit_config, hidden_size="wide"), ValueError, "damaged: StrictDataclass.*hidden_size.*expected int"),
+        (partial(_edit_config, intermediate_size=16), ValueError, "damaged: RuntimeError: "),
+        (partial(_edit_config, hidden_act="foo"), ValueError, "damaged: KeyError: 'foo'"),
         (_remove_tokenizer, OSError, "damaged has no tokenizer files.*--tokenizer_name"),
     ],
 )

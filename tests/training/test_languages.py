@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fixtures.commands import run_command
 from fixtures.multilingual import LANGUAGES, TOKENIZERS, make_marian_tokenizer
 from fixtures.uptraining import make_text
 from transformers import (
@@ -61,7 +62,7 @@ def run(tmp_path):
         argv = ["--model_name_or_path", model, "--source_file", source, "--target_file", target, *more]
         argv += ["--validation_source_file", source, "--validation_target_file", target, "--max_eval_samples", 8]
         argv += ["--max_length", 40, "--output_dir", tmp_path / out, *length, "--cpu", "--disable_tqdm"]
-        return command.main(command.parse_args([str(part) for part in argv])), tmp_path / out
+        return run_command(command, *argv), tmp_path / out
 
     return call
 
@@ -85,9 +86,8 @@ def test_batches_equal_those_of_the_transformers_collator(folders, kind):
     objective = make_cross_entropy_objective(compute_target_logits)
     features = [upstream_tokenizer(source, text_target=target) for source, target in rows]
     expected = DataCollatorForSeq2Seq(upstream_tokenizer, model)(features)
-    assert torch.equal(actual["input_ids"], expected["input_ids"]) and torch.equal(
-        actual["labels"], expected["labels"]
-    )
+    assert torch.equal(actual["input_ids"], expected["input_ids"])
+    assert torch.equal(actual["labels"], expected["labels"])
     with torch.no_grad():
         losses = [objective.loss_sum(model, actual) / objective.count(actual), model(**expected).loss]
     torch.testing.assert_close(*losses)
@@ -97,16 +97,22 @@ def test_batches_equal_those_of_the_transformers_collator(folders, kind):
     assert start.forced_bos_token_id == (None if kind == "mbart" else language)
 
 
-@pytest.mark.thorough
-@EVERY_KIND
-def test_training_saves_the_languages(run, folders, kind):
-    results, out = run(seq2seq, folders[kind], *make_flags(kind))
+def check_languages(results, out, kind):
+    """Check the languages of a trained model, and return its tokenizer and the ids that surround a target."""
     assert results["steps"] == 2 and "eval_bleu" in results
     tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
     marks = tokenizer(text_target="")["input_ids"]
     assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
     assert settings.decoder_start_token_id == (marks[-1] if kind == "mbart" else 2)
+    return tokenizer, marks
+
+
+@pytest.mark.thorough
+@EVERY_KIND
+def test_training_saves_the_languages(run, folders, kind):
+    results, out = run(seq2seq, folders[kind], *make_flags(kind))
+    tokenizer, marks = check_languages(results, out, kind)
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     ids = model.generate(**tokenizer(["the dog"], return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]
     assert ids[:2].tolist()[kind != "mbart"] == (marks[-1] if kind == "mbart" else marks[0])
@@ -140,12 +146,7 @@ def test_uptraining_keeps_the_languages(run, folders, tmp_path, kind):
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
         run(uptrain, tmp_path / "gqa", *more)
     results, out = run(uptrain, tmp_path / "gqa", *more, *make_flags(kind))
-    assert results["steps"] == 2 and "eval_bleu" in results
-    tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
-    assert (tokenizer.src_lang, tokenizer.tgt_lang) == LANGUAGES[kind]
-    marks = tokenizer(text_target="")["input_ids"]
-    assert settings.decoder_start_token_id == (marks[-1] if kind == "mbart" else 2)
-    assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
+    check_languages(results, out, kind)
 
 
 def test_calibration_needs_the_languages(folders, tmp_path):
@@ -153,8 +154,8 @@ def test_calibration_needs_the_languages(folders, tmp_path):
     argv = ["--model_name_or_path", folders["m2m_100"], "--num_key_value_heads", 2, "--output_dir", tmp_path / "gqa"]
     argv += ["--calibration_file", text, "--fit_steps", 0, "--max_length", 16, "--disable_tqdm"]
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
-        convert_command.main(convert_command.parse_args([str(part) for part in argv]))
-    convert_command.main(convert_command.parse_args([str(part) for part in (*argv, *make_flags("m2m_100"))]))
+        run_command(convert_command, *argv)
+    run_command(convert_command, *argv, *make_flags("m2m_100"))
     assert (tmp_path / "gqa" / "config.json").is_file()
 
 

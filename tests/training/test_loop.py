@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from fixtures.full_disk import full_disk
 from fixtures.linear_loop import OBJECTIVE, log_of, make_loop, make_rows, read_losses, train_accumulated
-from fixtures.processes import run_processes
+from fixtures.processes import run_and_check
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
@@ -35,7 +35,6 @@ def fresh_accelerator():
 
 def test_accumulated_batches_equal_one_large_batch(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
-    one.mkdir(), many.mkdir()
     # Both loops make steps of 4, 4 and 2 rows, so the last group of batches is a short one.
     large_batch_loop = make_loop(one, batch_size=4)
     large_batch_loop.run()
@@ -51,10 +50,8 @@ def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
     # Plain SGD without clipping reveals a wrong factor in the gradient and wrong weights of the processes' means.
     # AdamW or clipping would hide both.
     one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
     train_accumulated(one, 4)
-    statuses, output = run_processes(2, train_accumulated, two, 2)
-    assert statuses == [0, 0], output
+    run_and_check(2, train_accumulated, two, 2)
     losses, expected = ([loss for _, loss in read_losses(folder)] for folder in (two, one))
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
     result, one_process_result = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
@@ -76,23 +73,19 @@ def test_resumed_run_continues_the_open_log_window(tmp_path):
 
     make_loop(tmp_path, total_steps=5, logging_steps=2, checkpointing_steps=5).run()
     uninterrupted_records = records()
-    assert [record["step"] for record in uninterrupted_records] == [2, 4, 5] and uninterrupted_records[-1][
-        "lr"
-    ] == pytest.approx(0.1 / 5)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [record["step"] for record in uninterrupted_records] == [2, 4, 5]
+    assert uninterrupted_records[-1]["lr"] == pytest.approx(0.1 / 5)
     make_loop(tmp_path, total_steps=5, logging_steps=2, resume_from_checkpoint="latest").run()
     assert records() == uninterrupted_records
     state = tmp_path / "checkpoint-5/train_state.json"
     state.write_text(
         json.dumps({name: value for name, value in json.loads(state.read_text()).items() if name != "lr"})
     )
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert make_loop(tmp_path, total_steps=5, resume_from_checkpoint="latest").run().step == 5  # of an older version
 
 
 def test_log_windows_contain_mean_losses_and_learning_rates(tmp_path):
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-    dense.mkdir(), sparse.mkdir()
     make_loop(dense, total_steps=5).run()
     make_loop(sparse, total_steps=5, logging_steps=2).run()
     losses = [record["loss"] for record in log_of(dense)]
@@ -144,7 +137,6 @@ def test_gradients_that_overflow_at_a_large_loss_scale_continue(tmp_path):
 
 def test_missing_random_states_raise_an_error(tmp_path):
     make_loop(tmp_path, checkpointing_steps=2).run()
-    AcceleratorState._reset_state(reset_partial_state=True)
     (path,) = tmp_path.glob("checkpoint-2/random_states_0.pkl")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"checkpoint-2 is damaged"):
@@ -190,11 +182,8 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, siz
     }
     assert {path.name for path in tmp_path.iterdir()} == kept_files
     monkeypatch.undo()
-    AcceleratorState._reset_state(reset_partial_state=True)
     resumed = make_loop(tmp_path, **settings, resume_from_checkpoint="latest")
     resumed.run()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    (tmp_path / "whole").mkdir()
     uninterrupted_loop = make_loop(tmp_path / "whole", **settings)
     uninterrupted_loop.run()
     assert read_losses(tmp_path) == read_losses(tmp_path / "whole") and resumed.state.best_step == 5
@@ -203,7 +192,6 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, siz
 
 def test_sigterm_saves_a_checkpoint(tmp_path):
     uninterrupted, cut = tmp_path / "whole", tmp_path / "cut"
-    uninterrupted.mkdir(), cut.mkdir()
     make_loop(uninterrupted, total_steps=8).run()
     calls = []
 
@@ -218,14 +206,12 @@ def test_sigterm_saves_a_checkpoint(tmp_path):
         make_loop(cut, objective=Objective(loss_sum, OBJECTIVE.count), total_steps=8).run()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-4"]
     assert signal.getsignal(signal.SIGTERM) == before
-    AcceleratorState._reset_state(reset_partial_state=True)
     make_loop(cut, total_steps=8, resume_from_checkpoint="latest").run()
     assert read_losses(cut) == read_losses(uninterrupted)
 
 
 def test_run_resumed_from_an_earlier_checkpoint_keeps_its_files(tmp_path):
     make_loop(tmp_path, total_steps=6, checkpointing_steps=1, save_total_limit=4).run()
-    AcceleratorState._reset_state(reset_partial_state=True)
     kept_steps = []
 
     class Watched(TrainingLoop):
@@ -248,7 +234,6 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint(tmp_path):
     with pytest.raises(TerminatedError, match=r"stopped after step 3.$"):
         make_loop(tmp_path, evaluate=evaluate).run()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
-    AcceleratorState._reset_state(reset_partial_state=True)
     loop = make_loop(tmp_path, evaluate=lambda: {"accuracy": 1.0}, resume_from_checkpoint="latest")
     assert loop.run().step == 3 and not loop.has_evaluated_final_weights()
 
@@ -258,19 +243,15 @@ def test_final_scores_belong_to_the_final_weights(tmp_path):
         stopped._deadline = 0.0
         return {"a": 1.0}
 
-    (tmp_path / "stopped").mkdir()
     stopped = make_loop(tmp_path / "stopped", total_steps=50, evaluate=evaluate_and_run_out_of_time, eval_steps=2)
     stopped.run()
     assert (stopped.evaluated_step, stopped.state.step) == (2, 3) and not stopped.has_evaluated_final_weights()
     for name, values, current in (("up", [1.0, 2.0, 3.0], True), ("down", [3.0, 2.0, 1.0], False)):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        (tmp_path / name).mkdir()
         options = {"eval_steps": 1, "metric_for_best_model": "a"}
         result = iter(values)
         loop = make_loop(tmp_path / name, evaluate=lambda result=result: {"a": next(result)}, **options)
         loop.run()
         assert loop.has_evaluated_final_weights() == current
-        AcceleratorState._reset_state(reset_partial_state=True)
     last = make_loop(tmp_path / "down", evaluate=lambda: {"a": 1.0}, eval_steps=1)
     last.run()
     assert last.has_evaluated_final_weights()
@@ -311,7 +292,6 @@ def test_time_limit_ends_training_with_a_resumable_checkpoint(tmp_path):
     state = make_loop(tmp_path, total_steps=50, max_train_minutes=1e-9).run()
     assert state.step == 1 and not state.finished
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert make_loop(tmp_path, total_steps=50, resume_from_checkpoint="latest").run().step == 50
 
 
@@ -334,10 +314,8 @@ class Seekable(IterableDataset):
 
 def test_resumed_run_seeks_to_the_position_of_the_last_batch(tmp_path):
     uninterrupted, cut = tmp_path / "whole", tmp_path / "cut"
-    uninterrupted.mkdir(), cut.mkdir()
     make_loop(uninterrupted, data=Seekable(), batch_size=None, total_steps=5).run()
     make_loop(cut, data=Seekable(), batch_size=None, total_steps=5, checkpointing_steps=3).run()
-    AcceleratorState._reset_state(reset_partial_state=True)
     data = Seekable()
     settings = {"total_steps": 5, "resume_from_checkpoint": "latest"}
     make_loop(cut, data=data, batch_size=None, seek=data.seek, **settings).run()

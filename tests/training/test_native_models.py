@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from fixtures.commands import run_command
 from fixtures.native_models import make_eurobert, save_eurobert, save_t5gemma
 from fixtures.uptraining import make_text
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, EuroBertForMaskedLM, EuroBertModel
@@ -92,8 +93,8 @@ def test_new_eurobert_is_pretrained(call, eurobert, tmp_path):
     new = ["--model_type", "eurobert", "--tokenizer_name", eurobert[0], "--config_overrides", sizes]
     files = ["--train_file", text, "--validation_file", text, "--max_length", 16, "--output_dir", out]
     with pytest.raises(ValueError, match="`num_key_value_heads` must divide `num_attention_heads`, got 3 for 4 heads"):
-        pretrain.main(pretrain.parse_args([str(part) for part in (*new[:-1], sizes[:-1] + "3", *files, *QUICK)]))
-    pretrain.main(pretrain.parse_args([str(part) for part in (*new, *files, *QUICK)]))
+        run_command(pretrain, *new[:-1], sizes[:-1] + "3", *files, *QUICK)
+    run_command(pretrain, *new, *files, *QUICK)
     check_is_plain(out, AutoModelForMaskedLM, "EuroBertForMaskedLM")
     assert type(AutoModelForMaskedLM.from_pretrained(out)) is EuroBertForMaskedLM
 

@@ -1,11 +1,12 @@
 """Check token classification: CoNLL files, labels at first tokens, entity scores, and whole runs."""
 
 import gzip
-import json
 import re
 
 import pytest
 import torch
+from fixtures.commands import run_command
+from fixtures.data_files import write_lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
@@ -13,8 +14,6 @@ from hf_attn_variants.commands.training import ner
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.training.ner.task import load_sentences, read_conll, score_entities
-
-main, parse_args = ner.main, ner.parse_args
 
 NAMES, PLACES, VERBS = ("Ann", "Bob", "Tom Lee"), ("Rome", "New York"), ("visits", "likes", "left")
 
@@ -46,7 +45,7 @@ def run(tiny_bert, tmp_path):
         argv = [model, "--train_file", train, "--validation_file", dev, "--test_file", test, "--max_length", 16]
         argv += ["--output_dir", tmp_path / out, "--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
         argv += ["--cpu", "--disable_tqdm", *more]
-        return main(parse_args([str(part) for part in argv])), tmp_path / out
+        return run_command(ner, *argv), tmp_path / out
 
     return call
 
@@ -88,8 +87,8 @@ def test_scores_count_whole_entities():
 def test_dataset_gives_the_same_sentences_as_files(tmp_path):
     rows = [{"tokens": [w for w, _ in row], "ner_tags": [t for _, t in row]} for row in iterate_sentences()]
     for split in ("train", "validation"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
+        write_lines(tmp_path / f"{split}.jsonl", rows)
+    settings = ner.parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
     result = load_sentences(settings)
     assert result.keys() == {"train", "validation"}
     assert result["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
@@ -97,8 +96,8 @@ def test_dataset_gives_the_same_sentences_as_files(tmp_path):
 
 def write_dataset(folder, rows, splits=("train", "validation")):
     for split in splits:
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(folder)]))
+        write_lines(folder / f"{split}.jsonl", rows)
+    return load_sentences(ner.parse_args(["m", "--output_dir", "o", "--dataset_name", str(folder)]))
 
 
 @pytest.mark.parametrize(("tags", "known"), [(["O", "O"], []), (["O", "B-X"], ["O", "B-X"])])
@@ -206,7 +205,7 @@ def test_tags_that_differ_only_in_case_stay_distinct(tiny_bert, tmp_path):
     argv = ["--train_file", tmp_path / "t.txt", "--validation_file", tmp_path / "t.txt", "--max_train_steps", 1]
     argv += ["--max_length", 12, "--cpu", "--disable_tqdm"]
     for model, out in ((tiny_bert, "one"), (tmp_path / "one", "two")):
-        main(parse_args([str(part) for part in [model, *argv, "--output_dir", tmp_path / out]]))
+        run_command(ner, model, *argv, "--output_dir", tmp_path / out)
     names = [AutoModelForTokenClassification.from_pretrained(tmp_path / out).config.id2label for out in ("one", "two")]
     assert names[0] == names[1] and sorted(names[0].values()) == ["B-PER", "B-per", "O"]
 
@@ -219,11 +218,7 @@ def test_overwriting_removes_old_predictions(run, tiny_bert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("Rome", r"bad\.txt.*line 2.*'Rome'"),
-        ("Rome NN LOC", "line 2.*'Rome NN LOC'"),
-    ],
+    ("line", "message"), [("Rome", r"bad\.txt.*line 2.*'Rome'"), ("Rome NN LOC", "line 2.*'Rome NN LOC'")]
 )
 def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
     (tmp_path / "bad.txt").write_text(f"Ann B-PER\n{line}\n")
@@ -246,11 +241,11 @@ def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
 )
 def test_ner_rejects_invalid_flags(flags, message):
     with pytest.raises(ValueError, match=message):
-        parse_args(["m", "--output_dir", "o", *flags])
+        ner.parse_args(["m", "--output_dir", "o", *flags])
 
 
 def test_dataset_without_tags_error_names_the_requirement(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(OSError, match="splits train and validation and the columns tokens and ner_tags"):
-        load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
+        load_sentences(ner.parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))

@@ -37,9 +37,8 @@ def test_parameters_without_decay_are_known():
     }
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, d_ff=8, num_heads=2, d_kv=4))
     exempt = get_no_decay_parameter_names(t5)
-    assert "encoder.final_layer_norm.weight" in exempt and not any(
-        "relative_attention_bias" in name for name in exempt
-    )
+    assert "encoder.final_layer_norm.weight" in exempt
+    assert not any("relative_attention_bias" in name for name in exempt)
     assert get_no_decay_parameter_names(nn.Sequential(TalkingHeadsSettings())) == {
         "0.query.bias",
         "0.logits_proj",

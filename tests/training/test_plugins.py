@@ -1,14 +1,12 @@
 """Check plugins: the example is trained from an empty folder, loaded without the package, and wrong plugins fail."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from fixtures.elsewhere import WITHOUT_PACKAGE
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
 from fixtures.plugins import restored_tables
 from security.test_remote_code import find_violations
 from transformers import AutoConfig, AutoModelForMaskedLM
@@ -59,7 +57,7 @@ def test_saved_model_loads_without_package(field, tmp_path):
     torch.manual_seed(0)
     model = AttnVariantBertForMaskedLM(AttnVariantBertConfig(**TINY, **field, num_key_value_heads=2)).eval()
     model.save_pretrained(tmp_path / "saved")
-    subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True)
+    run_elsewhere("-c", LOAD, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(torch.arange(8)[None]).logits)
     again = {path.name: path.read_text() for path in (tmp_path / "saved-again").glob("*.py")}
     assert again == {path.name: path.read_text() for path in (tmp_path / "saved").glob("*.py")}
@@ -76,10 +74,8 @@ def test_new_user_trains_the_example_from_an_empty_folder(tiny_bert, tmp_path):
         --tokenizer_name {tiny_bert} --config_overrides hidden_size=16,num_hidden_layers=2,num_attention_heads=4
         --train_file text.txt --validation_file text.txt --max_length 16 --max_eval_samples 8 --max_train_steps 2
         --cpu --output_dir saved"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "attn_variants", *command.split()]
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True)
-    subprocess.run([sys.executable, "-c", LOAD], cwd=tmp_path, check=True)
+    run_elsewhere("-m", "attn_variants", *command.split(), cwd=tmp_path, has_package=True)
+    run_elsewhere("-c", LOAD, cwd=tmp_path)
     load_plugin(tmp_path / "my_attention.py")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").eval()
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(torch.arange(8)[None]).logits)
@@ -105,10 +101,7 @@ def test_file_that_does_not_exist_raises(capsys):
         ("def f():\n    import math, numpy\n", "must not open files, and it can only import torch, .* in line 1"),
         ("import numpy\n", "must not open files, and it can only import torch, .* in line 1"),
         ("def f():\n    return open('x')\n", "must not open files, .* in line 1"),
-        (
-            "from hf_attn_variants import convert\n",
-            "must only import names .* got `convert`",
-        ),
+        ("from hf_attn_variants import convert\n", "must only import names .* got `convert`"),
     ],
 )
 def test_wrong_plugin_raises(text, message, tmp_path):

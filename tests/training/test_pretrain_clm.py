@@ -6,14 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from fixtures.licence_text import write_shards
+from fixtures.commands import run_command
 from fixtures.linear_loop import log_of
 from fixtures.uptraining import make_bert
 from safetensors.torch import load_file
 from transformers import (
     AlbertConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BartConfig,
     BertConfig,
     BertLMHeadModel,
@@ -36,13 +35,7 @@ from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import compute_label_statistics, make_cross_entropy_objective
-from hf_attn_variants.training.pretraining.task import (
-    CausalLMPreparer,
-    compute_causal_logits,
-    shuffle_positions,
-)
-
-main, parse_args = pretrain.main, pretrain.parse_args
+from hf_attn_variants.training.pretraining.task import CausalLMPreparer, compute_causal_logits, shuffle_positions
 
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
@@ -69,17 +62,6 @@ def load_model(name):
     return model
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_bert):
-    return AutoTokenizer.from_pretrained(tiny_bert)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Two shards and a held-out file of the license."""
-    return write_shards(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
 def run(text, tokenizer, tmp_path):
     def flags(*more, model=None, output_dir=tmp_path / "out", objective="clm"):
@@ -91,7 +73,7 @@ def run(text, tokenizer, tmp_path):
         return [str(item) for item in argv]
 
     def call(*more, **options):
-        return main(parse_args(flags(*more, **options)))
+        return run_command(pretrain, *flags(*more, **options))
 
     call.flags, call.out = flags, tmp_path / "out"
     return call
@@ -220,22 +202,16 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
         run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
     assert "(bert) was an encoder. It is converted to a decoder" in caplog.text
     weights, encoder_weights = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
-    assert weights.keys() == encoder_weights.keys() and all(
-        torch.equal(weights[name], encoder_weights[name]) for name in encoder_weights
-    )
+    assert weights.keys() == encoder_weights.keys()
+    assert all(torch.equal(weights[name], encoder_weights[name]) for name in encoder_weights)
     assert json.loads((run.out / "config.json").read_text())["is_decoder"]
     with pytest.raises(ValueError, match=r"is a decoder .*--objective clm"):
         run("--max_train_steps", 2, model=run.out, objective="mlm", output_dir=tmp_path / "mlm")
 
 
 def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
-    flags = [
-        *make_scratch_flags("bert", "--num_key_value_heads", 2),
-        "--max_train_steps",
-        7,
-        "--checkpointing_steps",
-        4,
-    ]
+    flags = [*make_scratch_flags("bert", "--num_key_value_heads", 2), "--max_train_steps", 7]
+    flags += ["--checkpointing_steps", 4]
     complete_run = run(*flags)
     checkpoint = ["--resume_from_checkpoint", run.out / "checkpoint-4"]
     resumed = run(*flags, *checkpoint, output_dir=tmp_path / "resumed")

@@ -2,12 +2,14 @@
 
 import gzip
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fixtures.commands import run_command
+from fixtures.data_files import write_lines
+from fixtures.licence_text import LICENCE, write_shards
 from fixtures.linear_loop import log_of, log_without_times
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -54,27 +56,14 @@ from hf_attn_variants.training.pretraining.task import (
     zero_attention,
 )
 
-main, parse_args = pretrain.main, pretrain.parse_args
-
-LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
 STEPS = ["--max_train_steps", 6]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_bert):
-    return AutoTokenizer.from_pretrained(tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Three shards and a held-out file of the license."""
-    folder = tmp_path_factory.mktemp("text")
-    articles = LICENCE.read_text().split("\n\n")[:14]
-    for i in range(3):
-        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 4]).encode()))
-    (folder / "valid.txt").write_text("\n\n".join(articles[2::4]))
-    return folder
+    return write_shards(tmp_path_factory.mktemp("text"), 3)
 
 
 def make_argv(text, tokenizer, out, *more):
@@ -89,7 +78,7 @@ def make_argv(text, tokenizer, out, *more):
 @pytest.fixture
 def run(text, tokenizer, tmp_path):
     def call(*more, out=tmp_path / "out"):
-        return main(parse_args(make_argv(text, tokenizer, out, *more))), out
+        return run_command(pretrain, *make_argv(text, tokenizer, out, *more)), out
 
     return call
 
@@ -200,7 +189,7 @@ def test_vocabulary_may_have_gaps(tmp_path):
     prepare = MaskedLMPreparer(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
     argv = ["--tokenizer_name", tmp_path, "--output_dir", tmp_path, "--train_file", "x", *STEPS, *make_scratch_flags()]
-    assert make_new_config(parse_args(list(map(str, argv))), tokenizer).vocab_size == 22
+    assert make_new_config(pretrain.parse_args(list(map(str, argv))), tokenizer).vocab_size == 22
 
 
 def test_byte_level_pieces_are_grouped_into_words():
@@ -495,7 +484,7 @@ def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_war
 
     def train(steps):
         out = tmp_path / f"out-{steps}"
-        return main(parse_args(make_argv(tmp_path, tokenizer, out, *flags, "--max_train_steps", steps)))
+        return run_command(pretrain, *make_argv(tmp_path, tokenizer, out, *flags, "--max_train_steps", steps))
 
     untrained = train(1)
     assert not untrained["gate_passed"] and "unigram model" in caplog.text
@@ -524,7 +513,7 @@ def test_resumed_run_selects_weights_with_the_same_text(text, tokenizer, tmp_pat
     flags += [*make_scratch_flags(), *STEPS, "--disable_tqdm", "--cpu"]
 
     def again(*more):
-        return main(parse_args([str(flag) for flag in (*flags, *more)]))
+        return run_command(pretrain, *flags, *more)
 
     again()
     (tmp_path / "dev.txt").write_text(LICENCE.read_text()[100:])
@@ -539,20 +528,10 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
     articles = [article for article in LICENCE.read_text().split("\n\n") if article.strip()]
     (tmp_path / "data").mkdir()
     for split, rows in (("train", articles[4:]), ("validation", articles[:4])):
-        lines = "\n".join(json.dumps({"body": row}) for row in rows)
-        (tmp_path / f"data/{split}.jsonl").write_text(lines + "\n")
+        write_lines(tmp_path / f"data/{split}.jsonl", ({"body": row} for row in rows))
     flags = ["--dataset_name", tmp_path / "data", "--text_column", "body", "--tokenizer_name", tokenizer.name_or_path]
-    flags += [
-        "--max_length",
-        24,
-        "--disable_tqdm",
-        "--cpu",
-        "--output_dir",
-        tmp_path / "out",
-        *make_scratch_flags(),
-        *STEPS,
-    ]
-    results = main(parse_args([str(flag) for flag in flags]))
+    flags += ["--max_length", 24, "--disable_tqdm", "--cpu", "--output_dir", tmp_path / "out", *STEPS]
+    results = run_command(pretrain, *flags, *make_scratch_flags())
     assert results["steps"] == 6 and results["eval_samples"] > 5
 
 

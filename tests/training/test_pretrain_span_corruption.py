@@ -1,9 +1,8 @@
 """Check span-corruption pretraining on the license text: a whole run, exact resume, and early errors."""
 
-import gzip
-from pathlib import Path
-
 import pytest
+from fixtures.commands import run_command
+from fixtures.licence_text import write_shards
 from fixtures.linear_loop import log_of
 from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoModelForSeq2SeqLM
@@ -11,21 +10,14 @@ from transformers import AutoModelForSeq2SeqLM
 from hf_attn_variants import AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.commands.training import pretrain_t5
 
-main, parse_args = pretrain_t5.main, pretrain_t5.parse_args
-
-LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,relative_attention_num_buckets=8"
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A tokenizer, two shards and a held-out file of the license."""
-    folder = tmp_path_factory.mktemp("text")
+    folder = write_shards(tmp_path_factory.mktemp("text"))
     make_sentinel_tokenizer(folder / "tokenizer")
-    articles = LICENCE.read_text().split("\n\n")[:14]
-    for i in range(2):
-        (folder / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[3 + i :: 3]).encode()))
-    (folder / "valid.txt").write_text("\n\n".join(articles[2::3]))
     return folder
 
 
@@ -39,7 +31,7 @@ def run(text, tmp_path):
         argv += ["--max_eval_samples", 8, "--optim", "adafactor", "--adafactor_scale_parameter"]
         argv += ["--learning_rate", 2e-2, "--lr_scheduler_type", "constant", "--logging_steps", 1, "--cpu"]
         argv += ["--shuffle_buffer_size", 16, "--disable_tqdm", *more]
-        return main(parse_args([str(part) for part in argv]))
+        return run_command(pretrain_t5, *argv)
 
     call.out = tmp_path / "out"
     return call

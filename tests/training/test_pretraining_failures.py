@@ -2,23 +2,20 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.commands import run_command
+from fixtures.data_files import write_lines
+from fixtures.licence_text import LICENCE
 from fixtures.linear_loop import read_losses
 from fixtures.span_corruption import make_sentinel_tokenizer
+from training.test_two_processes import COMMANDS, SIZES
 
-from hf_attn_variants.commands.training import pretrain, pretrain_t5
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining.text_stream import SHARD_ORDER
 
-LICENCE = Path(__file__).parents[2] / "LICENSE"
-SIZES = {
-    "pretrain_mlm": "hidden_size=16,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32",
-    "pretrain_span_corruption": "d_model=16,d_kv=4,d_ff=32,num_layers=1,num_heads=4",
-}
 STEPS = 30
 
 
@@ -29,9 +26,6 @@ def text(tmp_path):
     for i in range(3):
         (tmp_path / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[i::3]).encode()))
     return tmp_path
-
-
-COMMANDS = {"pretrain_mlm": pretrain, "pretrain_span_corruption": pretrain_t5}
 
 
 @pytest.fixture(params=SIZES)
@@ -46,14 +40,14 @@ def run(request, text, tiny_bert):
         argv += ["--config_overrides", SIZES[request.param], "--tokenizer_name", tokenizer, "--max_length", 32]
         argv += ["--per_device_train_batch_size", 4, "--shuffle_buffer_size", 1, "--max_train_steps", STEPS]
         argv += ["--checkpointing_steps", 2, "--logging_steps", 1, "--cpu", "--disable_tqdm"]
-        return script.main(script.parse_args([str(part) for part in [*argv, "--output_dir", text / out, *more]]))
+        return run_command(script, *argv, "--output_dir", text / out, *more)
 
     return call
 
 
 def write_rows(path, texts, column="text"):
     path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    write_lines(path, ({column: text} for text in texts))
 
 
 def assert_goes_on_to_the_same_end(run, text, *flags):

@@ -7,21 +7,16 @@ import shutil
 
 import pytest
 import torch
+from fixtures.commands import run_command
+from fixtures.data_files import edit_json, write_lines
 from fixtures.linear_loop import log_of
-from fixtures.uptraining import make_t5, make_text
+from fixtures.uptraining import make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
 from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push as hub_push
 from hf_attn_variants.training.seq2seq.task import Seq2SeqFineTuning, load_seq2seq_data
-
-main, parse_args = seq2seq.main, seq2seq.parse_args
-
-
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory):
-    return make_t5(tmp_path_factory.mktemp("t5") / "mha")
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def run(t5, source, tmp_path):
         argv += [*(pairs if text is None else text), "--output_dir", output_dir, "--max_length", 16]
         argv += ["--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 5, "--learning_rate", 1e-2]
         argv += ["--logging_steps", 1, "--max_eval_samples", 13, "--dropout_rate", 0, "--cpu", "--disable_tqdm", *more]
-        return main(parse_args([str(part) for part in argv]))
+        return run_command(seq2seq, *argv)
 
     call.out = tmp_path / "out"
     return call
@@ -64,8 +59,7 @@ def test_seq2seq_training_lowers_the_loss_and_writes_all_outputs(run, t5):
 
 def test_t5_has_no_length_limit_and_disabled_bars_are_not_printed(run, t5, tmp_path, capfd):
     folder = shutil.copytree(t5, tmp_path / "short")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 10}))
+    edit_json(folder / "tokenizer_config.json", model_max_length=10)
     run("--max_train_steps", 1, model=folder)  # sources have up to 16 tokens
     assert "it/s" not in (printed := capfd.readouterr().err) and "%|" not in printed
 
@@ -102,12 +96,17 @@ def test_seq2seq_loss_equals_the_loss_of_transformers_labels(run, t5):
     assert results["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
+def load_data(*flags):
+    args = seq2seq.parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
+    return load_seq2seq_data(args)
+
+
 def test_tables_gzip_text_and_datasets_give_equal_rows(source, tmp_path):
     target = source.with_name("target.txt")
     pairs = list(zip(source.read_text().splitlines(), target.read_text().splitlines(), strict=True))
     folder = tmp_path / "dataset"
     folder.mkdir()
-    (folder / "train.jsonl").write_text("".join(json.dumps({"pair": {"a": s, "b": t}}) + "\n" for s, t in pairs))
+    write_lines(folder / "train.jsonl", ({"pair": {"a": s, "b": t}} for s, t in pairs))
     (tmp_path / "t.csv").write_text("a,b\n" + "".join(f"{s},{t}\n" for s, t in pairs))
     for path in (source, target):
         path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -119,15 +118,11 @@ def test_tables_gzip_text_and_datasets_give_equal_rows(source, tmp_path):
         ["--dataset_name", folder, "--source_column", "pair.a", "--target_column", "pair.b"],
     ]
     for argv in flags:
-        args = parse_args(
-            ["m", "--output_dir", "x", "--metrics", "bleu", "--source_prefix", "to b: ", *map(str, argv)]
-        )
-        data = load_seq2seq_data(args)
+        data = load_data("--source_prefix", "to b: ", *argv)
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
-    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
     with pytest.raises(ValueError, match=r"row 1: there is no column 'source'. The columns are pair.a, pair.b"):
-        load_seq2seq_data(args)
+        load_data("--dataset_name", folder)
 
 
 @pytest.mark.thorough
@@ -163,14 +158,13 @@ def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, k
     folder = tmp_path / "dataset"
     folder.mkdir()
     rows = [{"source": text, "number": i, **blank} for i, text in enumerate(["one", "", "two"])]
-    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "test.jsonl", rows)
     flags = {
         "lines": ["--test_source_file", tmp_path / "test.txt"],
         "table": ["--test_file", folder / "test.jsonl"],
         "dataset": ["--dataset_name", folder],
     }[kind]
-    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
-    test = load_seq2seq_data(args).splits["test"]
+    test = load_data("--num_train_epochs", 0, *flags).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
     assert bool(re.search("[Cc]olumn 'target'.*no text", caplog.text)) == (kind != "lines")
@@ -187,7 +181,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
         part for name in ("train", "validation", "test") for part in (f"--{name}_file", tmp_path / f"{name}.jsonl")
     ]
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
-    splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
+    splits = load_data(*flags).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
     assert caplog.text.count("Skipping 2 of 4 rows") == 3
     # Rows for predictions have their row numbers in the file, and training rows do not.
@@ -198,7 +192,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
 def test_predictions_identify_rows_of_several_files(run, source, tmp_path):
     for name, texts in (("a", ["", "one"]), ("b", ["two"])):
         rows = [{"source": text, "target": "x"} for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     files = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
     text = ["--validation_file", *files, "--test_source_file", source.parent / "test.txt", "--num_train_epochs", 0]
     (source.parent / "test.txt").write_text("three\n\n")
@@ -213,21 +207,19 @@ def test_predictions_identify_rows_of_several_files(run, source, tmp_path):
 def test_split_without_targets_raises_an_error(tmp_path, kind, name):
     for item in ("train", "validation"):
         target = "" if item == name else "x"
-        (tmp_path / f"{item}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
+        write_lines(tmp_path / f"{item}.jsonl", [{"source": "one", "target": target}])
     files = [part for item in ("train", "validation") for part in (f"--{item}_file", tmp_path / f"{item}.jsonl")]
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
-    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
     with pytest.raises(ValueError, match=rf"{name}.* (row must contain text in each|is empty)"):
-        load_seq2seq_data(args)
+        load_data(*flags)
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
 def test_test_rows_with_partial_targets_raise_an_error(tmp_path, kind):
     (tmp_path / "test.jsonl").write_text('{"source": "one", "target": null}\n{"source": "two", "target": "zwei"}\n')
     flags = {"table": ["--test_file", tmp_path / "test.jsonl"], "dataset": ["--dataset_name", tmp_path]}[kind]
-    args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
     with pytest.raises(ValueError, match="row 2: column 'target'"):
-        load_seq2seq_data(args)
+        load_data("--num_train_epochs", 0, *flags)
 
 
 @pytest.mark.thorough
@@ -427,13 +419,11 @@ def test_invalid_seq2seq_text_raises_an_error(run, source, tiny_bert, tmp_path):
 
 def test_tokenizer_without_an_end_token_raises_an_error(run, t5, tmp_path):
     folder = shutil.copytree(t5, tmp_path / "endless")
-    backend = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(backend | {"post_processor": None}))
+    edit_json(folder / "tokenizer.json", post_processor=None)
     scratch = ["--model_type", "t5", "--tokenizer_name", folder, "--max_train_steps", 2]
     for model, more in ((folder, []), (None, scratch), (t5, ["--tokenizer_name", folder])):
         with pytest.raises(ValueError, match=r"endless does not end texts with '</s>'.*--tokenizer_name"):
             run(*more, model=model)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
         run(model=folder)

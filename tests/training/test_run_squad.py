@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from fixtures.commands import run_command
 from fixtures.squad import make_reader, write_questions
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -16,8 +17,6 @@ from hf_attn_variants.training.squad.data import (
     make_windows,
     read_squad,
 )
-
-main, parse_args = squad.main, squad.parse_args
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def run(readers, tmp_path):
         argv += ["--max_length", 24, "--doc_stride", 4, "--max_query_length", 8, "--output_dir", output_dir]
         argv += ["--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 3, "--learning_rate", 3e-3]
         argv += ["--logging_steps", 1, "--dropout_rate", 0, "--cpu", "--disable_tqdm", *more]
-        return main(parse_args([str(part) for part in argv]))
+        return run_command(squad, *argv)
 
     call.out, call.file = tmp_path / "out", lambda version_2=False: tmp_path / f"v{1 + version_2}.json"
     return call
@@ -63,9 +62,8 @@ def test_every_architecture_learns_its_questions(run, readers, kind):
     config = load(run.out, "config.json")
     assert config["architectures"][0].startswith("AttnVariant") and config["num_key_value_heads"] == 2
     again = run("--num_train_epochs", 0, model=run.out, output_dir=run.out.with_name("again"))
-    assert again["eval_f1"] == results["eval_f1"] and again["eval_loss"] == pytest.approx(
-        results["eval_loss"], rel=1e-5
-    )
+    assert again["eval_f1"] == results["eval_f1"]
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
 
 
 def test_window_model_attends_to_the_question_globally(run, readers, tmp_path):
@@ -147,7 +145,7 @@ def test_squad_rejects_invalid_flags_before_any_work(run, more, message):
 @pytest.mark.parametrize(("lengths", "stride"), [((128, 64), 30), ((192, 64), 62), ((196, 64), 128), ((384, 64), 128)])
 def test_default_stride_fits_the_length(readers, lengths, stride):
     argv = [readers["t5"], "--output_dir", "o", "--max_length", lengths[0], "--max_query_length", lengths[1]]
-    settings = parse_args([str(part) for part in argv])
+    settings = squad.parse_args([str(part) for part in argv])
     tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
     config = AutoConfig.from_pretrained(readers["t5"])
     free = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)

@@ -4,14 +4,13 @@ import textwrap
 
 import pytest
 import sacrebleu
+from fixtures.commands import run_command
 from fixtures.uptraining import make_t5, make_text
 
 from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.training.seq2seq import METRIC_PACKAGES, check_text_metrics
 from hf_attn_variants.training.seq2seq.metrics import get_text_metric, score_texts
 from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
-
-main, parse_args = seq2seq.main, seq2seq.parse_args
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]
@@ -110,12 +109,12 @@ def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
     for side in ("source", "target", "validation_source", "validation_target"):
         (tmp_path / side).write_text("a text\n")
         files += [f"--{side}_file", str(tmp_path / side)]
-    data = load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", one, "bleu"]))
+    data = load_seq2seq_data(seq2seq.parse_args(["m", "--output_dir", "o", *files, "--metrics", one, "bleu"]))
     assert data.metric_names == ("letters", "bleu") and data.main_metric == "letters"
     assert data.score(["ab"], [("ab",)])["letters"] == 2.0
     twice = script("twice", '{"bleu": 1.0}')
     with pytest.raises(ValueError, match="got bleu, bleu"):
-        load_seq2seq_data(parse_args(["m", "--output_dir", "o", *files, "--metrics", "bleu", twice]))
+        load_seq2seq_data(seq2seq.parse_args(["m", "--output_dir", "o", *files, "--metrics", "bleu", twice]))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, ca
     argv += ["--validation_source_file", source, "--validation_target_file", target, "--output_dir", tmp_path / "out"]
     argv += ["--metrics", script(f"{value}_{len(flags)}", values % value), "--metric_for_best_model", value]
     argv += ["--max_train_steps", 3, "--eval_steps", 1, "--max_eval_samples", 4, "--cpu", "--disable_tqdm", *flags]
-    assert main(parse_args(list(map(str, argv))))["best_step"] == best
+    assert run_command(seq2seq, *argv)["best_step"] == best
     assert ("The best weights are" in caplog.text) == bool(printed) and printed in caplog.text
 
 

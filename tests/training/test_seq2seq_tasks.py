@@ -36,10 +36,8 @@ def test_sources_are_worded_like_t5(name, texts, expected):
 
 
 def test_labels_become_words_and_scores_are_rounded():
-    assert (
-        format_glue_label(TASKS["cola"], 0) == "unacceptable"
-        and format_glue_label(TASKS["mnli"], 2) == "contradiction"
-    )
+    assert format_glue_label(TASKS["cola"], 0) == "unacceptable"
+    assert format_glue_label(TASKS["mnli"], 2) == "contradiction"
     scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # in floating point, 0.3 / 0.2 < 1.5
     assert [format_glue_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
 
@@ -65,9 +63,8 @@ def test_glue_task_is_read_and_scored_as_text(glue):
     assert all(source.startswith("x stsb sentence1: ") and " sentence2: " in source for source in dev.sources)
     scores = data.score([row[0] for row in dev.references], dev.references)
     # The scores in the texts are rounded, and the true scores are not.
-    assert (
-        set(scores) == {*data.metric_names} and 0.99 < scores["pearson"] <= 1 and data.main_metric == "combined_score"
-    )
+    assert set(scores) == {*data.metric_names} and 0.99 < scores["pearson"] <= 1
+    assert data.main_metric == "combined_score"
     first = dev.take(4)
     assert data.score([row[0] for row in first.references], first.references)["pearson"] > 0.99
 

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from hf_attn_variants.commands.training import (
-    classify,
-    glue,
-    ner,
-    pretrain,
-    pretrain_t5,
-    seq2seq,
-    squad,
-    uptrain,
-)
+from hf_attn_variants.commands.training import classify, glue, ner, pretrain, pretrain_t5, seq2seq, squad, uptrain
 from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings, group_fields
 from hf_attn_variants.training.glue import GlueSettings
 from hf_attn_variants.training.pretraining import MaskedLMSettings

@@ -198,9 +198,8 @@ def test_process_without_a_row_gets_an_empty_last_batch(tokenizer, tmp_path):
         assert left["examples"] + right["examples"] == batch["examples"] == len(batch["ids"])
         assert torch.equal(left["position"], batch["position"]) and torch.equal(right["position"], batch["position"])
     last = both[1][-1]
-    assert (
-        last["examples"] == 0 and torch.equal(last["ids"], one[-1]["ids"]) and (last["labels"] == IGNORED_LABEL).all()
-    )
+    assert last["examples"] == 0 and torch.equal(last["ids"], one[-1]["ids"])
+    assert (last["labels"] == IGNORED_LABEL).all()
     assert all((batch["labels"] >= 0).all() for batch in [*one, *both[0], *both[1][:-1]])
 
 

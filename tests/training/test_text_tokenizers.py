@@ -44,10 +44,8 @@ def test_rouge_treats_sentences_as_lines():
 
 
 def test_english_and_german_scores_do_not_change():
-    predictions, references = (
-        ["A dog runs. Für zwei!", "cats sleeping"],
-        [("The dog runs. Für drei!",), ("cats slept",)],
-    )
+    predictions = ["A dog runs. Für zwei!", "cats sleeping"]
+    references = [("The dog runs. Für drei!",), ("cats slept",)]
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     scores = [scorer.score(row[0], text)["rouge1"] for text, row in zip(predictions, references, strict=True)]
     result = score_texts(["bleu", "rouge"], predictions, references)

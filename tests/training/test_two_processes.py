@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.commands import run_command
 from fixtures.linear_loop import log_of
-from fixtures.processes import Signal, draw_step, run_processes, run_script
+from fixtures.processes import Signal, draw_step, run_and_check, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -21,8 +22,6 @@ SIZES = {
     "pretrain_mlm": "hidden_size=16,num_hidden_layers=1,num_attention_heads=4,intermediate_size=32",
     "pretrain_span_corruption": "d_model=16,d_kv=4,d_ff=32,num_layers=1,num_heads=4",
 }
-
-
 COMMANDS = {"pretrain_mlm": pretrain, "pretrain_span_corruption": pretrain_t5}
 
 
@@ -53,9 +52,8 @@ def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_pat
     # Each process evaluates five of the nine rows, so one row is evaluated twice.
     more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
     more += ["--max_eval_samples", 9, "--per_device_eval_batch_size", 2]
-    expected = script.main(script.parse_args(flags(name, tmp_path / "one", 4, *more)))
-    statuses, output = run_processes(2, run_script, name, flags(name, tmp_path / "two", 2, *more))
-    assert statuses == [0, 0], output
+    expected = run_command(script, *flags(name, tmp_path / "one", 4, *more))
+    run_and_check(2, run_script, name, flags(name, tmp_path / "two", 2, *more))
     one, two = ([loss for _, loss, _ in read_records(tmp_path / out)] for out in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 5 and expected["epoch"] == 0
     results = json.loads((tmp_path / "two/all_results.json").read_text())
@@ -69,25 +67,26 @@ def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_pat
 def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     more = ["--max_train_steps", 12, "--checkpointing_steps", 2, "--dropout_rate", 0.1]
     uninterrupted, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"
-    statuses, output = run_processes(2, run_script, script, flags(script, uninterrupted, 2, *more))
-    assert statuses == [0, 0], output
+    run_and_check(2, run_script, script, flags(script, uninterrupted, 2, *more))
     resumed = flags(script, cut, 2, *more, "--resume_from_checkpoint", "latest")
     killed = draw_step(range(2, 6))
-    statuses, output = run_processes(2, run_script, script, resumed[:-2], Signal(signal.SIGKILL, killed))
-    assert statuses == [-signal.SIGKILL] * 2, output
+    run_and_check(2, run_script, script, resumed[:-2], Signal(signal.SIGKILL, killed), status=-signal.SIGKILL)
     assert list_checkpoints(cut)[-1].name == f"checkpoint-{killed // 2 * 2}"
     # Only one process gets the signal. Its data worker must survive until the checkpoint is written.
     terminated = draw_step(range(6, 11))
     workers = ["--dataloader_num_workers", "1"]
-    statuses, output = run_processes(
-        2, run_script, script, [*resumed, *workers], Signal(signal.SIGTERM, terminated, "1")
+    output = run_and_check(
+        2,
+        run_script,
+        script,
+        [*resumed, *workers],
+        Signal(signal.SIGTERM, terminated, "1"),
+        status=128 + signal.SIGTERM,
     )
-    assert statuses == [128 + signal.SIGTERM] * 2, output
     assert output.count(f"SIGTERM: Training stopped after step {terminated + 1}. The last checkpoint is") == 2, output
     assert list_checkpoints(cut)[-1].name == f"checkpoint-{terminated + 1}"
     assert not (cut / "model.safetensors").exists()
-    statuses, output = run_processes(2, run_script, script, resumed)
-    assert statuses == [0, 0], output
+    run_and_check(2, run_script, script, resumed)
     assert read_records(cut) == read_records(uninterrupted) and len(read_records(uninterrupted)) == 12
     assert (cut / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
@@ -95,12 +94,9 @@ def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
 def test_ctrl_c_stops_all_processes_and_prints_one_message(flags, tmp_path):
     argv = flags("pretrain_mlm", tmp_path / "out", 2, "--max_train_steps", 12, "--dataloader_num_workers", 1)
     pressed = Signal(signal.SIGINT, 5)
-    statuses, output = run_processes(2, run_script, "pretrain_mlm", argv, pressed)
-    assert statuses == [128 + signal.SIGINT] * 2, output
-    assert (
-        output.count("Ctrl-C: Training stopped after step 6. The last checkpoint is") == 1
-        and "Traceback" not in output
-    )
+    output = run_and_check(2, run_script, "pretrain_mlm", argv, pressed, status=128 + signal.SIGINT)
+    assert output.count("Ctrl-C: Training stopped after step 6. The last checkpoint is") == 1
+    assert "Traceback" not in output
     assert [path.name for path in list_checkpoints(tmp_path / "out")] == ["checkpoint-6"]
 
 
@@ -119,12 +115,9 @@ SCRIPTS = {
 def test_unconnected_processes_raise_before_any_work(name, tmp_path):
     argv = ["--output_dir", str(tmp_path / "runs/out"), "--model_name_or_path", "no/model", *SCRIPTS[name]]
     argv += ["--train_file", "x.txt", "--max_train_steps", "1"] if name.startswith("pretrain") else []
-    statuses, output = run_processes(2, run_script, name, argv)
-    assert statuses == [2, 2], output
-    assert (
-        output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2
-        and "add --cpu if there is no GPU" in output
-    )
+    output = run_and_check(2, run_script, name, argv, status=2)
+    assert output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2
+    assert "add --cpu if there is no GPU" in output
     assert output.count("\n") == 2 and not any(tmp_path.iterdir())
 
 
@@ -136,5 +129,5 @@ def test_unconnected_processes_of_other_launchers_raise_before_any_work(variable
     monkeypatch.setenv(variable, "4")
     argv = ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "no/model", "--task_name", "cola"]
     with pytest.raises(ValueError, match=rf"4 processes were launched \({variable}=4\).*({advice})"):
-        run_glue.main(run_glue.parse_args(argv))
+        run_command(run_glue, *argv)
     assert not (tmp_path / "out").exists()

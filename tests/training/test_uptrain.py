@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.commands import run_command
+from fixtures.data_files import write_lines
 from fixtures.linear_loop import log_of, log_without_times
-from fixtures.processes import run_processes, run_script
-from fixtures.uptraining import WORDS, make_bert, make_t5, make_text
+from fixtures.processes import run_and_check, run_script
+from fixtures.uptraining import WORDS, make_text
 from safetensors.torch import load_file, save_file
 from transformers import (
     AlbertConfig,
@@ -37,8 +39,6 @@ from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
 from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
 
-main, parse_args = uptrain.main, uptrain.parse_args
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,19 +49,9 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bert(tiny_bert, tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert") / "mha", tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def grouped_bert(bert):
     convert_checkpoint(bert, bert.parent / "mqa", 1)
     return bert.parent / "mqa"
-
-
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory):
-    return make_t5(tmp_path_factory.mktemp("t5") / "mha")
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +60,17 @@ def grouped_t5(t5):
     return t5.parent / "mqa"
 
 
+def save_with_tokenizer(model, tokenizer_folder, folder):
+    model.save_pretrained(folder)
+    for path in tokenizer_folder.glob("*token*"):
+        shutil.copy(path, folder)
+
+
 @pytest.fixture
 def run(grouped_bert, bert, source, tmp_path):
     def call(objective="distill", *more, model=grouped_bert, teacher=bert, steps=4, output_dir=tmp_path / "out"):
-        return main(
-            parse_args(flags(objective, *more, model=model, teacher=teacher, steps=steps, output_dir=output_dir))
+        return run_command(
+            uptrain, *flags(objective, *more, model=model, teacher=teacher, steps=steps, output_dir=output_dir)
         )
 
     def flags(objective, *more, model, teacher, steps, output_dir):
@@ -237,7 +233,7 @@ def test_teacher_with_fewer_positions_encodes_pieces(run, bert, grouped_t5, tmp_
 
 def write_pairs(source, path):
     columns = [side.read_text().splitlines() for side in (source, source.with_name("target.txt"))]
-    path.write_text("".join(json.dumps({"question": a, "text": b}) + "\n" for a, b in zip(*columns, strict=True)))
+    write_lines(path, ({"question": a, "text": b} for a, b in zip(*columns, strict=True)))
     return path
 
 
@@ -248,7 +244,7 @@ def test_encoder_uptrains_on_lines_and_table_columns(run, source, tmp_path):
         options = {"model": run.model, "teacher": run.teacher, "steps": 1, "output_dir": run.out} | options
         argv = run.flags("distill", "--overwrite_output_dir", **options)
         position = argv.index("--train_file")
-        return main(parse_args([*argv[:position], *map(str, text), *argv[position + 2 :]]))["initial_eval_loss"]
+        return run_command(uptrain, *argv[:position], *text, *argv[position + 2 :])["initial_eval_loss"]
 
     pair = ["--text_columns", "question", "text"]
     texts = initial_loss("--train_file", table)  # reads the column "text"
@@ -283,7 +279,7 @@ def test_albert_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch)
     argv = run.flags("distill", model=tmp_path / "mqa", teacher=tmp_path / "albert", steps=1, output_dir=run.out)
     position = argv.index("--train_file")
     pair = ["--train_file", str(table), "--text_columns", "question", "text"]
-    main(parse_args([*argv[:position], *pair, *argv[position + 2 :]]))
+    run_command(uptrain, *argv[:position], *pair, *argv[position + 2 :])
     assert all(set(batch["token_type_ids"].unique().tolist()) == {0, 1} for batch in seen) and seen
     assert set(AutoTokenizer.from_pretrained(run.out)("a", "b")["token_type_ids"]) == {0, 1}
 
@@ -293,9 +289,7 @@ def test_question_answering_is_distilled(run, bert, tmp_path):
     teacher = AutoModelForQuestionAnswering.from_pretrained(bert)
     with torch.no_grad():
         teacher.qa_outputs.weight.mul_(100)  # as confident as a trained model
-    teacher.save_pretrained(tmp_path / "qa")
-    for path in bert.glob("*token*"):
-        shutil.copy(path, tmp_path / "qa")
+    save_with_tokenizer(teacher, bert, tmp_path / "qa")
     convert_checkpoint(tmp_path / "qa", tmp_path / "mqa", 1)
     results = run("distill", "--logits_weight", 1, model=tmp_path / "mqa", teacher=tmp_path / "qa", steps=60)
     assert results["eval_logits_divergence"] < 0.5 * results["initial_eval_logits_divergence"]
@@ -321,9 +315,7 @@ def test_classifier_is_distilled_with_its_problem_type(run, bert, tmp_path, fiel
     teacher = AutoModelForSequenceClassification.from_pretrained(bert, **fields)
     with torch.no_grad():
         teacher.classifier.weight.mul_(20)
-    teacher.save_pretrained(tmp_path / "classifier")
-    for path in bert.glob("*token*"):
-        shutil.copy(path, tmp_path / "classifier")
+    save_with_tokenizer(teacher, bert, tmp_path / "classifier")
     convert_checkpoint(tmp_path / "classifier", tmp_path / "mqa", 1)
     alone = ["--logits_weight", 1, "--hidden_states_weight", 0, "--attention_outputs_weight", 0, "--trainable", "all"]
     results = run("distill", *alone, model=tmp_path / "mqa", teacher=tmp_path / "classifier", steps=60)
@@ -335,9 +327,7 @@ def test_classifier_is_distilled_with_its_problem_type(run, bert, tmp_path, fiel
 def test_teacher_with_another_problem_type_raises_an_error(run, bert, tmp_path):
     for name, fields in (("scores", {"problem_type": "regression"}), ("classes", {})):
         model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2, **fields)
-        model.save_pretrained(tmp_path / name)
-        for path in bert.glob("*token*"):
-            shutil.copy(path, tmp_path / name)
+        save_with_tokenizer(model, bert, tmp_path / name)
     convert_checkpoint(tmp_path / "scores", tmp_path / "mqa", 1)
     with pytest.raises(ValueError, match="one distribution over classes"):
         run("distill", "--logits_weight", 1, model=tmp_path / "mqa", teacher=tmp_path / "classes")
@@ -362,11 +352,11 @@ def test_t5_uptrains_on_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path
 def test_t5_is_distilled_on_a_table(run, grouped_t5, t5, source, tmp_path):
     lines = zip(*(path.read_text().splitlines() for path in (source, source.with_name("target.txt"))), strict=True)
     table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps({"en": s, "de": t}) + "\n" for s, t in lines))
+    write_lines(table, ({"en": s, "de": t} for s, t in lines))
     argv = ["--model_name_or_path", grouped_t5, "--teacher", t5, "--objective", "distill", "--train_file", table]
     argv += ["--source_column", "en", "--target_column", "de", "--output_dir", run.out, "--max_train_steps", 30]
     argv += ["--per_device_train_batch_size", 8, "--learning_rate", "2e-3", "--cpu", "--disable_tqdm"]
-    results = main(parse_args(list(map(str, argv))))
+    results = run_command(uptrain, *argv)
     for name in ("decoder_hidden_states_error", "logits_divergence"):
         assert results[f"eval_{name}"] < 0.7 * results[f"initial_eval_{name}"]
     assert results["initial_eval_encoder_hidden_states_error"] < 1e-9  # only the decoder was converted
@@ -417,11 +407,7 @@ def test_teacher_with_nan_outputs_raises_before_training(run, bert, tmp_path):
     [
         ("distill", ["--teacher", ""], "--objective distill .*--teacher"),
         ("mlm", ["--teacher", "", "--hidden_states_weight", 1], "--hidden_states_weight .*--teacher"),
-        (
-            "mlm",
-            ["--hidden_states_weight", 0, "--attention_outputs_weight", 0, "--logits_weight", 0],
-            "--teacher",
-        ),
+        ("mlm", ["--hidden_states_weight", 0, "--attention_outputs_weight", 0, "--logits_weight", 0], "--teacher"),
         ("distill", ["--teacher", "/nowhere/teacher"], "/nowhere/teacher"),
         ("seq2seq", [], r"--objective.*\(attn_variant_bert\)"),
         ("distill", ["--predict_with_generate"], "--predict_with_generate"),
@@ -514,8 +500,7 @@ def test_uptraining_in_two_processes_equals_one_with_a_double_batch(run, grouped
     out = {"model": grouped_bert, "teacher": bert, "steps": 3, "output_dir": tmp_path / "two"}
     expected = run("distill", *more, "--per_device_train_batch_size", 8, steps=3, output_dir=tmp_path / "one")
     argv = run.flags("distill", *more, "--per_device_train_batch_size", 4, **out)
-    statuses, printed = run_processes(2, run_script, "uptrain", [str(flag) for flag in argv])
-    assert statuses == [0, 0], printed
+    printed = run_and_check(2, run_script, "uptrain", argv)
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     assert printed.count("distill on 3 held-out rows") == 1
     for name in ("eval_loss", "initial_eval_loss", "train_loss", "eval_embedding_cosine"):
@@ -529,6 +514,5 @@ def test_training_without_improvement_gives_a_warning_and_a_note_on_the_card(run
     assert caplog.text.count(message) == 1
     assert json.loads((run.out / "all_results.json").read_text())["held_out_loss_improved"] is False
     card = str(generate_model_card(run.out, "me/worse"))
-    assert (
-        "The held-out loss did not improve." in card and "distilled (2 steps, without a lower held-out loss)" in card
-    )
+    assert "The held-out loss did not improve." in card
+    assert "distilled (2 steps, without a lower held-out loss)" in card

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fixtures.commands import run_command
 from fixtures.uptraining import make_t5, make_text
 from transformers import (
     AutoTokenizer,
@@ -15,8 +16,6 @@ from transformers import (
 
 from hf_attn_variants import convert
 from hf_attn_variants.commands.training import uptrain
-
-main, parse_args = uptrain.main, uptrain.parse_args
 
 SIZES = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 SIZES |= {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64, "init_std": 0.3}
@@ -38,7 +37,7 @@ def run(tokenizer, tmp_path):
         argv = ["--model_name_or_path", tmp_path / ("gqa" if teacher else "model"), "--output_dir", tmp_path / "out"]
         argv += ["--teacher", tmp_path / "model", "--objective", "distill", "--max_train_steps", 20]
         argv += ["--per_device_train_batch_size", 8, "--cpu", "--disable_tqdm", "--overwrite_output_dir", *more]
-        return main(parse_args([str(part) for part in argv]))
+        return run_command(uptrain, *argv)
 
     call.save, call.folder = save, tmp_path
     call.source, call.target = make_text(tmp_path)

@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 import torch
-from fixtures.licence_text import LICENCE, write_shards
+from fixtures.commands import run_command
+from fixtures.data_files import write_lines
+from fixtures.licence_text import LICENCE
 from fixtures.linear_loop import log_of
-from fixtures.processes import run_processes, run_script
+from fixtures.processes import run_and_check, run_script
 from fixtures.span_corruption import make_sentinel_tokenizer
 from fixtures.uptraining import make_bert, make_t5
 from safetensors.torch import load_file
@@ -36,12 +38,6 @@ BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Two shards and a held-out file of the license."""
-    return write_shards(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     """A multi-head T5 with dropout 0.1 and sentinels, and in "mqa" the same model with averaged heads."""
     folder = tmp_path_factory.mktemp("t5")
@@ -63,17 +59,12 @@ def make_file_flags(text):
 def run(text, t5, tmp_path):
     def flags(*more, model=t5 / "mqa", output_dir=tmp_path / "out", files=None):
         argv = ["--model_name_or_path", model, "--objective", "span_corruption", "--output_dir", output_dir, *LENGTH]
-        argv += [
-            *(make_file_flags(text) if files is None else files),
-            "--max_eval_samples",
-            8,
-            "--shuffle_buffer_size",
-            16,
-        ]
+        argv += [*(make_file_flags(text) if files is None else files), "--max_eval_samples", 8]
+        argv += ["--shuffle_buffer_size", 16]
         return [str(part) for part in [*argv, "--logging_steps", 1, "--cpu", "--disable_tqdm", *more]]
 
     def call(*more, **options):
-        return uptrain.main(uptrain.parse_args(flags(*more, **options)))
+        return run_command(uptrain, *flags(*more, **options))
 
     call.flags, call.out = flags, tmp_path / "out"
     return call
@@ -106,7 +97,7 @@ def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeyp
         *LENGTH,
     ]
     argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
-    pretrain_t5.main(pretrain_t5.parse_args([str(item) for item in [*argv, "--noise_density", 0.2]]))
+    run_command(pretrain_t5, *argv, "--noise_density", 0.2)
     assert len(uptraining_batches) == len(seen) == 4 and all(len(group) == 2 for group in uptraining_batches)
     for group, expected in zip(uptraining_batches, seen, strict=True):
         for batch, other in zip(group, expected, strict=True):
@@ -125,7 +116,7 @@ def test_loss_decreases_and_equals_the_pretraining_loss(run, text, t5, tmp_path)
     for folder, expected in ((t5 / "mqa", "initial_eval_loss"), (run.out, "eval_loss")):
         argv = ["--model_name_or_path", folder, "--output_dir", tmp_path / expected, *make_file_flags(text), *LENGTH]
         argv += ["--num_train_epochs", 0, "--max_eval_samples", 8, "--cpu", "--disable_tqdm"]
-        again = pretrain_t5.main(pretrain_t5.parse_args(list(map(str, argv))))
+        again = run_command(pretrain_t5, *argv)
         assert again["eval_loss"] == pytest.approx(results[expected], rel=1e-5)
     before, after = (load_file(folder / "model.safetensors") for folder in (t5 / "mqa", run.out))
     assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
@@ -166,8 +157,7 @@ def test_stream_uptraining_in_two_processes_equals_one(run, tmp_path):
     more = ["--max_train_steps", 3, "--total_train_batch_size", 16]
     expected = run(*more, "--per_device_train_batch_size", 8, output_dir=tmp_path / "one")
     argv = run.flags(*more, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
-    statuses, printed = run_processes(2, run_script, "uptrain", argv)
-    assert statuses == [0, 0], printed
+    printed = run_and_check(2, run_script, "uptrain", argv)
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     assert (
         printed.count("A step reads 16 sequences (processes: 2, batch size per device: 4, accumulation steps: 2)") == 1
@@ -252,10 +242,7 @@ def test_given_settings_change_the_schedule():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4],
-            "--alpha.*--max_train_steps",
-        ),
+        (["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4], "--alpha.*--max_train_steps"),
         (["--alpha", 0.05], "--alpha"),
         ([], "--max_train_steps.*--alpha.*--pretraining_steps"),
         (["--num_train_epochs", 2], "--max_train_steps.*stream"),
@@ -296,7 +283,7 @@ def test_dataset_is_read_as_a_stream(run, tmp_path):
     folder.mkdir()
     articles = LICENCE.read_text().split("\n\n")
     for name, rows in (("train", articles[1:9]), ("validation", articles[9:12])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"body": row}) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", ({"body": row} for row in rows))
     results = run(*BATCH, "--max_train_steps", 2, files=["--dataset_name", folder, "--text_columns", "body"])
     assert results["steps"] == 2 and results["eval_samples"] == 8
 
@@ -334,5 +321,5 @@ def test_real_t5_learns_span_corruption(shared_data, tmp_path):
     argv += ["--train_file", wikipedia / "train-00000.txt.gz", "--validation_file", wikipedia / "valid.txt.gz"]
     argv += ["--max_length", 64, "--max_train_steps", 60, "--pretraining_steps", 7543, *BATCH, "--cpu"]
     argv += ["--max_eval_samples", 32, "--eval_steps", 60, "--shuffle_buffer_size", 256, "--disable_tqdm"]
-    results = uptrain.main(uptrain.parse_args(list(map(str, argv))))
+    results = run_command(uptrain, *argv)
     assert results["eval_loss"] < results["initial_eval_loss"] - 1

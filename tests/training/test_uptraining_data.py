@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from hf_attn_variants.training.engine.dataloaders import (
     TextDataset,
@@ -12,11 +11,6 @@ from hf_attn_variants.training.engine.dataloaders import (
     make_text_collator,
 )
 from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_bert):
-    return AutoTokenizer.from_pretrained(tiny_bert)
 
 
 def test_last_rows_are_held_out():

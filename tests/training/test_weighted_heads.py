@@ -1,17 +1,15 @@
 """Check weighted key and value heads (`uptrain --multi_head_model`): exact start, gradients, merging and resuming."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from fixtures.elsewhere import WITHOUT_PACKAGE
+from fixtures.commands import run_command
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
 from fixtures.linear_loop import log_without_times
-from fixtures.processes import run_processes, run_script
-from fixtures.uptraining import make_bert, make_t5, make_text
+from fixtures.processes import run_and_check, run_script
+from fixtures.uptraining import make_text
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, ModernBertConfig, ModernBertModel
 
@@ -39,11 +37,6 @@ torch.testing.assert_close(model.base_model(ids).last_hidden_state, expected, at
 
 
 @pytest.fixture(scope="module")
-def bert(tiny_bert, tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert") / "mha", tiny_bert)
-
-
-@pytest.fixture(scope="module")
 def grouped_bert(bert):
     convert_checkpoint(bert, bert.parent / "gqa", 2)
     return bert.parent / "gqa"
@@ -65,7 +58,7 @@ def flags(bert, grouped_bert, tmp_path):
 
 
 def train(argv):
-    return uptrain.main(uptrain.parse_args(argv))
+    return run_command(uptrain, *argv)
 
 
 def shapes(tensors):
@@ -134,14 +127,10 @@ def test_saved_model_has_the_outputs_of_the_trained_one_without_the_package(
     assert results["num_parameters"] == model.num_parameters()
     torch.testing.assert_close(model.base_model(IDS).last_hidden_state, trained["outputs"], atol=1e-5, rtol=0)
     torch.save((IDS, trained["outputs"]), tmp_path / "expected.pt")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["HF_HOME"] = str(tmp_path / "home")
-    command = [sys.executable, "-c", LOAD_ELSEWHERE, str(tmp_path / "out"), str(tmp_path / "expected.pt")]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    run_elsewhere("-c", LOAD_ELSEWHERE, tmp_path / "out", tmp_path / "expected.pt", cwd=tmp_path)
 
 
-def test_all_attention_modules_of_an_encoder_decoder_are_weighted(flags, tmp_path_factory, tmp_path):
-    t5 = make_t5(tmp_path_factory.mktemp("t5") / "mha")
+def test_all_attention_modules_of_an_encoder_decoder_are_weighted(flags, t5):
     grouped = t5.parent / "gqa"
     convert_checkpoint(t5, grouped, 1, encoder_num_key_value_heads=2)
     results = train(flags("--learning_rate", "1e-2", model=grouped, multi_head_model=t5, steps=10))
@@ -169,8 +158,7 @@ def test_resumed_training_of_weighted_heads_is_bitwise_equal(flags, tmp_path):
 def test_weighted_heads_in_two_processes_equal_one_with_a_double_batch(flags, tmp_path):
     one = train(flags(steps=3, output_dir=tmp_path / "one"))
     argv = flags("--per_device_train_batch_size", 4, steps=3, output_dir=tmp_path / "two")
-    statuses, printed = run_processes(2, run_script, "uptrain", argv)
-    assert statuses == [0, 0], printed
+    run_and_check(2, run_script, "uptrain", argv)
     two = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("initial_eval_loss", "eval_loss", "train_loss", "num_parameters"):
         assert two[name] == pytest.approx(one[name], rel=1e-4)
