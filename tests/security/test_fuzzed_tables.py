@@ -17,43 +17,11 @@ from hf_attn_variants.text_files import read_columns, read_lines
 from hf_attn_variants.training.ner.task import read_conll
 
 COUNTS = pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
-PIECES = [
-    *"ab 5é東😀",
-    "word ",
-    "2\u00a0000",
-    "\u2028",
-    "\x85",
-    ", ",
-    '"',
-    "\\",
-    '\\"',
-    "'",
-    ";",
-    "#",
-    "NA",
-    "1e5",
-    "-",
-]
+PIECES = [*"ab 5é東😀", "word ", "2\u00a0000", "\u2028", "\x85", ", ", '"', "\\", '\\"']
+PIECES += ["'", ";", "#", "NA", "1e5", "-"]
 INSIDE = [*PIECES, "\n", "\r", "\r\n", "\t", ""]
-HARM = [
-    '"',
-    ",",
-    "\n",
-    "\t",
-    "\r",
-    '""',
-    '\\"',
-    "\n\n",
-    " ",
-    "{",
-    "}",
-    "]",
-    ":",
-    '"source": "x", ',
-    "\ufeff",
-    "\0",
-    "\ud800",
-]
+HARM = ['"', ",", "\n", "\t", "\r", '""', '\\"', "\n\n", " ", "{", "}", "]", ":"]
+HARM += ['"source": "x", ', "\ufeff", "\0", "\ud800"]
 # An error must match this pattern, in addition to naming the file.
 PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 

@@ -12,23 +12,12 @@ CONFIG, SDPA = "transformers.configuration_utils", "transformers.integrations.sd
 
 # The modules of base-class methods and attributes that this package overrides, calls, reads or writes.
 MEMBERS = {
-    "_expand_inputs_for_generation": GENERATION,
-    "_reorder_cache": GENERATION,
-    "_is_stateful": GENERATION,
-    "_initialize_weights": MODEL,
-    "_init_weights": MODEL,
-    "post_init": MODEL,
-    "get_correct_attn_implementation": MODEL,
-    "_check_and_adjust_attn_implementation": MODEL,
-    "_can_set_attn_implementation": MODEL,
-    "base_model": MODEL,
-    "_is_hf_initialized": MODEL,
-    "_keys_to_ignore_on_load_missing": MODEL,
-    "_no_split_modules": MODEL,
-    "_attn_implementation_internal": CONFIG,
-    "_output_attentions": CONFIG,
-    "get_interface": MODEL,
-    "register_for_auto_class": MODEL,
+    **dict.fromkeys(("_expand_inputs_for_generation", "_reorder_cache", "_is_stateful"), GENERATION),
+    **dict.fromkeys(("_initialize_weights", "_init_weights", "post_init", "get_correct_attn_implementation"), MODEL),
+    **dict.fromkeys(("_check_and_adjust_attn_implementation", "_can_set_attn_implementation", "base_model"), MODEL),
+    **dict.fromkeys(("_is_hf_initialized", "_keys_to_ignore_on_load_missing", "_no_split_modules"), MODEL),
+    **dict.fromkeys(("_attn_implementation_internal", "_output_attentions"), CONFIG),
+    **dict.fromkeys(("get_interface", "register_for_auto_class"), MODEL),
 }
 CACHE_MEMBERS = (
     "update", "layers", "is_updated", "self_attention_cache", "cross_attention_cache", "get_seq_length",

@@ -20,46 +20,17 @@ VOCABULARY, BATCH, LENGTH, WIDTH = 24, 2, 5, 16
 NEW_TOKENS = 3
 CACHE_NAMES = ("cache", "past_key_values")  # since Transformers 5.24, and before
 
-_BERT = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 20,
-    "max_position_embeddings": 24,
-    "pad_token_id": 1,
-}
-_T5 = {
-    "d_model": WIDTH,
-    "d_kv": 4,
-    "d_ff": 20,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-    "decoder_start_token_id": 0,
-}
-_BART = {
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 20,
-    "max_position_embeddings": 24,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
-_WHISPER = {name: value for name, value in _BART.items() if name not in ("max_position_embeddings",)} | {
-    "num_mel_bins": 4,
-    "max_source_positions": 8,
-    "max_target_positions": 24,
-    "begin_suppress_tokens": None,
-    "suppress_tokens": None,
-}
+_BERT = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20}
+_BERT |= {"max_position_embeddings": 24, "pad_token_id": 1}
+_T5 = {"d_model": WIDTH, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+_T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
+_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 20}
+_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+_DECODERS = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in _STACK.items()}
+_DECODERS |= {"d_model": WIDTH, **_IDS, "forced_eos_token_id": None}
+_BART = _DECODERS | {"max_position_embeddings": 24}
+_WHISPER = _DECODERS | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 24}
+_WHISPER |= {"begin_suppress_tokens": None, "suppress_tokens": None}
 _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 20, "max_position_embeddings": 24}
 _MODERNBERT = _BERT | {
     "bos_token_id": 0,

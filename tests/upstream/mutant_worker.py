@@ -247,6 +247,12 @@ def run_in_fork(work: Any) -> bytes:
     return result
 
 
+def make_row(architecture: str, outcome: str, note: str, seconds: float) -> bytes:
+    """Return a line of JSON."""
+    row = {"architecture": architecture, "outcome": outcome, "note": note, "seconds": seconds}
+    return (json.dumps(row) + "\n").encode()
+
+
 def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
     """Return a line of JSON for each architecture of a mutation. This function runs in a fork."""
     seen: set[str] = set()
@@ -266,25 +272,12 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
         outcome, note = failed or judge_mutant(architecture, mutation, before[architecture])
         if not seen and mutation["op"]["op"] != "nothing":
             outcome, note = "invalid", "nothing was rewritten"
-        row = {
-            "architecture": architecture,
-            "outcome": outcome,
-            "note": note,
-            "seconds": round(time.process_time() - begun, 2),
-        }
-        return (json.dumps(row) + "\n").encode()
+        return make_row(architecture, outcome, note, round(time.process_time() - begun, 2))
 
     rows = []
     for architecture in mutation["architectures"]:
-        lost = {
-            "architecture": architecture,
-            "outcome": "raw",
-            "note": f"died, or more than {SECONDS} s",
-            "seconds": 0.0,
-        }
-        rows.append(
-            run_in_fork(lambda architecture=architecture: one(architecture)) or (json.dumps(lost) + "\n").encode()
-        )
+        lost = make_row(architecture, "raw", f"died, or more than {SECONDS} s", 0.0)
+        rows.append(run_in_fork(lambda architecture=architecture: one(architecture)) or lost)
     return b"".join(rows)
 
 

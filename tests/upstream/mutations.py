@@ -116,13 +116,8 @@ def _iterate_method_mutations(
     called_by_name = {key.arg for call in list_calls(tree, frozenset(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
-        op = {
-            "op": "rename_parameter",
-            **common,
-            "old": old,
-            "new": new,
-            "after": _make_adapter(architecture, names, old, new),
-        }
+        op = {"op": "rename_parameter", **common, "old": old, "new": new}
+        op["after"] = _make_adapter(architecture, names, old, new)
         yield _make_mutation(architecture, "rename", f"{title}: {old} is called {new}", op, [old, new])
         needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
         if old in DROPPABLE and old in called_by_name and not needed:
@@ -141,13 +136,8 @@ def _iterate_method_mutations(
                 architecture, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second]
             )
     for uses in (False, True) if kind != "base" else (False,):
-        op = {
-            "op": "require",
-            **common,
-            "new": "new_thing",
-            "uses": uses,
-            "after": _make_adapter(architecture, names, "new_thing"),
-        }
+        op = {"op": "require", **common, "new": "new_thing", "uses": uses}
+        op["after"] = _make_adapter(architecture, names, "new_thing")
         verb = "takes" if uses else "takes and ignores"
         yield _make_mutation(architecture, "require", f"{title} {verb} new_thing", op, ["new_thing"], changes=uses)
 
@@ -212,26 +202,15 @@ def _iterate_attribute_mutations(
 def _make_mutation(
     architecture: str, kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any
 ) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "title": title,
-        "op": op | {"architecture": architecture},
-        "architectures": [architecture],
-        "names": names,
-        **more,
-    }
+    op = op | {"architecture": architecture}
+    return {"kind": kind, "title": title, "op": op, "architectures": [architecture], "names": names, **more}
 
 
 def list_mutations(architectures: Iterable[str] = ARCHITECTURES) -> list[dict[str, Any]]:
     """Return every mutation; mutations of shared code occur once per architecture that uses it."""
     architectures = list(architectures)
     return [item for architecture in architectures for item in iterate_architecture_mutations(architecture)] + [
-        item
-        | {
-            "architectures": [
-                architecture for architecture in architectures if architecture not in item.get("but", ())
-            ]
-        }
+        item | {"architectures": [name for name in architectures if name not in item.get("but", ())]}
         for item in iterate_general_mutations()
     ]
 
@@ -281,15 +260,12 @@ def format_row(row: dict[str, Any]) -> str:
 
 def format_table(rows: list[dict[str, Any]], key: str) -> str:
     """Return counts of outcomes by architecture or by kind."""
-    counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _list_values(rows, key)}
+    values = dict.fromkeys(row[key] for row in rows)
+    counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in values}
     counts["all"] = Counter(row["outcome"] for row in rows)
     lines = [f"{key:14}" + "".join(f"{name[:9]:>10}" for name in OUTCOMES)]
     lines += [f"{value:14}" + "".join(f"{count[name]:10}" for name in OUTCOMES) for value, count in counts.items()]
     return "\n".join(lines)
-
-
-def _list_values(rows: list[dict[str, Any]], key: str) -> list[str]:
-    return list(dict.fromkeys(row[key] for row in rows))
 
 
 def main() -> None:

@@ -26,11 +26,9 @@ def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
         if module != architecture:
             return None
         tree = ast.parse(source)
-        ARCHITECTURE_OPS[name](
-            tree, **{key: value for key, value in op.items() if key not in ("op", "architecture", "modules")}
-        )
-        text = ast.unparse(ast.fix_missing_locations(tree)) + op.get("after", "")
-        return text
+        changes = {key: value for key, value in op.items() if key not in ("op", "architecture", "modules")}
+        ARCHITECTURE_OPS[name](tree, **changes)
+        return ast.unparse(ast.fix_missing_locations(tree)) + op.get("after", "")
     if name == "nothing":
         return None
     return rewriting_general.rewrite(op, module, source)
@@ -69,14 +67,6 @@ def _find_functions(tree: ast.Module, names: list[str], method_name: str) -> lis
     return [item for name in names if name in result and (item := get_method(result[name], method_name))]
 
 
-def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == old:
-            node.id = new
-        elif isinstance(node, ast.arg) and node.arg == old:
-            node.arg = new
-
-
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
     """Update the new name in Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")`."""
     decorators = []
@@ -93,7 +83,7 @@ def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> N
 def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, new: str, **_: Any) -> None:
     """Rename a method's parameter, and the keyword in all calls of these classes."""
     for function in _find_functions(tree, names, method_name):
-        _rename_names(function, old, new)
+        rewriting_general.rename_variable(function, old, new)
         _fix_deprecations(function, old, new)
     for call in iterate_calls(tree, set(names)):
         for keyword in call.keywords:
@@ -269,16 +259,14 @@ def move_class(module: str, architecture: str, source: str, name: str) -> str | 
     )
 
 
-ARCHITECTURE_OPS = {
-    item.__name__: item
-    for item in (
-        rename_parameter,
-        drop_parameter,
-        reorder,
-        require,
-        change_tuple,
-        rename_attribute,
-        rename_names,
-        attend_to_halves,
-    )
-}
+_OPS = (
+    rename_parameter,
+    drop_parameter,
+    reorder,
+    require,
+    change_tuple,
+    rename_attribute,
+    rename_names,
+    attend_to_halves,
+)
+ARCHITECTURE_OPS = {item.__name__: item for item in _OPS}

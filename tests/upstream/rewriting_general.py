@@ -77,16 +77,21 @@ def _iterate_calls(tree: ast.Module, names: list[str]) -> Iterator[ast.Call]:
             yield node
 
 
+def rename_variable(function: ast.FunctionDef, old: str, new: str) -> None:
+    """Rename a parameter or local variable in the definition of a function."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id == old:
+            node.id = new
+        elif isinstance(node, ast.arg) and node.arg == old:
+            node.arg = new
+
+
 def rename_argument(
     tree: ast.Module, functions: list[str], old: str, new: str, called: list[str] | None = None, **_: Any
 ) -> None:
     """Rename a parameter in all definitions of some functions, and the keyword in all their calls."""
     for function in _iterate_definitions(tree, functions):
-        for node in ast.walk(function):
-            if isinstance(node, ast.Name) and node.id == old:
-                node.id = new
-            elif isinstance(node, ast.arg) and node.arg == old:
-                node.arg = new
+        rename_variable(function, old, new)
     for call in _iterate_calls(tree, called or functions):
         for keyword in call.keywords:
             keyword.arg = new if keyword.arg == old else keyword.arg
@@ -159,16 +164,6 @@ def _insert_before_functions(tree: ast.Module, text: str) -> None:
     tree.body[place:place] = ast.parse(text).body
 
 
-GENERAL_OPS: dict[str, Callable[..., None]] = {
-    item.__name__: item
-    for item in (
-        rename_identifier,
-        rename_cache_member,
-        rename_of_attentions,
-        rename_argument,
-        drop_argument,
-        require_argument,
-        swap_arguments,
-        invert_masks,
-    )
-}
+_RENAMING = (rename_identifier, rename_cache_member, rename_of_attentions, rename_argument)
+_CHANGING = (drop_argument, require_argument, swap_arguments, invert_masks)
+GENERAL_OPS: dict[str, Callable[..., None]] = {item.__name__: item for item in (*_RENAMING, *_CHANGING)}
