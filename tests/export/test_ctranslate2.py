@@ -19,6 +19,7 @@ from fixtures.ctranslate2_models import (
     make_word_tokenizer,
     save_writer,
 )
+from fixtures.data_files import edit_json
 from fixtures.multilingual import LANGUAGES, TOKENIZERS
 from fixtures.speech import save_whisper_checkpoint
 
@@ -43,7 +44,14 @@ SEARCHES += [({"num_beams": 4, "length_penalty": 0.0, "early_stopping": False}, 
 OURS, THEIRS = {"max_new_tokens": NEW}, {"min_decoding_length": 0, "max_decoding_length": NEW}
 
 
-def assert_same_tokens(model, folder, tokenizer, batch, **options):
+def load_with_batch(folder, tokenizer_folder=None):
+    """Return a model, a tokenizer and a batch of `LINES`."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder or folder)
+    return model, tokenizer, tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+
+
+def assert_same_tokens(folder, model, tokenizer, batch, **options):
     """Check that `generate` and CTranslate2 give equal tokens, greedily and with four beams; return the tokens."""
     end = model.config.eos_token_id
     for search, same in SEARCHES:
@@ -65,10 +73,7 @@ def test_ctranslate2_generates_the_tokens_of_generate(name, variant, tmp_path):
     assert written.agreement.same == written.agreement.inputs and written.architecture == WRITERS[name]
     assert json.loads((tmp_path / "ct2/config.json").read_text())["model_type"] == name.replace("m2m100", "m2m_100")
     assert written.heads["num_key_value_heads"] == (12, 4 if variant else 12)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    result = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    result = assert_same_tokens(tmp_path / "ct2", *load_with_batch(folder, tmp_path / "ct2"))
     assert len({token for row in result for token in row}) > 2
 
 
@@ -97,10 +102,7 @@ def test_exported_attention_modules_have_their_own_head_counts(tmp_path):
     }
     source = {f"encoder/layer_{layer}/self_attention/num_heads_kv": 3 for layer in range(2)}
     assert read_heads(tmp_path / "ct2") == cross | expected_heads | source
-    tokenizer = make_word_tokenizer()
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert_same_tokens(tmp_path / "ct2", *load_with_batch(folder, tmp_path / "ct2"))
 
 
 def compute_first_logits(folder, tokenizer, lines):
@@ -136,10 +138,8 @@ def test_t5_output_scaling_is_exported(kind, tmp_path):
     assert written.agreement.first is None
     scale = b"scale_outputs" in (tmp_path / "ct2/model.bin").read_bytes()
     assert scale == (kind == "t5-epsilon")
-    model = type(model).from_pretrained(tmp_path / "model").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    model, tokenizer, batch = load_with_batch(tmp_path / "model", tmp_path / "ct2")
+    assert_same_tokens(tmp_path / "ct2", model, tokenizer, batch)
     # Output scaling does not change greedy tokens, so the test also compares logits.
     expected = model(**batch, decoder_input_ids=torch.full((len(LINES), 1), 2)).logits[:, 0]
     torch.testing.assert_close(
@@ -155,10 +155,7 @@ def test_latents_are_exported_as_full_projections(name, tmp_path):
     folder = save_writer(tmp_path / "model", name, "latent", **ranks)
     export_ctranslate2(folder, tmp_path / "ct2")
     assert set(read_heads(tmp_path / "ct2").values()) == {4, 12} or name == "marian"
-    tokenizer = make_word_tokenizer()
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert_same_tokens(tmp_path / "ct2", *load_with_batch(folder, tmp_path / "ct2"))
 
 
 @needs_engine
@@ -182,7 +179,7 @@ def test_target_language_is_generated_first(kind, tmp_path):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
-    assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
+    assert_same_tokens(tmp_path / "ct2", model, saved, batch, **options)
     # Published checkpoints name no target language, so the printed code must ask for it.
     unexported_settings = "pass target_prefix=[["
     assert unexported_settings not in written.usage
@@ -242,10 +239,9 @@ def run_usage(lines):
 @needs_engine
 def test_generation_settings_are_in_the_printed_code_or_listed(tmp_path, capsys):
     folder = save_writer(tmp_path / "model", "marian", "gqa")
-    settings = json.loads((folder / "generation_config.json").read_text())
-    settings |= {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2, "length_penalty": 0.8}
+    settings = {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2, "length_penalty": 0.8}
     settings |= {"bad_words_ids": [[1], [4, 5]], "forced_bos_token_id": 17, "encoder_no_repeat_ngram_size": 3}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
+    edit_json(folder / "generation_config.json", **settings)
     command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
@@ -279,8 +275,7 @@ HEARD = [
 @pytest.mark.parametrize("settings, output_text", HEARD, ids=lambda item: "-".join(item) or "none")
 def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_text, tmp_path, capsys):
     folder = save_whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    edit_json(folder / "generation_config.json", **settings)
     command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
@@ -296,15 +291,10 @@ def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_tex
 def test_suppressed_tokens_are_never_generated(tmp_path):
     """Check a Marian, which must not generate its padding token, at any position of its vocabulary."""
     folder = save_writer(tmp_path / "model", "marian", "gqa")
-    settings = json.loads((folder / "generation_config.json").read_text())
-    tokenizer = make_word_tokenizer()
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
+    model, tokenizer, batch = load_with_batch(folder)
     free = {token for row in model.generate(**batch, max_new_tokens=NEW).tolist() for token in row[1:]}
     model.generation_config.bad_words_ids = [[token] for token in sorted({1, 2, *free})]  # 2 is the end token
-    (folder / "generation_config.json").write_text(
-        json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
-    )
+    edit_json(folder / "generation_config.json", bad_words_ids=model.generation_config.bad_words_ids)
     export_ctranslate2(folder, tmp_path / "ct2")
     result = generate_with_ctranslate2(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
     expected = model.generate(**batch, max_new_tokens=NEW, num_beams=1, do_sample=False)
@@ -318,10 +308,8 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
 def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     folder = save_writer(tmp_path / "model", "t5", "gqa")
     written = export_ctranslate2(folder, tmp_path / "ct2", quantization=quantization)
-    size, full = (
-        (tmp_path / "ct2/model.bin").stat().st_size,
-        sum(item.numel() * 4 for item in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
-    )
+    size = (tmp_path / "ct2/model.bin").stat().st_size
+    full = sum(item.numel() * 4 for item in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters())
     share = {"float32": 1, "float16": 0.5, "bfloat16": 0.5, "int16": 0.5}.get(quantization, 0.25)
     assert size < full * (share + 0.06)
     assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
@@ -461,4 +449,4 @@ def test_exported_real_t5_gives_equal_translations(decoder, encoder, shared_data
     with gzip.open(shared_data / "multi30k/test_2016_flickr.en.gz", "rt", encoding="utf-8") as file:
         batch = tokenizer([next(file).strip() for _ in range(50)], padding=True, return_tensors="pt")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert_same_tokens(tmp_path / "ct2", model, tokenizer, batch)

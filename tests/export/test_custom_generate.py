@@ -1,12 +1,11 @@
 """Check the generation method that `attn-variants export --to custom_generate` writes, without the package."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fixtures.elsewhere import run_elsewhere
 
 from hf_attn_variants import cli
 
@@ -71,11 +70,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", ["t5", "bart", "marian", "whisper"])
 @pytest.mark.parametrize("cross_cache", ["keys_and_values", "encoder_outputs"])
 def test_custom_generate_equals_generate_with_one_cache_row_per_sentence(name, cross_cache, folder, tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(folder), name, cross_cache, str(tmp_path / "model")]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout.splitlines()[-1])
+    printed = run_elsewhere("-c", PROGRAM, folder, name, cross_cache, tmp_path / "model", cwd=tmp_path)
+    report = json.loads(printed.splitlines()[-1])
     assert report.pop("different") >= 3
     assert report == {"equal": True, "cache_rows": 3, "unchanged": True, "raised": True, "together": True}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import BERT, T5
-from export.test_ctranslate2 import LINES, assert_same_tokens, needs_engine, read_heads
+from export.test_ctranslate2 import assert_same_tokens, load_with_batch, needs_engine, read_heads
 from export.test_onnx import ROWS
 from fixtures.ctranslate2_models import make_word_tokenizer, save_writer
 from fixtures.extensions import EXTENSION_ROWS, get_extension_parameters, make_random_model
@@ -68,10 +68,7 @@ def test_linear_extensions_are_folded_for_ctranslate2(tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     export_ctranslate2(folder, tmp_path / "ct2")
     assert {4, 12} == set(read_heads(tmp_path / "ct2").values())
-    tokenizer = make_word_tokenizer()
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert_same_tokens(tmp_path / "ct2", *load_with_batch(folder, tmp_path / "ct2"))
 
 
 @pytest.mark.parametrize("name", [name for name, row in EXTENSION_ROWS.items() if not row.keys() & FOLDED_FIELDS])

@@ -2,13 +2,12 @@
 
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
 from relatives import RELATIVES, ROTARY
 from safetensors import safe_open
 
@@ -181,16 +180,12 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
 def test_exported_model_loads_without_this_package(tmp_path):
     variant_model = save_and_load(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
     export_transformers(tmp_path / "ours", tmp_path / "plain")
-    script = """
-import sys
-sys.modules["hf_attn_variants"] = None  # importing it raises ImportError
+    script = f"""{WITHOUT_PACKAGE}
 from transformers import AutoModelForSeq2SeqLM
 model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1])
 print(type(model).__name__, model.num_parameters())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "plain"], capture_output=True, text=True, check=True
-    )
+    printed = run_elsewhere("-c", script, tmp_path / "plain", cwd=tmp_path)
     plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5.tiny))
-    assert done.stdout.split() == ["T5ForConditionalGeneration", str(plain.num_parameters())]
+    assert printed.split() == ["T5ForConditionalGeneration", str(plain.num_parameters())]
     assert plain.num_parameters() > variant_model.num_parameters()

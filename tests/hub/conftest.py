@@ -1,5 +1,7 @@
 """A local Hub, its client, and small checkpoints to push."""
 
+import shutil
+
 import pytest
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import make_tiny_bert
@@ -32,6 +34,12 @@ def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     convert(make_tiny_bert(folder / "source"), num_key_value_heads=2, output_dir=folder / "bert-gqa2")
     return folder / "bert-gqa2"
+
+
+@pytest.fixture
+def folder(converted, tmp_path):
+    """A copy of `converted` that a test may change."""
+    return shutil.copytree(converted, tmp_path / "bert-gqa2")
 
 
 @pytest.fixture(scope="session")

@@ -186,16 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
         if oid is None:
             return self._json({"error": "Invalid rev id"}, 404, **{"X-Error-Code": "RevisionNotFound"})
         files = [{"rfilename": name} for name in sorted(repository.commits[oid])]
-        self._json(
-            {
-                "id": repo_id,
-                "modelId": repo_id,
-                "sha": oid,
-                "private": repository.private,
-                "siblings": files,
-                "tags": [],
-            }
-        )
+        names = {"id": repo_id, "modelId": repo_id, "sha": oid}
+        self._json(names | {"private": repository.private, "siblings": files, "tags": []})
 
     def tree(self, repo_id, revision, folder=None):
         repository = self._repository(repo_id)

@@ -2,11 +2,11 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import yaml
 from architectures import BERT, T5
+from fixtures.data_files import edit_json
 from fixtures.speech import make_feature_extractor, make_tokenizer
 from fixtures.uptraining import make_t5, make_text
 from huggingface_hub import ModelCard
@@ -37,13 +37,13 @@ RESULTS = {
 }
 
 
-@pytest.fixture
-def folder(converted, tmp_path):
-    return shutil.copytree(converted, tmp_path / "bert-gqa2")
-
-
 def read_front_matter(card):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
+
+
+def make_card(folder, architecture, *args, **fields):
+    architecture.make_model(*args, **fields).save_pretrained(folder)
+    return str(generate_model_card(folder, "me/x"))
 
 
 def test_card_describes_the_conversion_report(folder):
@@ -72,12 +72,8 @@ def test_training_scores_are_in_the_model_index(folder):
     [entry] = read_front_matter(text)["model-index"]
     metrics = {m["type"]: m["value"] for result in entry["results"] for m in result["metrics"]}
     assert metrics == {"accuracy": 0.8125, "f1": 0.5}
-    assert entry["results"][0]["dataset"] == {
-        "name": "GLUE SST2",
-        "type": "nyu-mll/glue",
-        "config": "sst2",
-        "split": "validation",
-    }
+    expected = {"name": "GLUE SST2", "type": "nyu-mll/glue", "config": "sst2", "split": "validation"}
+    assert entry["results"][0]["dataset"] == expected
     data = read_front_matter(text)
     assert data["base_model"] == "google-bert/bert-base-uncased" and data["datasets"] == ["nyu-mll/glue"]
     assert "| learning_rate | 2e-05 |" in text and "| seed | 7 |" in text and "1,200 optimizer steps" in text
@@ -121,14 +117,8 @@ def test_loss_is_a_score_only_without_other_metrics(folder):
             {("clinical-dev.json", "validation", "exact_match")},
         ),
         (
-            {
-                "eval_exact": 70.0,
-                "eval_f1": 80.0,
-                "eval_HasAns_total": 5,
-                "eval_best_f1_thresh": 0.1,
-                "eval_windows": 9,
-            }
-            | {"arguments": {"version_2_with_negative": True}},
+            {"eval_exact": 70.0, "eval_f1": 80.0, "eval_HasAns_total": 5, "eval_best_f1_thresh": 0.1}
+            | {"eval_windows": 9, "arguments": {"version_2_with_negative": True}},
             {("SQuAD 2.0", "validation", "exact"), ("SQuAD 2.0", "validation", "f1")},
         ),
     ],
@@ -181,39 +171,33 @@ def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
 def test_card_describes_and_cites_windows(tmp_path):
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     windows = {f"encoder_{name}": value for name, value in window.items()}
-    T5.make_model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/t5"))
+    text = make_card(tmp_path, T5, "T5ForConditionalGeneration", "gqa", **windows)
     assert "and a window size of 8 tokens in the self-attention of the encoder. It is implemented as" in text
     assert "| window size (tokens) in the self-attention of the encoder | 8 |" in text
     assert "2004.05150" in text and "in self-attention" not in text
 
 
 def test_card_describes_and_cites_kernels(tmp_path):
-    T5.make_model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/t5"))
+    text = make_card(tmp_path, T5, "T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog")
     assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
     assert "| kernel instead of the softmax in cross-attention | hedgehog |" in text
     assert "2402.04347" in text and "2006.16236" not in text
-    BERT.make_model("BertModel", attention_kernel="hybrid", attention_window=4).save_pretrained(tmp_path / "bert")
-    text = str(generate_model_card(tmp_path / "bert", "me/bert"))
+    text = make_card(tmp_path / "bert", BERT, "BertModel", attention_kernel="hybrid", attention_window=4)
     assert "a window size of 4 tokens in self-attention and the kernel hybrid instead of" in text
     assert "2410.10254" in text
 
 
 def test_card_separates_unequal_heads_of_encoder_and_decoder(tmp_path):
-    MARIAN.make_model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/marian"))
+    text = make_card(tmp_path, MARIAN, "MarianMTModel", num_key_value_heads=4)
     assert "| decoder attention heads | 12 |" in text and "| encoder attention heads | 4 |" in text
     assert "| attention heads |" not in text
-    MARIAN.make_model("MarianForCausalLM", num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/marian-decoder"))
+    text = make_card(tmp_path, MARIAN, "MarianForCausalLM", num_key_value_heads=4)
     assert "| decoder attention heads | 12 |" in text and "encoder attention heads" not in text
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
 def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
-    T5.make_model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/t5-encoder"))
+    text = make_card(tmp_path, T5, head, encoder_num_key_value_heads=4)
     assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
     assert "decoder" not in text.split("## Use")[0] and "none (encoder)" in text
     assert "An encoder has no cache" in text and "The smaller cache helps" not in text
@@ -221,10 +205,8 @@ def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
 
 
 def test_card_of_a_decoder_without_a_cache_states_no_cache(tmp_path):
-    T5.make_model(
-        "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
-    ).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/t5"))
+    fields = {"num_key_value_heads": 4, "talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
+    text = make_card(tmp_path, T5, "T5ForConditionalGeneration", **fields)
     assert "| cache | none (the dynamic projections need past inputs) |" in text
     assert "The model decodes slowly, without a cache" in text and "The smaller cache helps" not in text
 
@@ -355,8 +337,7 @@ def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     ids=["exact", "low rank", "by layer", "in a layer"],
 )
 def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
-    T5.make_model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
-    text = str(generate_model_card(tmp_path, "me/t5-latent"))
+    text = make_card(tmp_path, T5, "T5ForConditionalGeneration", **fields)
     assert read_front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
     assert printed in text
@@ -372,12 +353,10 @@ def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers,
 
 
 def test_conversion_table_of_the_card_lists_per_layer_heads(folder):
-    report = json.loads((folder / "conversion_report.json").read_text())
     for heads, row in (
         ([4, [2, 4]], "| num_key_value_heads | 4 | 2, 4 |"),
         ([[4, None], None], "| num_key_value_heads | 4, none | none |"),
         ([4, ["2 |\n# a"]], "| num_key_value_heads | 4 | 2 \\| # a |"),
     ):
-        report["heads"] = {"num_key_value_heads": heads}
-        (folder / "conversion_report.json").write_text(json.dumps(report))
+        edit_json(folder / "conversion_report.json", heads={"num_key_value_heads": heads})
         assert row in str(generate_model_card(folder, "me/x"))

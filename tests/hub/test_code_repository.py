@@ -1,19 +1,16 @@
 """Check checkpoints that share a code repository: what is pushed, and how the models load without this package."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from architectures import BERT, T5
-from fixtures.elsewhere import WITHOUT_PACKAGE
+from fixtures.commands import run_command
+from fixtures.data_files import edit_json
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
 from fixtures.speech import make_feature_extractor
-from hub.local_hub import TOKEN
 from relatives import WHISPER
 from safetensors.torch import save_file
 from transformers import BertTokenizerFast
@@ -29,13 +26,16 @@ from hf_attn_variants.modeling.code_builder import MODELING_FOLDER
 REPO, CODE = "me/bert-gqa2", "me/code"
 
 
-@pytest.fixture
-def folder(converted, tmp_path):
-    return shutil.copytree(converted, tmp_path / "bert-gqa2")
-
-
 def push(folder, api, repo_id=REPO, card_options=None, **options):
     return push_checkpoint(plan_push(folder, repo_id, card_options, code_repo=CODE), api=api, **options)
+
+
+def download(hub, folder):
+    """Write the pushed files to a folder, and return it."""
+    folder.mkdir()
+    for name, content in hub.files(REPO).items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 def get_auto_map(hub, repo_id):
@@ -122,7 +122,7 @@ def test_changed_code_is_pushed_in_the_same_run(folder, hub, api, monkeypatch):
 
 def test_dry_run_lists_both_repositories_without_requests(folder, hub, api, capsys):
     arguments = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--code_repo", CODE, "--dry_run"]
-    command.main(command.parse_args(arguments))
+    run_command(command, *arguments)
     printed = capsys.readouterr().out
     model, code = printed.split(f"code -> {CODE}: ")
     assert f"modeling_attn_variant_bert.py (the code is in {CODE})" in model and "model.safetensors\n" in model
@@ -136,7 +136,7 @@ def test_dry_run_lists_both_repositories_without_requests(folder, hub, api, caps
 def test_push_command_prints_both_commits(folder, hub, api, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", lambda token: api)
     arguments = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--code_repo", CODE]
-    result = command.main(command.parse_args(arguments))
+    result = run_command(command, *arguments)
     pinned = f'from_pretrained("{REPO}", revision="{result.commit}", code_revision="{result.code_commit}", trust'
     assert pinned in capsys.readouterr().out
 
@@ -149,8 +149,7 @@ def test_invalid_code_repository_raises_an_error(folder, code_repo, message):
 
 @pytest.mark.parametrize("auto_map", [None, {"AutoModel": "derived.Derived"}, {"AutoTokenizer": ["a.B", None]}])
 def test_classes_outside_the_code_repository_raise_an_error(folder, auto_map):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
+    edit_json(folder / "config.json", auto_map=auto_map)
     with pytest.raises(ValueError, match="must only refer to classes of hf_attn_variants"):
         plan_push(folder, REPO, code_repo=CODE)
 
@@ -184,21 +183,16 @@ def test_public_checkpoint_requires_public_code(folder, hub, api):
 
 def test_downloaded_checkpoint_can_be_pushed_again(folder, hub, api, tmp_path):
     push(folder, api)
-    (tmp_path / "copy").mkdir()
-    for name, content in hub.files(REPO).items():
-        (tmp_path / "copy" / name).write_bytes(content)
-    push(tmp_path / "copy", api, "me/copy")
+    copy = download(hub, tmp_path / "copy")
+    push(copy, api, "me/copy")
     assert get_auto_map(hub, "me/copy") == get_auto_map(hub, REPO)
     with pytest.raises(ValueError, match="must refer to code in the folder"):
-        plan_push(tmp_path / "copy", "me/copy")
+        plan_push(copy, "me/copy")
 
 
 def test_refreshed_checkpoint_has_its_own_code_and_card(folder, hub, api, tmp_path):
     push(folder, api)
-    (tmp_path / "copy").mkdir()
-    for name, content in hub.files(REPO).items():
-        (tmp_path / "copy" / name).write_bytes(content)
-    refresh.main(refresh.parse_args([str(tmp_path / "copy"), "--output_dir", str(tmp_path / "new")]))
+    run_command(refresh, download(hub, tmp_path / "copy"), "--output_dir", tmp_path / "new")
     assert (tmp_path / "new/modeling_attn_variant_bert.py").is_file()
     assert json.loads((tmp_path / "new/config.json").read_text())["auto_map"]["AutoModel"].startswith("modeling_")
     card = (tmp_path / "new/README.md").read_text()
@@ -240,24 +234,11 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 )
 
 
-def run_with_hub(hub, script, *arguments, home):
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    result = subprocess.run(command, env=environment, cwd=home.parent, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
+WINDOW = {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4}
 MODELS = {
     "bert-gqa": (BERT, "BertModel", "gqa", {}),
     "bert-talking": (BERT, "BertModel", "gqa_talking", {}),
-    "t5-window": (
-        T5,
-        "T5Model",
-        "mha",
-        {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4},
-    ),
+    "t5-window": (T5, "T5Model", "mha", WINDOW),
     "whisper-latent": (WHISPER, "WhisperModel", "latent", {}),
 }
 # Fields that the test sets when it loads the first model again.
@@ -299,7 +280,7 @@ def test_models_share_code_in_one_process_without_this_package(pushed, hub, tmp_
     hub.repositories[CODE].commit(
         "main", {**hub.files(CODE), "attn_variants_base.py": b"raise SystemExit(1)"}, "broken"
     )
-    printed = run_with_hub(hub, ELSEWHERE, json.dumps(loads), tmp_path / "again", home=tmp_path / "home")
+    printed = run_elsewhere("-c", ELSEWHERE, json.dumps(loads), tmp_path / "again", cwd=tmp_path, hub=hub)
     lines = [json.loads(line) for line in printed.splitlines()]
     digest = re.search('CODE_DIGEST = "(.*)"', build_complete_code()["attn_variants_base.py"])[1]
     for owner, name, commit, _, attention in lines:
@@ -326,7 +307,7 @@ def test_two_commits_of_the_code_and_a_normal_model_load_in_one_process(pushed, 
     push_checkpoint(plan_push(tmp_path / "bert-talking/model", "me/normal"), api=api)
     later = {"revision": second.commit, "code_revision": second.code_commit}
     loads = [[repo_id, commits, tensors], [repo_id, later, tensors], ["me/normal", {}, tensors]]
-    lines = run_with_hub(hub, ELSEWHERE, json.dumps(loads), home=tmp_path / "home").splitlines()
+    lines = run_elsewhere("-c", ELSEWHERE, json.dumps(loads), cwd=tmp_path, hub=hub).splitlines()
     assert len({json.loads(line)[-1] for line in lines}) == 3
 
 
@@ -354,7 +335,7 @@ def test_example_of_the_card_runs_without_this_package(kind, converted, hub, api
     hub.repositories[CODE].commit(
         "main", {**hub.files(CODE), "attn_variants_base.py": b"raise SystemExit(1)"}, "broken"
     )
-    run_with_hub(hub, CARD_EXAMPLE, example, home=tmp_path / "home")
+    run_elsewhere("-c", CARD_EXAMPLE, example, cwd=tmp_path, hub=hub)
 
 
 def test_saving_with_the_installed_package_writes_the_code(folder, hub, api, tmp_path):

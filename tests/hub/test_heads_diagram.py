@@ -40,9 +40,8 @@ def test_diagram_groups_layers_with_equal_heads():
     )
     first, second = diagram.split("\n\n")
     assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
-    assert split_cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)] and split_cells(
-        second.splitlines()[2]
-    ) == [["kv0"]]
+    assert split_cells(first.splitlines()[2]) == [[f"kv{i}"] for i in range(4)]
+    assert split_cells(second.splitlines()[2]) == [["kv0"]]
 
 
 def test_diagram_names_latents_below_the_heads():
@@ -53,6 +52,5 @@ def test_diagram_names_latents_below_the_heads():
         "token.",
         "Keys and values of all cross-attention modules are computed from the input itself for each source token.",
     ]
-    assert "latent" not in format_heads_diagram(T5.make_config()) and "computed from" not in format_heads_diagram(
-        T5.make_config()
-    )
+    assert "latent" not in format_heads_diagram(T5.make_config())
+    assert "computed from" not in format_heads_diagram(T5.make_config())

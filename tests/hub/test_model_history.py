@@ -2,22 +2,21 @@
 
 import errno
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from architectures import BERT
+from fixtures.commands import run_command
+from fixtures.data_files import edit_json, write_lines
+from fixtures.elsewhere import run_elsewhere
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from fixtures.uptraining import make_t5, make_text
+from hub.test_card import read_front_matter
 
 from hf_attn_variants import cli, convert
-from hf_attn_variants.commands.push import main as push
-from hf_attn_variants.commands.push import parse_args as push_arguments
+from hf_attn_variants.commands import push
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, generate_model_card, plan_push
 from hf_attn_variants.hub.card import is_unedited_card, write_model_card
@@ -52,10 +51,6 @@ def run(*argv):
     assert cli.main([str(item) for item in argv]) == 0
 
 
-def read_front_matter(card):
-    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A plain BERT whose README.md has a license."""
@@ -71,7 +66,7 @@ def tuned(tiny, tmp_path_factory):
     verbs = ("playing", "eating", "holding", "seeing", "hearing", "buying", "selling", "dropping")
     rows = [{"sentence1": f"a man is {verb} a guitar", "sentence2": f"two dogs are {verb} snow"} for verb in verbs]
     text = home / "pairs.jsonl"
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    write_lines(text, rows * 8)
     columns = ["sentence1", "sentence2"]
     run("convert", "--model_name_or_path", tiny, "--num_key_value_heads", "2", "--output_dir", home / "gqa2",
         "--calibration_file", text, "--max_length", "32", "--fit_steps", "2",
@@ -84,7 +79,7 @@ def tuned(tiny, tmp_path_factory):
 
 
 def test_card_describes_all_steps_of_the_readme(tuned):
-    plan = push(push_arguments(["--model_name_or_path", str(tuned), "--repo_id", "me/tuned", "--dry_run"]))
+    plan = run_command(push, "--model_name_or_path", tuned, "--repo_id", "me/tuned", "--dry_run")
     card, data = plan.card, read_front_matter(plan.card)
     # Three steps of a tiny model may or may not lower the loss.
     chain = r"converted, then distilled \(3 steps(, without a lower held-out loss)?\), then fine-tuned \(2 steps\)"
@@ -228,9 +223,8 @@ def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert "README.md is the model card. `attn-variants push` adds" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
-    assert (
-        is_unedited_card(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
-    )
+    assert is_unedited_card(card) and "\n# gqa2\n" in card
+    assert 'from_pretrained("gqa2", trust_remote_code=True)' in card
     assert {name: read_front_matter(card)[name] for name in ("license", "base_model", "language")} == {
         "license": "mit", "base_model": "big/tiny", "language": ["en"],
     }  # fmt: skip
@@ -252,8 +246,7 @@ def test_broken_readme_of_the_source_is_kept(tiny, tmp_path, caplog):
         plan_push(tmp_path / "gqa2", "me/x")
 
 
-def test_card_of_removed_weights_is_removed(converted, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_card_of_removed_weights_is_removed(folder):
     assert write_model_card(folder) and not write_model_card(folder)
     (folder / STAGE_FOLDER).mkdir()
     (folder / STAGE_FOLDER / "config.json").write_text("{}")
@@ -284,8 +277,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", ["model_history.json", "conversion_report.json", "all_results.json"])
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_unreadable_report_is_named_and_does_not_stop_a_push(converted, name, content, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_unreadable_report_is_named_and_does_not_stop_a_push(folder, name, content):
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     plan = plan_push(folder, "me/x")
     assert any(name in warning and "The card does not contain it." in warning for warning in plan.warnings)
@@ -294,8 +286,7 @@ def test_unreadable_report_is_named_and_does_not_stop_a_push(converted, name, co
 
 
 @pytest.mark.parametrize("value", ["text\n## Heading", [[]], None, 3, {"a": {"b": [None]}}], ids=repr)
-def test_report_with_wrong_field_types_is_reported(converted, value, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_report_with_wrong_field_types_is_reported(folder, value):
     report = json.loads((folder / "conversion_report.json").read_text())
     report |= {"calibration": {"count": 3, "kind": "texts", "targets": False, "max_length": 8}}
     for key in REPORT_FIELDS["conversion"]:
@@ -316,8 +307,7 @@ def test_older_report_without_new_fields_is_read(tmp_path):
     assert read_history(tmp_path).steps == [{"kind": "conversion"} | report]
 
 
-def test_unknown_step_is_named(converted, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_unknown_step_is_named(folder):
     (folder / "model_history.json").write_text(json.dumps({"format": 9, "steps": [{"kind": "pruning"}, 4]}))
     plan = plan_push(folder, "me/x")
     assert sum("of a kind unknown to this version" in warning for warning in plan.warnings) == 2
@@ -332,20 +322,16 @@ def test_training_from_a_broken_readme_gives_a_warning(tiny, tmp_path, caplog):
     assert "do not state a license" in str(generate_model_card(tmp_path / "out", "me/x"))
 
 
-def test_license_argument_replaces_an_unreadable_readme(converted, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_license_argument_replaces_an_unreadable_readme(folder):
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     assert read_front_matter(generate_model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
 
 
-def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_base_model_is_the_source_of_the_first_step(folder):
     report = json.loads((folder / "conversion_report.json").read_text())
     (folder / "conversion_report.json").unlink()
     first = report | {"kind": "conversion", "source": "google-bert/bert-base-uncased", "source_revision": "0" * 40}
-    (folder / "all_results.json").write_text(
-        json.dumps({"steps": 3, "arguments": {"model_name_or_path": "me/bert-gqa4"}})
-    )
+    edit_json(folder / "all_results.json", steps=3, arguments={"model_name_or_path": "me/bert-gqa4"})
     for step, name in ((first, "google-bert/bert-base-uncased"), ({"kind": "conversion", **report}, "source")):
         (folder / "model_history.json").write_text(json.dumps({"format": 1, "steps": [step]}))
         card = generate_model_card(folder, "me/x")
@@ -355,14 +341,11 @@ def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
         assert "1. `big/a` was converted" in str(generate_model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
-def test_several_licenses_are_kept(converted, tmp_path):
-    folder = shutil.copytree(converted, tmp_path / "model")
+def test_several_licenses_are_kept(folder):
     (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
     card = generate_model_card(folder, "me/x")
-    assert read_front_matter(card)["license"] == [
-        "mit",
-        "apache-2.0",
-    ] and "mit, apache-2.0, the license of the original" in str(card)
+    assert read_front_matter(card)["license"] == ["mit", "apache-2.0"]
+    assert "mit, apache-2.0, the license of the original" in str(card)
 
 
 @pytest.mark.thorough
@@ -378,12 +361,8 @@ for found in map(read_source_history, sys.argv[1:]):
     kinds = [step["kind"] for step in found.steps]
     print(json.dumps([kinds, found.metadata.get("license"), found.problems]))
 """
-    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", code, "me/tuned", "me/plain"]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-2000:]
-    actual = list(map(json.loads, result.stdout.splitlines()))
+    printed = run_elsewhere("-c", code, "me/tuned", "me/plain", cwd=tmp_path, hub=hub, has_package=True)
+    actual = list(map(json.loads, printed.splitlines()))
     assert actual == [[["conversion", "training"], "mit", []], [[], None, []]]
     assert not any("safetensors" in request for request in hub.requests)
 

@@ -1,9 +1,9 @@
 """Check pushes with the real client to a local Hub: one commit, or none and an error that says what to do."""
 
 import json
-import shutil
 
 import pytest
+from fixtures.commands import run_command
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
@@ -12,11 +12,6 @@ from hf_attn_variants.hub import CardOptions, plan_push, push_checkpoint
 from hf_attn_variants.hub.card import remove_local_paths
 
 REPO = "me/bert-gqa2"
-
-
-@pytest.fixture
-def folder(converted, tmp_path):
-    return shutil.copytree(converted, tmp_path / "bert-gqa2")
 
 
 def push(folder, api, card_options=None, card=None, repo_id=REPO, **options):
@@ -83,10 +78,8 @@ def test_push_removes_old_reports_in_the_same_commit(folder, hub, api):
     (folder / "all_results.json").write_text('{"steps": 3}')
     assert push(folder, api).removed == ["conversion_report.json"]
     remote_files = hub.files(REPO)
-    assert {
-        "model_history.json",
-        "all_results.json",
-    } <= remote_files.keys() and "conversion_report.json" not in remote_files
+    assert {"model_history.json", "all_results.json"} <= remote_files.keys()
+    assert "conversion_report.json" not in remote_files
     for name in ("model_history.json", "all_results.json"):
         (folder / name).unlink()
     assert push(folder, api).removed == ["all_results.json", "model_history.json"]
@@ -277,4 +270,4 @@ def test_local_paths_are_shortened_and_hub_names_are_not():
 def test_custom_card_is_the_whole_card(folder, tmp_path):
     (tmp_path / "card.md").write_text("# mine")
     argv = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--card", str(tmp_path / "card.md"), "--dry_run"]
-    assert command.main(command.parse_args(argv)).card.strip() == "# mine"
+    assert run_command(command, *argv).card.strip() == "# mine"

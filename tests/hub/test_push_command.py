@@ -1,20 +1,17 @@
 """Check `scripts/push_to_hub.py` like a user, and load the pushed model in a process without this package."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from fixtures.elsewhere import WITHOUT_PACKAGE
-from hub.local_hub import TOKEN
+from fixtures.commands import run_command
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
 from safetensors.torch import save_file
 
 from hf_attn_variants import AttnVariantBertModel
-from hf_attn_variants.commands.push import main, parse_args
+from hf_attn_variants.commands import push
 from hf_attn_variants.errors import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
@@ -40,20 +37,12 @@ ELSEWHERE = WITHOUT_PACKAGE + textwrap.dedent(
 )
 
 
-def make_environment(hub, home):
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
-    return variables | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-
-
 @pytest.mark.thorough
 def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted, hub, tmp_path):
-    flags = ["--model_name_or_path", str(converted), "--repo_id", "me/bert-gqa2", "--private"]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600}
-    env = make_environment(hub, tmp_path / "home") | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    pushed = subprocess.run([sys.executable, str(SCRIPT), *flags], env=env, **options)
-    assert pushed.returncode == 0, pushed.stderr[-3000:]
+    flags = ["--model_name_or_path", converted, "--repo_id", "me/bert-gqa2", "--private"]
+    printed = run_elsewhere(SCRIPT, *flags, cwd=tmp_path, hub=hub, has_package=True)
     pinned = hub.head("me/bert-gqa2")
-    assert pinned in pushed.stdout and hub.repositories["me/bert-gqa2"].private
+    assert pinned in printed and hub.repositories["me/bert-gqa2"].private
     # Commits after the pinned one have no effect.
     repository = hub.repositories["me/bert-gqa2"]
     repository.commit("main", {**hub.files("me/bert-gqa2"), "config.json": b"{}"}, "broken")
@@ -61,20 +50,17 @@ def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted,
     with torch.no_grad():
         expected = AttnVariantBertModel.from_pretrained(converted).eval()(ids).last_hidden_state
     save_file({"input_ids": ids, "expected": expected}, tmp_path / "tensors.safetensors")
-    (tmp_path / "cwd").mkdir()
-    command = [sys.executable, "-c", ELSEWHERE, "me/bert-gqa2", pinned, str(tmp_path / "tensors.safetensors")]
-    options |= {"cwd": tmp_path / "cwd", "env": make_environment(hub, tmp_path / "other-home")}
-    loaded = subprocess.run(command, **options)
-    assert loaded.returncode == 0, loaded.stderr[-3000:]
+    arguments = ["me/bert-gqa2", pinned, tmp_path / "tensors.safetensors"]
+    printed = run_elsewhere("-c", ELSEWHERE, *arguments, cwd=tmp_path / "other", hub=hub)
     from transformers import AutoTokenizer
 
-    assert json.loads(loaded.stdout.splitlines()[-1]) == AutoTokenizer.from_pretrained(converted)("two dogs").input_ids
+    assert json.loads(printed.splitlines()[-1]) == AutoTokenizer.from_pretrained(converted)("two dogs").input_ids
 
 
 def test_dry_run_lists_all_files_without_requests(converted, hub, api, tmp_path, capsys):
     card = tmp_path / "card.md"
     arguments = ["--model_name_or_path", str(converted), "--repo_id", "me/x", "--dry_run", "--save_card", str(card)]
-    assert run_script(lambda: main(parse_args(arguments))) == 0
+    assert run_script(lambda: run_command(push, *arguments)) == 0
     printed = capsys.readouterr().out
     for path in converted.iterdir():
         assert path.name in printed
@@ -89,7 +75,7 @@ def test_notes_and_evaluations_are_read_from_files(converted, tmp_path, capsys):
     (tmp_path / "scores.json").write_text(json.dumps(rows))
     arguments = ["--model_name_or_path", str(converted), "--dry_run", "--title", "My model"]
     arguments += ["--notes", str(tmp_path / "notes.md"), "--evaluations", str(tmp_path / "scores.json")]
-    plan = main(parse_args(arguments))
+    plan = run_command(push, *arguments)
     assert plan.repo_id == converted.name and "# My model" in plan.card
     assert "Made on a **Sunday**." in plan.card and "| D |  | m | 0.25 |" in plan.card
 
@@ -105,6 +91,6 @@ def test_notes_and_evaluations_are_read_from_files(converted, tmp_path, capsys):
 )
 def test_push_user_error_is_one_line_with_status_2(converted, capsys, more, message):
     arguments = [str(converted) if item == "CONVERTED" else item for item in more]
-    assert run_script(lambda: main(parse_args([*arguments, "--dry_run"]))) == 2
+    assert run_script(lambda: run_command(push, *arguments, "--dry_run")) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from fixtures.commands import run_command
 from hub.local_hub import TOKEN
 from huggingface_hub import constants, hf_api
 from relatives import RELATIVES
@@ -36,7 +37,7 @@ def old(converted, tmp_path):
 
 
 def refresh_folder(source, output, *options):
-    return refresh.main(refresh.parse_args([str(source), "--output_dir", str(output), *options]))
+    return run_command(refresh, source, "--output_dir", output, *options)
 
 
 def read_contents(folder):

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 import torch
 from architectures import BERT, T5
+from fixtures.elsewhere import run_elsewhere
 from fixtures.extensions import ALL_FIELDS
-from hub.test_loading_elsewhere import run_elsewhere
 from safetensors.torch import save_file
 
 import hf_attn_variants
@@ -143,8 +143,7 @@ def test_code_builds_are_reproducible(repositories):
 def test_repositories_in_one_process_use_their_own_code(when, is_reversed, repositories, tmp_path):
     folders = [repositories / name for name in REPOSITORIES]
     folders = folders[::-1] if is_reversed else folders
-    result = run_elsewhere(LOADING, when, *folders, home=tmp_path / "home", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_elsewhere("-c", LOADING, when, *folders, cwd=tmp_path)
 
 
 CHANGED = textwrap.dedent(
@@ -170,9 +169,7 @@ CHANGED = textwrap.dedent(
 def test_missing_mechanism_error_names_the_mechanism(name, repositories, tmp_path):
     fields, mechanisms = REPOSITORIES[name]
     arguments = (repositories / "grouped", json.dumps(fields))
-    result = run_elsewhere(CHANGED, *arguments, home=tmp_path / "home", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = result.stdout.splitlines()
+    lines = run_elsewhere("-c", CHANGED, *arguments, cwd=tmp_path).splitlines()
     assert len(lines) == 2 and all(f"does not include {', '.join(sorted(mechanisms))}" in line for line in lines)
 
 
@@ -217,8 +214,7 @@ USED = textwrap.dedent(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_remote_model_supports_copy_pickle_switch_and_save(name, repositories, tmp_path):
-    result = run_elsewhere(USED, repositories / name, tmp_path / "again", home=tmp_path / "home", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_elsewhere("-c", USED, repositories / name, tmp_path / "again", cwd=tmp_path)
 
 
 EXTENDED = textwrap.dedent(
@@ -270,8 +266,7 @@ EXTENDED = textwrap.dedent(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_remote_model_supports_spawn_compile_exports_lora_and_quantize(name, repositories, tmp_path):
-    result = run_elsewhere(EXTENDED, repositories / name, home=tmp_path / "home", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_elsewhere("-c", EXTENDED, repositories / name, cwd=tmp_path)
 
 
 def test_package_model_supports_copy_and_pickle():

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import yaml
+from fixtures.commands import run_command
 from fixtures.glue.tiny_bert import FIXTURES
 from hub.local_hub import TOKEN
 
 from hf_attn_variants.commands.training import glue
-
-main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def arguments(converted, hub, api, tmp_path, monkeypatch):
 def test_finished_run_is_pushed(arguments, hub, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as written by other scripts
-    results = main(parse_args([*arguments, "--overwrite_output_dir"]))
+    results = run_command(glue, *arguments, "--overwrite_output_dir")
     assert f"Pushed to {hub.url}/me/stsb" in capsys.readouterr().out
     repository, remote_files = hub.repositories["me/stsb"], hub.files("me/stsb")
     assert (tmp_path / "out" / "runs").is_dir()
@@ -47,28 +46,24 @@ def test_finished_run_is_pushed(arguments, hub, tmp_path, capsys):
 def test_failed_push_error_names_the_model_folder(arguments, hub, tmp_path):
     hub.fail("POST .*/commit/main", 403)
     with pytest.raises(OSError, match=r"write access.*The trained model is in .*attn-variants push"):
-        main(parse_args(arguments))
+        run_command(glue, *arguments)
     assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 2
     assert {"model.safetensors", "predictions_STS-B.tsv"} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert hub.files("me/stsb").keys() == {".gitattributes"}
 
 
-def test_invalid_token_raises_before_training(arguments, hub, tmp_path):
-    arguments[arguments.index(TOKEN)] = "hf_wrong"
-    with pytest.raises(OSError, match="hf auth login"):
-        main(parse_args(arguments))
+@pytest.mark.parametrize(
+    ("replaced", "value", "message"),
+    [
+        (TOKEN, "hf_wrong", "hf auth login"),
+        ("me/stsb", "me/public", "me/public must be private"),
+        ("me/stsb", "me/sts b", "Repo id"),
+    ],
+)
+def test_push_that_must_fail_raises_before_training(replaced, value, message, arguments, hub, tmp_path):
+    hub.create("me/public", private=False)
+    arguments[arguments.index(replaced)] = value
+    with pytest.raises((OSError, ValueError), match=message):
+        run_command(glue, *arguments)
     assert not (tmp_path / "out").exists()
-
-
-def test_public_repository_raises_before_training_if_private_is_requested(arguments, hub, tmp_path):
-    hub.create("me/stsb", private=False)
-    with pytest.raises(ValueError, match="me/stsb must be private"):
-        main(parse_args(arguments))
-    assert not (tmp_path / "out").exists()
-
-
-def test_invalid_repository_name_raises_before_training(arguments, hub, tmp_path):
-    arguments[arguments.index("me/stsb")] = "me/sts b"
-    with pytest.raises(ValueError, match="Repo id"):
-        main(parse_args(arguments))
-    assert not (tmp_path / "out").exists() and not hub.requests
+    assert bool(hub.requests) == (message != "Repo id")

@@ -1,34 +1,16 @@
 """Check that pushed files contain no local folders or passwords, and that foreign text is escaped."""
 
 import json
-import shutil
 
 import pytest
-from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.data_files import edit_json
 from transformers import AutoModel, AutoTokenizer
 
-from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import plan_push
 from hf_attn_variants.hub.card import escape_markdown, format_inline_code, generate_model_card, remove_local_paths
 from hf_attn_variants.hub.push import _get_payload
 
 HOME = "/home/alice/secret-project"
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("leaves")
-    convert_checkpoint(make_tiny_bert(folder / "bert"), folder / "gqa", 2)
-    return folder / "gqa"
-
-
-@pytest.fixture
-def folder(converted, tmp_path):
-    return shutil.copytree(converted, tmp_path / "gqa")
-
-
-def edit(path, **fields):
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
 
 
 def list_uploaded_files(plan, folder):
@@ -71,17 +53,19 @@ def test_text_without_local_paths_is_unchanged(text):
 
 
 def test_model_and_tokenizer_files_name_no_folder(folder):
-    edit(folder / "config.json", _name_or_path=f"{HOME}/bert", note=f"made in {HOME}/runs/x by hand", best_path="/a")
-    edit(
+    edit_json(
+        folder / "config.json", _name_or_path=f"{HOME}/bert", note=f"made in {HOME}/runs/x by hand", best_path="/a"
+    )
+    edit_json(
         folder / "tokenizer_config.json",
         name_or_path=f"{HOME}/bert",
         tokenizer_file=f"{HOME}/bert/tokenizer.json",
         special_tokens_map_file="/root/.cache/x/special_tokens_map.json",
     )
-    edit(folder / "special_tokens_map.json", cls_token="[CLS]")
-    edit(folder / "trainer.json", args={"data": f"{HOME}/data", "url": "https://u:pw@example.org/x"})
+    edit_json(folder / "special_tokens_map.json", cls_token="[CLS]")
+    edit_json(folder / "trainer.json", args={"data": f"{HOME}/data", "url": "https://u:pw@example.org/x"})
     (folder / "1_Pooling").mkdir()
-    edit(folder / "1_Pooling/config.json", made_by=f"{HOME}/a/b")
+    edit_json(folder / "1_Pooling/config.json", made_by=f"{HOME}/a/b")
     (folder / "debug.log").write_text(HOME)
     (folder / "nohup.out").write_text(HOME)
     (folder / "1_Pooling/run.LOG").write_text(HOME)
@@ -102,8 +86,8 @@ def test_model_and_tokenizer_files_name_no_folder(folder):
 
 def test_labels_and_words_like_paths_are_unchanged(folder):
     labels = {"0": "/person/artist", "1": "~/x/y", "2": "C:/a/b"}
-    edit(folder / "config.json", id2label=labels, label2id={name: int(i) for i, name in labels.items()})
-    edit(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
+    edit_json(folder / "config.json", id2label=labels, label2id={name: int(i) for i, name in labels.items()})
+    edit_json(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
     other_folder = folder.parent / "there"
     other_folder.mkdir()
     for name, content in list_uploaded_files(plan_push(folder, "me/x"), folder).items():
@@ -145,7 +129,9 @@ def test_text_from_reports_is_escaped_in_cards(field, folder):
         "talking_heads": {HOSTILE: []},
         "calibration": {"count": 1, "kind": HOSTILE, "targets": False, "max_length": 3},
     }
-    edit(folder / "conversion_report.json", **report | {"source_revision": "1", field: values.get(field, HOSTILE)})
+    edit_json(
+        folder / "conversion_report.json", **report | {"source_revision": "1", field: values.get(field, HOSTILE)}
+    )
     check_body(str(generate_model_card(folder, "me/x")))
 
 

@@ -1,17 +1,14 @@
 """Check a converted all-MiniLM-L6-v2 as a model of sentence-transformers."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from fixtures.elsewhere import WITHOUT_PACKAGE
-from hub.local_hub import TOKEN, LocalHub
+from fixtures.elsewhere import WITHOUT_PACKAGE, run_elsewhere
+from hub.local_hub import LocalHub
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -51,17 +48,8 @@ def test_sentence_transformer_equals_our_embeddings(minilm_gqa4, expected):
 
 def encode_elsewhere(folder, tmp_path):
     """Return the embeddings of `SENTENCES` from a process without this package."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(folder), json.dumps(SENTENCES)],
-        cwd=tmp_path,
-        env=environment | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return torch.tensor(json.loads(result.stdout.splitlines()[-1]))
+    printed = run_elsewhere("-c", ELSEWHERE, folder, json.dumps(SENTENCES), cwd=tmp_path)
+    return torch.tensor(json.loads(printed.splitlines()[-1]))
 
 
 @pytest.mark.thorough
@@ -170,29 +158,9 @@ def test_pushed_sentence_transformer_keeps_its_score(minilm_gqa4, shared_data, t
     """Check the Spearman correlation on STS-B dev: 0.804 for 4 heads, see test_sentence_similarity.py."""
     pytest.importorskip("sentence_transformers")
     with LocalHub() as hub:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")
-        }
-        environment |= {
-            "HF_ENDPOINT": hub.url,
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HOME": str(tmp_path / "a"),
-        }
-        command = [
-            sys.executable,
-            str(SCRIPT),
-            "--model_name_or_path",
-            str(minilm_gqa4),
-            "--repo_id",
-            "me/minilm-gqa4",
-        ]
-        package = {"PYTHONPATH": str(SCRIPT.parents[1])}
-        subprocess.run(command, env=environment | package, check=True, timeout=600)
-        dev = shared_data / "glue" / "STS-B" / "dev.tsv"
-        command = [sys.executable, "-c", SCORED_ELSEWHERE, "me/minilm-gqa4", hub.head("me/minilm-gqa4"), str(dev)]
-        environment["HF_HOME"] = str(tmp_path / "b")
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stderr[-3000:]
-    spearman, loaded = json.loads(result.stdout.splitlines()[-1])
+        flags = ["--model_name_or_path", minilm_gqa4, "--repo_id", "me/minilm-gqa4"]
+        run_elsewhere(SCRIPT, *flags, cwd=tmp_path, hub=hub, has_package=True)
+        arguments = ["me/minilm-gqa4", hub.head("me/minilm-gqa4"), shared_data / "glue/STS-B/dev.tsv"]
+        printed = run_elsewhere("-c", SCORED_ELSEWHERE, *arguments, cwd=tmp_path / "other", hub=hub)
+    spearman, loaded = json.loads(printed.splitlines()[-1])
     assert loaded == "AttnVariantBertModel" and spearman == pytest.approx(0.8043, abs=0.0005)

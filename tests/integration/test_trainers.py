@@ -19,15 +19,8 @@ from transformers import (
 KINDS = ("activation", "gradient")
 LEARN = ("MaskedLM", "LMHeadModel", "ConditionalGeneration", "MTModel", "SequenceClassification", "CausalLM")
 TEXTS = ["two dogs run in the snow", "a man is playing a guitar", "a woman", "the dog"]
-SETTINGS = {
-    "max_steps": 1,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-}
+SETTINGS = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "report_to": "none"}
+SETTINGS |= {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
 # Transformers 5.24 renamed this argument.
 CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
 ARCHITECTURE_HEADS = [
@@ -59,10 +52,8 @@ def copy_parameters(model):
 
 def test_trainer_takes_a_step(heads, tmp_path):
     folder = heads["text-classification"]
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     before = copy_parameters(model)
     trainer = Trainer(
         model,

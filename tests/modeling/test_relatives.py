@@ -6,7 +6,8 @@ import pytest
 import torch
 from architectures import LENGTH, make_token_ids
 from fixtures.caches import get_cache, with_cache
-from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
+from fixtures.elsewhere import run_elsewhere
+from hub.test_loading_elsewhere import ELSEWHERE, save_one
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
@@ -104,11 +105,8 @@ def test_every_auto_class_loads_in_another_process(tmp_path):
     for row in RELATIVES:
         variant = "by layer" if row in (*ENCODER_DECODERS, WHISPER) else "gqa"
         folders.append(save_one(row, variant, "language_model", tmp_path / row.name))
-    (tmp_path / "cwd").mkdir()
-    arguments = [path for paths in folders for path in paths]
-    result = run_elsewhere(ELSEWHERE, *arguments, home=tmp_path / "home", cwd=tmp_path / "cwd")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout.splitlines()[-1]) == [row.config_class.auto_classes for row in RELATIVES]
+    printed = run_elsewhere("-c", ELSEWHERE, *(path for paths in folders for path in paths), cwd=tmp_path / "cwd")
+    assert json.loads(printed.splitlines()[-1]) == [row.config_class.auto_classes for row in RELATIVES]
 
 
 @pytest.mark.thorough

@@ -23,7 +23,8 @@ UNSAFE_MODULES = {
 UNSAFE_FUNCTIONS = {"open", "eval", "exec", "compile", "__import__", "input"}
 UNSAFE_METHODS = {
     *("read_bytes", "read_text", "write_bytes", "write_text", "open", "unlink", "mkdir", "rmdir", "rename", "touch"),
-    *("environ", "getenv", "system", "popen", "load", "hf_hub_download", "snapshot_download"),
+    *("iterdir", "glob", "rglob", "environ", "getenv", "system", "popen"),
+    *("load", "hf_hub_download", "snapshot_download"),
 }
 FILE_FUNCTIONS = {"get_code_files", "write_code"}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from fixtures.data_files import edit_json
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.speech import save_whisper_checkpoint, write_recordings
 from fixtures.tiny_t5 import make_lines_of_words, make_tiny_t5
@@ -116,8 +117,7 @@ def test_safetensors_offsets_must_be_integers(bert, sources, tmp_path, capsys, c
 
 @pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
 def test_config_sizes_that_differ_from_the_weights_raise_an_error(bert, sources, tmp_path, capsys, field):
-    config = json.loads((bert / "config.json").read_text())
-    (bert / "config.json").write_text(json.dumps(config | {field: 10**12}))
+    edit_json(bert / "config.json", **{field: 10**12})
     words = ["--train_file", sources["text"].with_name("words.txt")]
     words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu"]
     for argv in [
@@ -141,8 +141,7 @@ def test_config_sizes_that_differ_from_the_weights_raise_an_error(bert, sources,
 )
 def test_invalid_t5_configurations_raise_an_error(sources, tmp_path, capsys, fields, message):
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | fields))
+    edit_json(source / "config.json", **fields)
     assert re.search(message, read_single_line(capsys, "benchmark", source, "--length", 8))
     if "output_hidden_states" not in fields:
         assert re.search(message, read_single_line(capsys, "inspect", source))
@@ -288,8 +287,7 @@ def test_out_of_memory_prints_one_line(error, capsys):
 @pytest.mark.thorough
 def test_transcription_prints_no_warnings(tmp_path, capsys):
     source = save_whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
-    settings = json.loads((source / "generation_config.json").read_text())
-    (source / "generation_config.json").write_text(json.dumps(settings | {"max_length": 448}))
+    edit_json(source / "generation_config.json", max_length=448)
     folder = write_recordings(tmp_path / "audio", 60, seconds=0.5)
     argv = ["--calibration_audio_dir", folder, "--fit_steps", 0, "--output_dir", tmp_path / "out", "--disable_tqdm"]
     result = call("convert", source, "--num_key_value_heads", 4, *argv)

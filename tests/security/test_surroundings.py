@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from architectures import BERT
+from fixtures.data_files import write_lines
 from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants.conversion import convert_checkpoint
@@ -112,7 +113,7 @@ def test_conversion_works_with_a_read_only_home(source, run_with_a_read_only_hom
 def test_pretraining_works_with_a_read_only_home(run_with_a_read_only_home, tmp_path, elsewhere):
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
-    (data / "train.jsonl").write_text(json.dumps({"text": "a good film " * 50}) + "\n")
+    write_lines(data / "train.jsonl", [{"text": "a good film " * 50}])
     flags = ["--dataset_name", data, "--model_type", "bert", "--tokenizer_name", make_tiny_bert(tmp_path / "tiny")]
     flags += ["--config_overrides", "hidden_size=8,num_hidden_layers=1,num_attention_heads=2", "--max_length", 16]
     flags += ["--max_train_steps", 1, "--per_device_train_batch_size", 2, "--cpu", "--disable_tqdm"]
