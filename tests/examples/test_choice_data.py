@@ -1,7 +1,5 @@
 """Check tables of questions with choices: columns, answer formats, numbers of choices, and errors."""
 
-import gzip
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +7,7 @@ from choice_data import ChoiceRow, find_answer_format, find_choice, format_answe
 from choice_models import ChoiceHead
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
+from fixtures.data_files import write_splits
 from run_multiple_choice import parse_args
 from transformers import AutoTokenizer
 
@@ -22,15 +21,8 @@ def load(tmp_path):
     """A function that writes files and reads train, dev and test with given flags."""
 
     def call(files, *flags):
-        argv = ["model", "--output_dir", "out"]
-        for name, text in files.items():
-            rows = text if isinstance(text, str) else "".join(json.dumps(row) + "\n" for row in text)
-            content = rows.encode()
-            (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-        for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
-            if result := [str(tmp_path / name) for name in files if name.startswith(start)]:
-                argv += [f"--{flag}", *result]
-        splits, columns = load_choice_data(parse_args([*argv, *map(str, flags)]))
+        argv = ["model", "--output_dir", "out", *write_splits(tmp_path, files), *map(str, flags)]
+        splits, columns = load_choice_data(parse_args(argv))
         return SimpleNamespace(splits=splits, **columns)
 
     return call
@@ -225,24 +217,15 @@ def test_partly_labeled_test_rows_raise_an_error(load):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"context": "c", "answer": "A"},
-            "--choices_columns.*got the columns context, answer",
-        ),
+        ({"context": "c", "answer": "A"}, "--choices_columns.*got the columns context, answer"),
         ({"choices": ["x", "y"], "answer": "A"}, "--context_column.*--question_column"),
         ({"context": "c", "choices": ["x", "y"]}, "--answer_column"),
         (
             {"context": "c", "passage": "p", "choices": ["x", "y"], "answer": "A"},
             "--context_column.*context and passage",
         ),
-        (
-            {"context": "c", "choices": ["x", "y"], "options": ["x", "y"], "answer": "A"},
-            "--choices_columns",
-        ),
-        (
-            {"context": "c", "choice1": "x", "choice3": "y", "answer": "A"},
-            "--choices_columns",
-        ),
+        ({"context": "c", "choices": ["x", "y"], "options": ["x", "y"], "answer": "A"}, "--choices_columns"),
+        ({"context": "c", "choice1": "x", "choice3": "y", "answer": "A"}, "--choices_columns"),
         (
             {"context": "c", "choice0": "x", "choice1": "y", "answer": 0, "label": 0},
             "--answer_column.*answer and label",
@@ -256,10 +239,8 @@ def test_missing_columns_error_names_the_flag(load, row, message):
 
 def test_choices_with_equal_tokens_are_counted(tiny_bert, caplog):
     choice_model = ChoiceHead.__new__(ChoiceHead)
-    choice_model.tokenizer, choice_model.settings = (
-        AutoTokenizer.from_pretrained(tiny_bert),
-        SimpleNamespace(max_length=6),
-    )
+    choice_model.tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    choice_model.settings = SimpleNamespace(max_length=6)
     rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
     data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
     result = choice_model.tokenize(ClassificationSplit("train", data))

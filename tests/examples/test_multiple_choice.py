@@ -4,13 +4,17 @@ import json
 
 import numpy as np
 import pytest
+import run_multiple_choice
 import torch
 from architectures import ALBERT, BERT, make_token_ids
 from choice_models import ChoiceCollator, ChoiceHead
-from fixtures.processes import run_processes, run_script
+from fixtures.commands import run_command
+from fixtures.data_files import read_lines
+from fixtures.processes import run_and_check, run_script
+from fixtures.resumed import check_resumed_run
 from fixtures.uptraining import make_bert
+from fixtures.worded import make_questions, write_questions
 from relatives import ENCODERS
-from run_multiple_choice import main, parse_args
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
@@ -20,25 +24,11 @@ from hf_attn_variants.hub import generate_model_card
 from hf_attn_variants.training.engine.loop import TrainingCostCounter
 
 SCRIPT = "../examples/multiple_choice/run_multiple_choice"
-ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
-
-
-def write_questions(count=16):
-    """Write questions whose right answer is the animal, among one to three other words."""
-    for i in range(count):
-        others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
-        place = i % (len(others) + 1)
-        choices = [*others[:place], ANIMALS[i % 4], *others[place:]]
-        yield {"context": "A man sees it.", "question": "What?", "choices": choices, "answer": "ABCD"[place]}
 
 
 @pytest.fixture
 def files(tmp_path):
-    rows = list(write_questions())
-    unanswered = [{name: value for name, value in row.items() if name != "answer"} for row in rows]
-    for name, chosen in (("train", rows), ("dev", rows[::2]), ("test", unanswered)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    return {name: tmp_path / f"{name}.jsonl" for name in ("train", "dev", "test")}
+    return write_questions(tmp_path, make_questions())
 
 
 @pytest.fixture
@@ -55,11 +45,10 @@ def flags(files, tiny_bert, tmp_path):
 
 @pytest.fixture
 def run(flags, tmp_path):
-    return lambda *more, out="out", **kwargs: (main(parse_args(flags(*more, out=out, **kwargs))), tmp_path / out)
+    def call(*more, out="out", **kwargs):
+        return run_command(run_multiple_choice, *flags(*more, out=out, **kwargs)), tmp_path / out
 
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return call
 
 
 # The loss
@@ -123,7 +112,7 @@ def test_variant_learns_choices_and_predicts_probabilities(run, tiny_bert, tmp_p
     assert results["answer_format"] == "letter" and results["choices_columns"] == ("choices",)
     model, tokenizer = AutoModelForMultipleChoice.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    rows = list(write_questions())
+    rows = make_questions()
     for i, (row, printed) in enumerate(zip(rows, read_lines(out / "predictions_test.jsonl"), strict=True), start=1):
         seconds = [f"{row['question']} {choice}" for choice in row["choices"]]
         inputs = tokenizer([row["context"]] * len(seconds), seconds, padding=True, return_tensors="pt")
@@ -157,21 +146,16 @@ def test_saved_model_evaluates_and_predicts(run, files, capsys):
 
 def test_resumed_multiple_choice_run_is_bitwise_equal(run):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "accuracy"]
-    complete_run, out = run(*flags, "--checkpointing_steps", 3)
-    checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
-    resumed, other = run(*flags, *checkpoint, out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
-    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    checkpoint = check_resumed_run(run, *flags)
     with pytest.raises(ValueError, match=r"resume exactly from .*answer_format"):
-        run(*flags, *checkpoint, "--answer_format", "letter", out="third")
+        run(*flags, "--resume_from_checkpoint", checkpoint, "--answer_format", "letter", out="third")
 
 
 @pytest.mark.thorough
 def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_path):
     more = ["--num_train_epochs", 2, "--dropout_rate", 0, "--logging_steps", 1, "--per_device_eval_batch_size", 3]
     expected, out = run(*more, batch=8)
-    statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
-    assert statuses == [0, 0], output
+    run_and_check(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4), name

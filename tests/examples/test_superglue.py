@@ -1,16 +1,18 @@
 """Check the SuperGLUE example with an encoder: whole runs per task, learning, resumed runs and cards."""
 
-import json
+import functools
 import re
 
 import numpy as np
 import pytest
+import run_superglue
 import superglue_data
 import torch
-from fixtures.superglue import ANIMALS, PLACES, write_superglue
+from fixtures.data_files import read_lines, write_lines
+from fixtures.resumed import check_resumed_run
+from fixtures.superglue import ANIMALS, PLACES
 from fixtures.uptraining import make_bert
 from fixtures.worded import make_writer
-from run_superglue import main, parse_args
 from sklearn.metrics import matthews_corrcoef
 from superglue_tasks import TASKS, SuperGlueSettings
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer
@@ -24,43 +26,25 @@ RTE_WORDS = "rte hypothesis premise : . The A a man sees it is in the entailment
 
 
 @pytest.fixture
-def run(tiny_bert, tmp_path):
+def run(run_task, tiny_bert):
     def call(task, *flags, model=tiny_bert, out="out"):
-        folder = tmp_path / TASKS[task.lower()].folder
-        if not folder.exists():
-            write_superglue(folder, task.lower(), 8)
-        argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
-        argv += ["--per_device_train_batch_size", 4, "--learning_rate", "3e-3", "--cpu", "--disable_tqdm", *flags]
-        return main(parse_args([str(item) for item in argv])), tmp_path / out
+        return run_task(model, task, "--learning_rate", "3e-3", *flags, out=out)
 
     return call
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", TASKS)
-def test_every_superglue_task_trains_and_writes_all_outputs(run, tiny_bert, tmp_path, task):
+def test_every_superglue_task_trains_and_writes_all_outputs(run, check_outputs, tiny_bert, tmp_path, task):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
     results, out = run(task, "--max_train_steps", 2, "--group_by_length", model=tmp_path / "gqa")
-    spec = TASKS[task]
-    assert results["task_name"] == task and results["dataset"]["dataset_config"] == task and results["steps"] == 2
-    assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
-    test, dev = (read_lines(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
-    assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
-    assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
+    assert results["dataset"]["dataset_config"] == task
+    check_outputs(task, results, out)
     head = AutoModelForMultipleChoice if task == "copa" else AutoModelForSequenceClassification
     model = head.from_pretrained(out)
     assert model.config.num_key_value_heads == 2 and (out / "training_curves.png").is_file()
     if task != "copa":
-        assert model.config.id2label == dict(enumerate(spec.labels))
-    # The saved model gives the same scores.
-    again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
-    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
-    assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
-    assert not (tmp_path / f"again/predictions_{spec.folder}.jsonl").exists()
+        assert model.config.id2label == dict(enumerate(TASKS[task].labels))
 
 
 @pytest.mark.thorough
@@ -76,13 +60,10 @@ def test_model_learns_copa_and_boolq(run, tiny_bert, tmp_path):
 
 def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 4)
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(out).eval(),
-        AutoTokenizer.from_pretrained(out),
-    )
-    for row, printed in zip(
-        read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl"), strict=True
-    ):
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    rows, predictions = read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl")
+    for row, printed in zip(rows, predictions, strict=True):
         with torch.no_grad():
             logits = model(**tokenizer(row["premise"], row["hypothesis"], return_tensors="pt")).logits
         assert printed == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
@@ -98,10 +79,7 @@ def test_first_rows_are_whole_questions(run):
 @pytest.mark.parametrize("task", ["record", "copa"])
 def test_resumed_superglue_run_is_bitwise_equal(run, task):
     flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]
-    complete_run, out = run(task, *flags, "--checkpointing_steps", 3)
-    resumed, other = run(task, *flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
-    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    check_resumed_run(functools.partial(run, task), *flags)
 
 
 def make_diagnostic_rows(name, count=12):
@@ -122,8 +100,7 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     model = tiny_bert if architecture == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
     for name in ("AX-b", "AX-g"):
         (tmp_path / name).mkdir()
-        lines = (json.dumps(row) + "\n" for row in make_diagnostic_rows(name))
-        (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
+        write_lines(tmp_path / name / f"{name}.jsonl", make_diagnostic_rows(name))
     results, out = run("rte", "--max_train_steps", 6, model=model)
     truth = [row["label"] for row in make_diagnostic_rows("AX-b")]
     result = {name: read_lines(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
@@ -135,7 +112,7 @@ def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, archi
     assert results["axg_gender_parity"] == np.mean([first == second for first, second in pairs])
     # Remove the labels and the first row, so that the pairs are incomplete.
     rows = [{k: v for k, v in row.items() if k != "label"} for row in make_diagnostic_rows("AX-g")]
-    (tmp_path / "AX-g/AX-g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    write_lines(tmp_path / "AX-g/AX-g.jsonl", rows[1:])
     again, folder = run("rte", "--num_train_epochs", 0, model=out, out="again")
     assert "axb_matthews_correlation" in again and not [name for name in again if name.startswith("axg_")]
     assert len(read_lines(folder / "predictions_AX-g.jsonl")) == 11
@@ -168,7 +145,7 @@ def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
 )
 def test_superglue_rejects_invalid_flags(flags, message):
     with pytest.raises(ValueError, match=message):
-        parse_args(["m", "--output_dir", "o", *flags])
+        run_superglue.parse_args(["m", "--output_dir", "o", *flags])
 
 
 def test_card_names_superglue_instead_of_glue(run):

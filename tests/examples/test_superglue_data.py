@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import superglue_data
 from datasets import Dataset, DatasetDict
+from fixtures.data_files import write_lines
 from fixtures.superglue import make_hub_rows, make_official_rows, write_superglue
 from sklearn.metrics import f1_score
 from superglue_scores import choose_candidates, compute_superglue_metrics, format_submission
@@ -16,7 +17,7 @@ from hf_attn_variants.text_files import read_table_rows
 
 def read(tmp_path, task, rows, has_labels=True):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     placed = [(record.place, record.values) for record in read_table_rows(path)]
     return superglue_data.make_examples(get_superglue_task(task), placed, has_labels)
 
@@ -144,9 +145,8 @@ def test_multirc_scores_answers_and_whole_questions(tmp_path):
     rows, num_correct_questions = iter(printed), 0
     for example in examples:
         num_correct_questions += [next(rows) for _ in example.labels] == list(example.labels)
-    assert 0 < num_correct_questions < len(examples) and result["exact_match"] == pytest.approx(
-        num_correct_questions / len(examples)
-    )
+    assert 0 < num_correct_questions < len(examples)
+    assert result["exact_match"] == pytest.approx(num_correct_questions / len(examples))
     assert result["combined_score"] == pytest.approx((result["f1a"] + result["exact_match"]) / 2)
 
 

@@ -1,35 +1,30 @@
 """Check both examples with an encoder-decoder: T5's wording, the probabilities of choices, and whole runs."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import run_multiple_choice
-import run_superglue
 import torch
 from architectures import T5, make_token_ids
 from choice_models import compute_choice_log_probabilities
 from choice_task import format_question
+from fixtures.commands import run_command
+from fixtures.data_files import read_lines
 from fixtures.multilingual import TOKENIZERS
-from fixtures.superglue import make_official_rows, write_superglue
-from fixtures.worded import make_writer
+from fixtures.resumed import check_resumed_run
+from fixtures.superglue import ANIMALS, PLACES, make_official_rows
+from fixtures.worded import make_questions, make_writer, write_questions
 from relatives import ENCODER_DECODERS
 from scipy.special import log_softmax
 from superglue_data import make_examples
 from superglue_task import SuperGlueChoice
 from superglue_tasks import TASKS, get_superglue_task
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    MBartConfig,
-    MBartForConditionalGeneration,
-)
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBartConfig, MBartForConditionalGeneration
 
 from hf_attn_variants.conversion import convert_checkpoint
 
-ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 # All words of the tiny files, including the words of the tasks' fields and labels.
 TEXT = (
     "boolq cb copa multirc record rte wic wsc passage question hypothesis premise choice1 choice2 answer paragraph "
@@ -42,10 +37,6 @@ TEXT = (
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
     return make_writer("t5", TEXT, tmp_path_factory.mktemp("writer"))
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # The wording
@@ -139,37 +130,15 @@ def test_choice_log_probabilities_are_independent(row, variant):
 # Multiple choice
 
 
-def write_questions(count=16):
-    """Write questions whose right answer is the animal, among one to three other words."""
-    for i in range(count):
-        others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
-        place = i % (len(others) + 1)
-        choices = [*others[:place], ANIMALS[i % 4], *others[place:]]
-        yield {"context": "A man sees it.", "question": "What is it?", "choices": choices, "answer": "ABCD"[place]}
-
-
 @pytest.fixture
-def flags(tmp_path, writer):
-    rows = list(write_questions())
-    unanswered = [{name: value for name, value in row.items() if name != "answer"} for row in rows]
-    for name, chosen in (("train", rows), ("dev", rows[::2]), ("test", unanswered)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+def choose(tmp_path, writer):
+    files = write_questions(tmp_path, make_questions("What is it?"))
 
-    def make(*more, model=writer, out="out", batch=4):
+    def call(*more, model=writer, out="out"):
         argv = [model, "--output_dir", tmp_path / out, "--max_length", 48, "--cpu", "--disable_tqdm"]
-        argv += ["--per_device_train_batch_size", batch, "--learning_rate", "1e-2"]
-        for name, split in (("train", "train"), ("validation", "dev"), ("test", "test")):
-            argv += [f"--{name}_file", tmp_path / f"{split}.jsonl"]
-        return [str(item) for item in [*argv, *more]]
-
-    return make
-
-
-@pytest.fixture
-def choose(flags, tmp_path):
-    def call(*more, out="out", **kwargs):
-        argv = flags(*more, out=out, **kwargs)
-        return run_multiple_choice.main(run_multiple_choice.parse_args(argv)), tmp_path / out
+        argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2"]
+        argv += ["--train_file", files["train"], "--validation_file", files["dev"], "--test_file", files["test"]]
+        return run_command(run_multiple_choice, *argv, *more), tmp_path / out
 
     return call
 
@@ -183,7 +152,7 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
     assert results["eval_accuracy"] > 0.9 and results["worded"] is True
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    for row, printed in zip(write_questions(), read_lines(out / "predictions_test.jsonl"), strict=True):
+    for row, printed in zip(make_questions(), read_lines(out / "predictions_test.jsonl"), strict=True):
         listed = " ".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=False))
         inputs = tokenizer(rf"What is it? \n {listed} \n A man sees it.", return_tensors="pt")
         actual = []
@@ -202,11 +171,7 @@ def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kin
 
 @pytest.mark.thorough
 def test_resumed_text_run_is_bitwise_equal(choose):
-    flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
-    complete_run, out = choose(*flags, "--checkpointing_steps", 3)
-    resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
-    assert (resumed["train_loss"], resumed["eval_loss"]) == (complete_run["train_loss"], complete_run["eval_loss"])
-    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    check_resumed_run(choose, "--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss")
 
 
 def test_multilingual_models_raise_an_error(choose, tmp_path):
@@ -224,16 +189,8 @@ def test_multilingual_models_raise_an_error(choose, tmp_path):
 
 
 @pytest.fixture
-def run(writer, tmp_path):
-    def call(task, *flags, model=writer, out="out"):
-        folder = tmp_path / TASKS[task].folder
-        if not folder.exists():
-            write_superglue(folder, task, 8)
-        argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
-        argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--cpu", "--disable_tqdm", *flags]
-        return run_superglue.main(run_superglue.parse_args([str(item) for item in argv])), tmp_path / out
-
-    return call
+def run(run_task, writer):
+    return lambda task, *flags: run_task(writer, task, "--learning_rate", "1e-2", *flags)
 
 
 # The default tasks are one whose answers are labels, and the two whose rows have several answers.
@@ -242,27 +199,18 @@ def run(writer, tmp_path):
     "task",
     [pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow) for task in TASKS],
 )
-def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, caplog, task):
+def test_every_task_trains_text_to_text_and_writes_all_outputs(run, check_outputs, caplog, task):
     results, out = run(task, "--max_train_steps", 2, "--group_by_length")
-    spec = TASKS[task]
-    assert results["task_name"] == task and results["worded"] is True
-    assert all(0 <= results[f"eval_{name}"] <= 1 for name in (*spec.metrics, spec.main_metric))
-    assert results["eval_loss"] > 0 and "same tokens" not in caplog.text
-    test, dev = (read_lines(out / f"predictions_{prefix}{spec.folder}.jsonl") for prefix in ("", "dev_"))
-    assert (len(test), len(dev)) == ((12, 6) if task == "record" else (8, 4))
-    assert all(set(row) == {"idx", "passage" if task == "multirc" else "label"} for row in test)
-    again, _ = run(task, "--num_train_epochs", 0, "--skip_predict", model=out, out="again")
-    assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
-    assert again[f"eval_{spec.main_metric}"] == results[f"eval_{spec.main_metric}"]
+    assert results["worded"] is True and results["eval_loss"] > 0 and "same tokens" not in caplog.text
+    check_outputs(task, results, out)
 
 
 @pytest.mark.thorough
 def test_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    for row, printed in zip(
-        read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl"), strict=True
-    ):
+    rows, predictions = read_lines(tmp_path / "CB/test.jsonl"), read_lines(out / "predictions_CB.jsonl")
+    for row, printed in zip(rows, predictions, strict=True):
         inputs = tokenizer(f"cb hypothesis: {row['hypothesis']} premise: {row['premise']}", return_tensors="pt")
         actual = {}
         for label in ("entailment", "contradiction", "neutral"):
