@@ -18,6 +18,7 @@ from typing import Any
 
 import datasets
 import pytest
+from fixtures.commands import run_command
 from fixtures.markdown_blocks import Block, find_inline_commands, read_blocks, split_commands
 from fixtures.named_checkpoints import (
     CheckpointShelf,
@@ -35,7 +36,6 @@ from hf_attn_variants import cli
 from hf_attn_variants.commands import load_command
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.quantization import packed_linear
 
 __all__ = ["restored_tables"]
 
@@ -58,16 +58,8 @@ SHOWN = {
 GENERATED = {"docs/command_line.md"}
 # Documents whose blocks run by default: the ones to read first, and short ones. The others run with `-m slow`.
 QUICK = {
-    "README.md",
-    "docs/installation.md",
-    "docs/quickstart.md",
-    "docs/troubleshooting.md",
-    "docs/fields.md",
-    "docs/linear.md",
-    "docs/uptraining.md",
-    "docs/sparse.md",
-    "docs/share_memory.md",
-    "docs/quantization.md",
+    *("README.md", "docs/installation.md", "docs/quickstart.md", "docs/troubleshooting.md", "docs/fields.md"),
+    *("docs/linear.md", "docs/uptraining.md", "docs/sparse.md", "docs/share_memory.md", "docs/quantization.md"),
 }
 # Commands that do not run, by their first words, with the reason. Their arguments and files are still checked.
 NOT_RUN = {
@@ -96,11 +88,6 @@ CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", 
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory):
-    return CheckpointShelf(tmp_path_factory.mktemp("shelf"))
-
-
-@pytest.fixture(scope="session")
 def hub_datasets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("datasets")
     write_hub_datasets(folder)
@@ -108,7 +95,7 @@ def hub_datasets(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(shelf, hub_datasets, tmp_path, monkeypatch, restored_tables):
+def reader(shelf, hub_datasets, small_maps, tmp_path, monkeypatch, restored_tables):
     """A reader who follows a document in an empty folder; pushes go to a local Hub."""
     from huggingface_hub import constants
 
@@ -121,7 +108,6 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch, restored_tables):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(FIT_DEFAULTS, "fit_steps", 2)
-    monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 1)  # tiny layers are below the minimum for int8
     shutil.copytree(hub_datasets, Path(), dirs_exist_ok=True)
     shutil.copy(ROOT / "examples/my_attention.py", "my_attention.py")
     with LocalHub() as hub:
@@ -233,7 +219,7 @@ class Reader:
         if words[0] == "attn-variants":
             return cli.main(words[1:])
         module, arguments = self.program(words)
-        module.main(module.parse_args(arguments))
+        run_command(module, *arguments)
         return None
 
     def provide(self, args: argparse.Namespace, document: str) -> None:

@@ -5,18 +5,9 @@ import json
 
 import message_rules
 import pytest
+from docs.test_prose import list_more_violations
 
 UPDATE = "Run `python tests/message_rules.py --write` and commit tests/docs/message_baseline.json."
-
-
-def list_more_violations(first, second):
-    """Return the places where `one` has more violations than `other`, as texts."""
-    return [
-        f"{path}: {rule}: {second.get(path, {}).get(rule, 0)} -> {number}"
-        for path, rules in first.items()
-        for rule, number in rules.items()
-        if number > second.get(path, {}).get(rule, 0)
-    ]
 
 
 def test_messages_have_no_new_violations():

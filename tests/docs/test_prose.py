@@ -19,13 +19,13 @@ def baseline():
     return json.loads(prose_rules.BASELINE.read_text(encoding="utf-8"))
 
 
-def list_more_violations(old, new):
-    """Return the places where `one` has more violations than `other`, as texts."""
+def list_more_violations(counts, others):
+    """Return the places where `counts` has more violations than `others`, as texts."""
     return [
-        f"{path}: {rule}: {new.get(path, {}).get(rule, 0)} -> {number}"
-        for path, rules in old.items()
+        f"{path}: {rule}: {others.get(path, {}).get(rule, 0)} -> {number}"
+        for path, rules in counts.items()
         for rule, number in rules.items()
-        if number > new.get(path, {}).get(rule, 0)
+        if number > others.get(path, {}).get(rule, 0)
     ]
 
 

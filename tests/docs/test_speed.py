@@ -1,11 +1,12 @@
 """Check figures of speed: reports have allocator settings, and figures without recorded page faults are marked."""
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks import kept_memory, result_tables, speed_claims, speed_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = {path.stem: path for path in (ROOT / "benchmarks").glob("*/results/*.json") if path.parts[-3] != "gpu"}
@@ -54,12 +55,6 @@ NO_CLAIMS = ("Allocator settings", "On a GPU")
 SHOWN_SECONDS = ("long_inputs", "long_questions", "kernel_conversion", "conversion_memory")
 
 
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module
-
-
 def read(name):
     """Return a report, or an empty one if it does not exist."""
     return json.loads(REPORTS[name].read_text(encoding="utf-8")) if name in REPORTS else {}
@@ -84,16 +79,15 @@ def records_memory_setting(report, is_of_speed):
     return isinstance(memory, dict) and (memory.keys() == {"glibc", "kept"} if is_of_speed else bool(memory))
 
 
-def test_every_speed_report_states_its_allocator_setting(load):
-    is_of_speed = load("benchmarks.speed_claims").is_of_speed
+def test_every_speed_report_states_its_allocator_setting():
     reports = {name: read(name) for name in REPORTS}
-    assert not find_reports_without_setting(reports, is_of_speed), (
+    assert not find_reports_without_setting(reports, speed_claims.is_of_speed), (
         'each needs "memory": as kept_memory.run writes it, or "not recorded"'
     )
     both = {"memory": {"glibc": {}, "kept": {}}}
     one = {"memory": {"glibc": {}}, "seconds": 1}
     wrong = {"decode_a": {}, "decode_b": one, "decode_c": both, "other": one, "training": {"rows": [{"seconds": 1}]}}
-    assert find_reports_without_setting(wrong, is_of_speed) == ["decode_a", "decode_b", "training"]
+    assert find_reports_without_setting(wrong, speed_claims.is_of_speed) == ["decode_a", "decode_b", "training"]
 
 
 def iterate_sections(text):
@@ -109,20 +103,20 @@ def iterate_sections(text):
     yield heading, "\n".join(lines)
 
 
-def find_section_reports(document, heading, text, load):
+def find_section_reports(document, heading, text):
     """Return the speed reports of a section: those that it links to, those of its tables, and those named above."""
-    of_speed, tables = load("benchmarks.speed_claims").is_of_speed, load("benchmarks.speed_tables").TABLES
+    of_speed, tables = speed_claims.is_of_speed, speed_tables.TABLES
     linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
-    for name in load("benchmarks.result_tables").find_table_names(text):
+    for name in result_tables.find_table_names(text):
         linked |= {report for report in tables[name].names if of_speed(report)} if name in tables else set()
     return linked | set(WITHOUT_LINKS.get((document, heading), ()))
 
 
-def iterate_faults(document, text, load, is_recorded):
+def iterate_faults(document, text, is_recorded):
     """Yield the faults in the marks of a document."""
-    marks = (load("benchmarks.kept_memory").UNRECORDED_NOTE, load("benchmarks.kept_memory").SHORT_UNRECORDED_NOTE)
+    marks = (kept_memory.UNRECORDED_NOTE, kept_memory.SHORT_UNRECORDED_NOTE)
     for heading, part in iterate_sections(text):
-        names, is_marked = find_section_reports(document, heading, part, load), any(mark in part for mark in marks)
+        names, is_marked = find_section_reports(document, heading, part), any(mark in part for mark in marks)
         unrecorded = sorted(name for name in names if not is_recorded(read(name)))
         if unrecorded and not is_marked:
             yield f"{document}, {heading!r}: no mark, and these say not recorded: {', '.join(unrecorded)}"
@@ -133,18 +127,18 @@ def iterate_faults(document, text, load, is_recorded):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_figures_without_page_fault_records_are_marked(document, load):
+def test_figures_without_page_fault_records_are_marked(document):
     text = DOCUMENTS[document].read_text(encoding="utf-8")
-    assert not list(iterate_faults(document, text, load, load("benchmarks.kept_memory").is_recorded))
+    assert not list(iterate_faults(document, text, kept_memory.is_recorded))
 
 
-def test_missing_marks_stale_marks_and_unknown_ratios_are_detected(load):
-    mark = load("benchmarks.kept_memory").UNRECORDED_NOTE
+def test_missing_marks_stale_marks_and_unknown_ratios_are_detected():
+    mark = kept_memory.UNRECORDED_NOTE
     link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
-    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, load, lambda report: False)]
+    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, lambda report: False)]
     assert result == ["no mark", "a ratio of speed from nowhere"]
-    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, load, lambda report: True)]
+    result = [fault.split(": ")[1].split(",")[0] for fault in iterate_faults("a.md", text, lambda report: True)]
     assert result == ["marked", "a ratio of speed from nowhere"]
 
 

@@ -6,18 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fixtures.named_checkpoints import CheckpointShelf
+from fixtures.data_files import edit_json
 from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants import AttnVariantBertModel, cli, convert
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.M)
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return CheckpointShelf(tmp_path_factory.mktemp("shelf"))
 
 
 @pytest.fixture
@@ -64,8 +59,7 @@ class User:
     def no_remote_code(self):
         self.shelf.put("bert-gqa4", Path("bert-gqa4"))
         # Transformers only asks for `trust_remote_code` if no installed package has registered the model type.
-        config = json.loads(Path("bert-gqa4/config.json").read_text())
-        Path("bert-gqa4/config.json").write_text(json.dumps(config | {"model_type": "not_registered"}))
+        edit_json(Path("bert-gqa4/config.json"), model_type="not_registered")
         return self.raised(AutoModel.from_pretrained, "bert-gqa4")
 
     def no_tokenizer(self):
@@ -112,23 +106,9 @@ class User:
         return self.printed("classify", "bert", "--train_file", "table.parquet", "--output_dir", "out")
 
 
-MISTAKES = [
-    User.missing_folder,
-    User.missing_config,
-    User.other_architecture,
-    User.no_remote_code,
-    User.no_tokenizer,
-    User.not_converted,
-    User.misspelled_field,
-    User.no_divisor,
-    User.no_text,
-    User.little_text,
-    User.full_folder,
-    User.wrong_flag,
-    User.missing_extra,
-    User.wrong_column,
-    User.wrong_format,
-]
+MISTAKES = [User.missing_folder, User.missing_config, User.other_architecture, User.no_remote_code, User.no_tokenizer]
+MISTAKES += [User.not_converted, User.misspelled_field, User.no_divisor, User.no_text, User.little_text]
+MISTAKES += [User.full_folder, User.wrong_flag, User.missing_extra, User.wrong_column, User.wrong_format]
 
 
 def remove_markup(text):

@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fixtures.commands import run_command
 from fixtures.glue.tiny_bert import make_tiny_bert
 from fixtures.kills import draw_points, run_killed, run_watched
+from fixtures.linear_loop import log_without_times
 from hub.local_hub import TOKEN, LocalHub
 from safetensors import safe_open
 
@@ -53,12 +55,7 @@ def train(bert, out, *more):
     argv += ["--max_length", 16, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3", "--logging_steps", 1]
     argv += ["--max_train_steps", 7, "--checkpointing_steps", 2, "--eval_steps", 3, "--metric_for_best_model", "loss"]
     argv += ["--save_total_limit", 2, "--cpu", "--disable_tqdm", *more]
-    glue.main(glue.parse_args([str(item) for item in argv]))
-
-
-def log_of(out):
-    lines = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("time", "tokens_per_second")} for line in lines]
+    run_command(glue, *argv)
 
 
 @pytest.mark.slow
@@ -77,7 +74,7 @@ def test_killed_training_resumes(bert, tmp_path):
             train(bert, out, "--resume_from_checkpoint", "latest")
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
-        assert log_of(out) == log_of(uninterrupted), point
+        assert log_without_times(out) == log_without_times(uninterrupted), point
         result = read_contents(out)
         assert result["model.safetensors"] == expected["model.safetensors"], point
         assert result.keys() == expected.keys(), point
@@ -85,7 +82,7 @@ def test_killed_training_resumes(bert, tmp_path):
 
 
 def convert_to(bert, out):
-    convert.main(convert.parse_args([str(bert), "--output_dir", str(out), "--num_key_value_heads", "2"]))
+    run_command(convert, bert, "--output_dir", out, "--num_key_value_heads", "2")
 
 
 @pytest.mark.thorough

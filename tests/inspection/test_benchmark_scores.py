@@ -4,9 +4,10 @@ import json
 import statistics
 
 import pytest
+from fixtures.commands import run_command
 
 from hf_attn_variants import cli
-from hf_attn_variants.commands.average import main, parse_args
+from hf_attn_variants.commands import average as command
 
 GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()
 
@@ -26,8 +27,8 @@ def write(tmp_path):
 
 
 def average(*folders, output_file=None):
-    flags = [] if output_file is None else ["--output_file", str(output_file)]
-    return main(parse_args([*map(str, folders), *flags]))
+    flags = [] if output_file is None else ["--output_file", output_file]
+    return run_command(command, *folders, *flags)
 
 
 def test_glue_average_first_averages_the_metrics_of_a_task(write, capsys):

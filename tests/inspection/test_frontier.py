@@ -306,9 +306,8 @@ def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
     assert _limit_lengths(BERT.make_config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
     bart = next(item for item in RELATIVES if item.name == "bart").make_config(max_position_embeddings=144)
-    assert _limit_lengths(bart, calibration, 512, 1024) == (144, 144) and _limit_lengths(
-        bart, calibration, 64, 32
-    ) == (64, 32)
+    assert _limit_lengths(bart, calibration, 512, 1024) == (144, 144)
+    assert _limit_lengths(bart, calibration, 64, 32) == (64, 32)
     assert _limit_lengths(T5.make_config(), calibration, 512, 1024) == (512, 1024)
 
 
@@ -486,10 +485,8 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     calibration = read_audio_calibration(audio, feature_extractor=make_feature_extractor(), fit_steps=0)
     source, _ = load_source_model(str(checkpoint), calibration)
-    pieces, text = (
-        LazyConvertedAttention(source, calibration),
-        make_held_out_set(source, make_feature_extractor(), calibration),
-    )
+    pieces = LazyConvertedAttention(source, calibration)
+    text = make_held_out_set(source, make_feature_extractor(), calibration)
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.build_model(decoder), pieces.build_model(encoder)]
     before = [replace(text, encoder=None).compute_losses(model) for model in models]

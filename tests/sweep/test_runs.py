@@ -27,23 +27,16 @@ TIMES = ("runtime", "per_second", "date", "arguments")
 def sweep_file(tmp_path_factory):
     """A file with a conversion, a training of six steps with checkpoints, and two seeds."""
     folder = tmp_path_factory.mktemp("sweep")
+    flags = {"task_name": "stsb", "data_dir": str(FIXTURES / "STS-B"), "max_length": 16}
+    flags |= {"per_device_train_batch_size": 4, "learning_rate": "1e-3", "max_train_steps": 6}
+    flags |= {"checkpointing_steps": 2, "save_total_limit": 1, "cpu": True}
     content = {
         "title": "tiny",
         "command": "glue",
         "seeds": [0, 1],
         "metrics": ["eval_pearson", "eval_loss"],
         "convert": {"model_name_or_path": str(make_tiny_bert(folder / "bert"))},
-        "flags": {
-            "task_name": "stsb",
-            "data_dir": str(FIXTURES / "STS-B"),
-            "max_length": 16,
-            "per_device_train_batch_size": 4,
-            "learning_rate": "1e-3",
-            "max_train_steps": 6,
-            "checkpointing_steps": 2,
-            "save_total_limit": 1,
-            "cpu": True,
-        },
+        "flags": flags,
         "variants": {"multi-head": {"convert": None}, "grouped": {"convert": {"num_key_value_heads": 2}}},
     }
     (folder / "tiny.json").write_text(json.dumps(content))
@@ -97,11 +90,8 @@ def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys)
             spread = item["spread"][metric]
             assert spread["mean"] == pytest.approx(sum(values) / 2, rel=1e-12)
             assert (spread["min"], spread["max"]) == (min(values), max(values))
-        assert (
-            sweep_rows[0]["eval_loss"] != sweep_rows[1]["eval_loss"]
-            and sweep_rows[0]["seed"] == 0
-            and sweep_rows[1]["seed"] == 1
-        )
+        assert sweep_rows[0]["eval_loss"] != sweep_rows[1]["eval_loss"] and sweep_rows[0]["seed"] == 0
+        assert sweep_rows[1]["seed"] == 1
     assert table[0][1:3] == [" variant ", " pearson "] and table[2][1] == " multi-head "
     assert table[2][-2] == " 2 of 2 " and " to " in table[2][2]
     grouped = undisturbed / "runs/grouped/seed-1"
