@@ -20,6 +20,15 @@ def small_blocks(monkeypatch):
 
 
 @pytest.fixture
+def gathered_blocks(monkeypatch):
+    """Let block patterns gather the keys of blocks of few queries, also for short texts."""
+    from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
+
+    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
+    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
+
+
+@pytest.fixture
 def set_threads():
     """Set the number of threads for one test."""
     before = torch.get_num_threads()

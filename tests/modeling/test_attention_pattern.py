@@ -5,8 +5,16 @@ import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.caches import with_cache
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
+from fixtures.decoding import (
+    decode_at_once,
+    decode_in_steps,
+    generate_with_each_cache,
+    make_decoder_batch,
+    make_prompt,
+)
 from fixtures.largest_tensor import LargestTensor
+from fixtures.pattern_masks import LENGTH, assert_same_under_mask, make_padding
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES, WHISPER
 from transformers import StaticCache
 
@@ -17,7 +25,6 @@ from hf_attn_variants.reference.patterns import sliding_window_mask
 
 pytestmark = pytest.mark.cross_product
 
-LENGTH = 23
 WINDOW, GLOBAL = {"attention_pattern": "sliding_window", "attention_window": 4}, {"num_global_tokens": 1}
 ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
 TWO_STACKS = (T5, *ENCODER_DECODERS)
@@ -42,40 +49,6 @@ def add_encoder_prefix(fields):
     return {f"encoder_{name}": value for name, value in fields.items()}
 
 
-def make_padding(left=False):
-    places = torch.arange(LENGTH)
-    rows = torch.stack([places < LENGTH, places < 15, places < 3])
-    return (rows.flip(1) if left else rows).long()
-
-
-def make_allowed_mask(mask, **options):
-    return (sliding_window_mask(LENGTH, **options) & mask.bool()[:, None])[:, None]  # [b, 1, n, n]
-
-
-def assert_same_under_mask(pattern, plain, inputs, mask, dense):
-    """Compare the outputs of real tokens with both implementations, and the gradients with blocks."""
-    plain.load_state_dict(pattern.state_dict())
-    real = mask.bool()
-    for implementation in ("eager", "sdpa"):
-        for model in (pattern, plain):
-            model.set_attn_implementation(implementation)
-        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
-        expected = plain(**inputs, attention_mask=dense).last_hidden_state[real]
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(actual)
-    parameters = [[item for item in model.parameters() if item.requires_grad] for model in (pattern, plain)]
-    gradients = [
-        torch.autograd.grad((outputs * weights).sum(), of_model, allow_unused=True)
-        for outputs, of_model in zip((actual, expected), parameters, strict=True)
-    ]
-    for gradient, expected_gradient in zip(*gradients, strict=True):
-        assert (gradient is None) == (expected_gradient is None)
-        if expected_gradient is not None:
-            torch.testing.assert_close(
-                gradient, expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
-            )
-
-
 @pytest.mark.parametrize("architecture", [*ENCODER_ONLY, *TWO_STACKS], **NAMED)
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
 def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, variant, short_blocks):
@@ -84,8 +57,8 @@ def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, v
     head = next(iter(architecture.heads))
     models = [architecture.make_model(head, variant, **item) for item in (fields, {})]
     stacks = [model.get_encoder() if two_stacks else model for model in models]
-    ids, mask = make_token_ids(3, LENGTH), make_padding()
-    assert_same_under_mask(*stacks, {"input_ids": ids}, mask, make_allowed_mask(mask, window=4, global_tokens=1))
+    inputs, allowed = {"input_ids": make_token_ids(3, LENGTH)}, sliding_window_mask(LENGTH, window=4, global_tokens=1)
+    assert_same_under_mask(*stacks, inputs, make_padding(), allowed[None, None])
     assert short_blocks == [(2, 2, 1, 1)] * 2
 
 
@@ -100,8 +73,8 @@ def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, v
     else:
         stacks = [model.get_decoder() for model in models]
         inputs["encoder_hidden_states"] = torch.randn(3, 7, models[0].config.d_model)
-    mask = make_padding(left=True)
-    assert_same_under_mask(*stacks, inputs, mask, make_allowed_mask(mask, window=4, dilation=2, causal=True))
+    allowed = sliding_window_mask(LENGTH, window=4, dilation=2, causal=True)
+    assert_same_under_mask(*stacks, inputs, make_padding(left=True), allowed[None, None])
     assert short_blocks == [(6, 0, 2, 0)] * 2
 
 
@@ -147,24 +120,18 @@ def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, va
     steps, cache = decode_in_steps(model, batch)
     torch.testing.assert_close(steps, decode_at_once(model, batch), atol=1e-5, rtol=0)
     self_attention_cache = getattr(cache, "self_attention_cache", cache)
-    assert [layer.keys.shape[2] for layer in self_attention_cache.layers] == [
-        3,
-        5,
-    ] and self_attention_cache.get_seq_length() == 9
+    assert [layer.keys.shape[2] for layer in self_attention_cache.layers] == [3, 5]
+    assert self_attention_cache.get_seq_length() == 9
     if self_attention_cache is not cache:
         source = 20 if architecture is WHISPER else 9
         assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {source}
 
 
-@pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}], ids=str)
-def test_window_generation_is_the_same_with_and_without_a_cache(search):
+@pytest.mark.parametrize("beams", [1, 3])
+def test_window_generation_is_the_same_with_and_without_a_cache(beams):
     for architecture, head in ((T5, "T5ForConditionalGeneration"), (ENCODER_DECODERS[0], "BartForCausalLM")):
         model = architecture.make_model(head, "gqa", **WINDOW | {"attention_dilation": 2})
-        batch = {name: item for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")}
-        batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
-        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | search
-        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert actual[0].equal(actual[1])
+        generate_with_each_cache(model, make_prompt(architecture, head, left=True), 12, num_beams=beams)
 
 
 GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
@@ -172,10 +139,9 @@ GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
 GLOBAL_ROWS[0, [0, 11, 12, 20]] = GLOBAL_ROWS[1, [4, 18]] = 1
 
 
-def with_global_rows(mask, first):
+def make_allowed_mask(first):
     is_global = GLOBAL_ROWS.bool() | (torch.arange(LENGTH) < first)
-    allowed = sliding_window_mask(LENGTH, window=4) | is_global[:, None] | is_global[:, :, None]
-    return (allowed & mask.bool()[:, None])[:, None]
+    return (sliding_window_mask(LENGTH, window=4) | is_global[:, None] | is_global[:, :, None])[:, None]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -184,7 +150,6 @@ def with_global_rows(mask, first):
 def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, first):
     head = next(iter(architecture.heads))
     pattern = architecture.make_model(head, variant, **WINDOW, num_global_tokens=first)
-    mask = make_padding()
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
 
     class WithMask(torch.nn.Module):  # passes the mask only to the model with the pattern
@@ -197,9 +162,8 @@ def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, fi
         def forward(self, **options):
             return self.model(**options, global_attention_mask=GLOBAL_ROWS)
 
-    assert_same_under_mask(
-        WithMask(), architecture.make_model(head, variant), inputs, mask, with_global_rows(mask, first)
-    )
+    plain = architecture.make_model(head, variant)
+    assert_same_under_mask(WithMask(), plain, inputs, make_padding(), make_allowed_mask(first))
 
 
 def test_every_head_class_passes_the_global_attention_mask():
@@ -299,12 +263,10 @@ def test_plain_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
     model_class, ids = hf_attn_variants.AttnVariantBertModel, make_token_ids(3, LENGTH)
     config = BERT.config_class.from_pretrained(tmp_path / "plain", **WINDOW | GLOBAL)
     model = model_class.from_pretrained(tmp_path / "plain", config=config).eval()
-    model.save_pretrained(tmp_path / "window")
-    again = model_class.from_pretrained(tmp_path / "window").eval()
+    again = save_and_load(model, tmp_path / "window", {"input_ids": ids})
     assert again.config.attention_window == 4 and again.config.num_global_tokens == 1
     plain = model_class.from_pretrained(tmp_path / "plain").eval()
     converted = hf_attn_variants.convert(plain, num_key_value_heads=12, **WINDOW | GLOBAL).eval()
     with torch.no_grad():
-        outputs = [item(ids).last_hidden_state for item in (model, again, converted, plain)]
-    assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2])
-    assert (outputs[0] - outputs[3]).abs().max() > 1e-3
+        outputs = [item(ids).last_hidden_state for item in (model, converted, plain)]
+    assert outputs[0].equal(outputs[1]) and (outputs[0] - outputs[2]).abs().max() > 1e-3

@@ -5,8 +5,11 @@ from functools import partial
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, make_token_ids
-from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import decode_in_pieces
+from fixtures.gradients import assert_same_with_gradients, to_exact
 from fixtures.largest_tensor import LargestTensor
+from fixtures.pattern_masks import LENGTH, assert_same_under_mask, make_padding
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 from hf_attn_variants import convert
@@ -55,13 +58,6 @@ PATTERNS = {
 }
 EVERY_PATTERN = pytest.mark.parametrize("name", PATTERNS)
 BOTH_WAYS = pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-
-
-@pytest.fixture
-def short_blocks(monkeypatch):
-    """Use blocks of few queries, also for short texts."""
-    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
-    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
 def get_pattern_fields(name, prefix=""):
@@ -122,7 +118,7 @@ def make_call(n, groups=2, biased=True):
 
 
 def compute_by_formula(leaves, allowed, padding):
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = to_exact(leaves)
     n = leaves[0].shape[2]
     distance = torch.arange(n) - torch.arange(n)[:, None]
     bias = exact[3][:, :, 0, distance + n - 1] if len(exact) > 3 else None
@@ -132,34 +128,23 @@ def compute_by_formula(leaves, allowed, padding):
     return output.transpose(1, 2), exact
 
 
-def compare(actual, expected, leaves, exact):
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for gradient, expected_gradient in zip(
-        gradients, torch.autograd.grad((expected * weights).sum(), exact, retain_graph=True), strict=True
-    ):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
-        )
-
-
 @EVERY_PATTERN
 @BOTH_WAYS
 @pytest.mark.parametrize("groups, biased", [(4, False), (1, True)])
-def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, groups, biased, short_blocks):
+def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, groups, biased, gathered_blocks):
     leaves, padding = make_call(23, groups, biased)
     expected, exact = compute_by_formula(leaves, mask_of(name, 23, causal), padding)
     pattern, mask, bias = make_pattern(name, causal), padding[:, None, None], leaves[3] if biased else None
     dense, dense_bias = key_range_to_mask_and_bias(pattern, *leaves[:2], mask, bias)
-    compare(attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)[0], expected, leaves, exact)
-    attend = partial(fused_attention, scaling=0.4)
-    compare(attend_to_gathered_keys(attend, pattern, leaves[:3], mask, bias), expected, leaves, exact)
+    actual, _ = attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)
+    assert_same_with_gradients(actual, expected, leaves, exact)
+    actual = attend_to_gathered_keys(partial(fused_attention, scaling=0.4), pattern, leaves[:3], mask, bias)
+    assert_same_with_gradients(actual, expected, leaves, exact)
 
 
 @EVERY_PATTERN
 @pytest.mark.parametrize("queries", [2, 5, 17])
-def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, short_blocks):
+def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, gathered_blocks):
     leaves, padding = make_call(23)
     expected, _ = compute_by_formula(leaves, mask_of(name, 23, True), padding)
     states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), make_pattern(name, True)
@@ -168,7 +153,7 @@ def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, sho
     torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
-def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
+def test_pattern_dropout_is_the_same_in_the_backward_pass(gathered_blocks):
     leaves, padding = make_call(24, biased=False)
     attend = partial(fused_attention, scaling=0.4, dropout=0.25)
     torch.manual_seed(1)
@@ -189,26 +174,6 @@ def test_pattern_blocks_allocate_no_quadratic_tensor():
     assert sizes[1] <= 2 * sizes[0] and sizes[1] < 2048 * 2048 / 8
 
 
-LENGTH = 23
-
-
-def make_padding(left=False):
-    places = torch.arange(LENGTH)
-    rows = torch.stack([places < LENGTH, places < 15, places < 3])
-    return (rows.flip(1) if left else rows).long()
-
-
-def assert_same_under_mask(pattern, plain, inputs, mask, dense):
-    plain.load_state_dict(pattern.state_dict())
-    real = mask.bool()
-    for implementation in ("eager", "sdpa"):
-        for model in (pattern, plain):
-            model.set_attn_implementation(implementation)
-        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
-        expected = plain(**inputs, attention_mask=dense & mask.bool()[:, None, None]).last_hidden_state[real]
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-
-
 CASES = [
     *((row, "gqa", "local_blocks") for row in (BERT, ALBERT, *ENCODERS, T5, *ENCODER_DECODERS)),
     *((row, kind, name) for row in (BERT, T5) for kind in ("gqa", "latent") for name in ("fixed", "strided, split")),
@@ -218,18 +183,17 @@ CASE_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in CASES]
 
 
 @pytest.mark.parametrize("architecture, variant, name", CASES, ids=CASE_IDS)
-def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
+def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, gathered_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
     models = [architecture.make_model(head, variant, **fields) for fields in (get_pattern_fields(name, prefix), {})]
     heads = models[0].config.get_query_heads(f"{prefix}num_key_value_heads")
     stacks = [model.get_encoder() if prefix else model for model in models]
     inputs = {"input_ids": make_token_ids(3, LENGTH)}
-    with torch.no_grad():
-        assert_same_under_mask(*stacks, inputs, make_padding(), mask_of(name, LENGTH, False, heads)[None])
+    assert_same_under_mask(*stacks, inputs, make_padding(), mask_of(name, LENGTH, False, heads)[None])
 
 
-def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
+def test_random_blocks_differ_between_layers_and_seeds(gathered_blocks):
     ids = make_token_ids(2, LENGTH)
     model = BERT.make_model(
         "BertModel", **get_pattern_fields("random_blocks"), num_global_tokens=1, attn_implementation="eager"
@@ -252,7 +216,7 @@ def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     [(BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")],
     ids=["bert", "t5"],
 )
-def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, short_blocks):
+def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, gathered_blocks):
     model = architecture.make_model(head, "gqa", **get_pattern_fields(name))
     batch = architecture.make_batch(head)
     ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
@@ -260,15 +224,11 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
     ids = make_token_ids(3, LENGTH)
     batch.pop("attention_mask" if mask else ids_name)
     batch.pop(ids_name, None)
-    cache, steps = None, []
+    steps, _ = decode_in_pieces(model, ids, [6, 1, 6, 9, 1], ids_name, mask, **batch)
     with torch.no_grad():
         full_output = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
-        for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
-            seen = {key: item[:, :end] for key, item in mask.items()}
-            result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
-            cache, steps = get_cache(result), [*steps, result.logits]
         read = make_padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
-        torch.testing.assert_close(torch.cat(steps, 1)[read], full_output[read], atol=1e-5, rtol=0)
+        torch.testing.assert_close(steps[read], full_output[read], atol=1e-5, rtol=0)
         changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)
         later = model(**batch, **{ids_name: changed}, **mask, use_cache=False).logits
         torch.testing.assert_close(later[:, :-1][read[:, :-1]], full_output[:, :-1][read[:, :-1]])
@@ -294,14 +254,12 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
     plain = BERT.make_model("BertModel")
     model = convert(plain, **get_pattern_fields("random_blocks")).eval()
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
     ids = make_token_ids(2, LENGTH)
-    with torch.no_grad():
-        assert again(ids)[0].equal(model(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
+    again = save_and_load(model, tmp_path, {"input_ids": ids})
+    assert not again(ids)[0].allclose(plain(ids)[0])
 
 
-def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
+def test_prefix_keys_with_encoder_patterns_raise_an_error(gathered_blocks):
     pattern, query, key = make_pattern("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
     assert not block_patterns.should_gather_keys(pattern, query, key, None)
     assert block_patterns.should_gather_keys(pattern, key, key, None)

@@ -3,15 +3,17 @@
 import pytest
 import torch
 from architectures import ALBERT, BERT, make_token_ids
+from fixtures.decoding import generate_with_each_cache, make_prompt
+from fixtures.gradients import assert_same_with_gradients, to_exact
+from fixtures.kernel_modules import make_kernel_module
 from fixtures.largest_tensor import LargestTensor
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS
 from torch import nn
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel, compute_kernel_weights
 from hf_attn_variants.modeling.mechanisms.kernels import hybrid_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference import linear as reference_linear
 
 pytestmark = pytest.mark.cross_product
@@ -29,15 +31,7 @@ def short_blocks(monkeypatch):
 
 
 def make_attention(window, groups=2, causal=False):
-    torch.manual_seed(0)
-    module = nn.Linear(1, 1)
-    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
-    install_kernel(module, hybrid_kernel.HybridKernel(9, causal, 3, window))
-    init_kernel(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return module
+    return make_kernel_module(hybrid_kernel.HybridKernel(9, causal, 3, window), HEADS, groups, D, noise=0.3)
 
 
 def make_call(n, groups=2):
@@ -49,7 +43,7 @@ def make_call(n, groups=2):
 
 
 def compute_by_formula(module, states, padding):
-    exact = [item.detach().double().requires_grad_() for item in (*states, *(getattr(module, n) for n in LEARNED))]
+    exact = to_exact([*states, *(getattr(module, name) for name in LEARNED)])
     Q, K, V, *maps, log_gamma = exact
     phi = [reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), maps, strict=True)]
     options = {"scale": SCALING, "causal": module.kernel.is_causal, "padding": padding}
@@ -67,18 +61,10 @@ def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
     expected, weights, exact = compute_by_formula(module, leaves, padding)
     mask = padding[:, None, None]
     actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
-    )
-    direction = torch.randn_like(expected)
-    differentiated = [*leaves, *(getattr(module, name) for name in LEARNED)]
-    gradients = torch.autograd.grad((actual * direction.float()).sum(), differentiated, materialize_grads=True)
-    right = torch.autograd.grad((expected * direction).sum(), exact, materialize_grads=True)
-    for gradient, expected_gradient in zip(gradients, right, strict=True):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=3e-5 * max(1, expected_gradient.abs().max()), rtol=0
-        )
+    trained = [*leaves, *(getattr(module, name) for name in LEARNED)]
+    assert_same_with_gradients(actual, expected, trained, exact, gradient_atol=3e-5)
+    actual_weights = compute_kernel_weights(module, *leaves[:2], mask, SCALING)
+    torch.testing.assert_close(actual_weights.double(), weights, atol=1e-5, rtol=0)
 
 
 def test_hybrid_limits_are_window_and_kernel_attention():
@@ -95,11 +81,9 @@ def test_hybrid_limits_are_window_and_kernel_attention():
         torch.testing.assert_close(actual, window.transpose(1, 2), atol=1e-5, rtol=0)
         module.window_log_factor.fill_(-torch.inf)
         actual, _ = attend_with_kernel(module, *states, None, SCALING)
-        phi = [
-            reference_linear.hedgehog_features(x, W)
-            for x, W in zip((query, key), (module.query_kernel_proj, module.key_kernel_proj), strict=True)
-        ]
-        weights = torch.einsum("bhnf,bhmf->bhnm", phi[0], phi[1].repeat_interleave(2, 1)).masked_fill(near, 0)
+        phi_q = reference_linear.hedgehog_features(query, module.query_kernel_proj)
+        phi_k = reference_linear.hedgehog_features(key, module.key_kernel_proj).repeat_interleave(2, 1)
+        weights = (phi_q @ phi_k.mT).masked_fill(near, 0)
         outside = weights / weights.sum(-1, keepdim=True) @ value_heads
         torch.testing.assert_close(actual, outside.transpose(1, 2), atol=1e-5, rtol=0)
 
@@ -162,23 +146,15 @@ def test_encoder_with_hybrid_attention_equals_the_formula(architecture):
 def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, head):
     encoder = {f"encoder_{name}": value for name, value in HYBRID.items()} if architecture is BART else {}
     model = architecture.make_model(head, "gqa", **HYBRID, **encoder)
-    batch = {
-        name: item.flip(1) for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")
-    }
     for beams in (1, 3):
-        options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "num_beams": beams}
-        cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-        assert cached.equal(uncached)
+        generate_with_each_cache(model, make_prompt(architecture, head, left=True), 10, num_beams=beams)
 
 
 def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):
     fields = {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [2, 6]}}
     model = BERT.make_model("BertModel", **fields)
     assert [layer.attention.self.kernel.window for layer in model.encoder.layer] == [2, 6]
-    model.save_pretrained(tmp_path)
-    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert loaded(**BERT.make_batch("BertModel"))[0].equal(model(**BERT.make_batch("BertModel"))[0])
+    save_and_load(model, tmp_path, BERT.make_batch("BertModel"))
     with pytest.raises(ValueError, match="`attention_kernel` must be 'hybrid'"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 

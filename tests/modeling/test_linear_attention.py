@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from fixtures.gradients import assert_same_with_gradients, to_exact
+from fixtures.kernel_modules import make_kernel_module
 from fixtures.largest_tensor import LargestTensor
-from torch import nn
 
 from hf_attn_variants.modeling.attention.mechanism_attention import (
     attend_with_kernel,
@@ -11,9 +12,7 @@ from hf_attn_variants.modeling.attention.mechanism_attention import (
     mask_to_allowed_keys,
 )
 from hf_attn_variants.modeling.mechanisms.kernels import feature_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import get_kernel_class
-from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference import linear as reference_linear
 
 pytestmark = pytest.mark.cross_product
@@ -30,17 +29,9 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(feature_kernel, "CHUNK_LENGTH", 8)
 
 
-def make_attention(name, groups=2, causal=False, dtype=torch.float32):
+def make_attention(name, groups=2, causal=False):
     """Return a module with a kernel whose parameters differ from their initial values."""
-    torch.manual_seed(0)
-    module = nn.Linear(1, 1).to(dtype)
-    module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
-    install_kernel(module, get_kernel_class(name)(9, causal, 3))
-    init_kernel(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return module
+    return make_kernel_module(get_kernel_class(name)(9, causal, 3), HEADS, groups, D, noise=0.3)
 
 
 def get_learned_parameters(module):
@@ -62,7 +53,7 @@ def make_call(n, m, groups=2):
 
 def compute_by_formula(module, states, padding, causal=False):
     """Return the outputs [b, n, h, d], the weights and the leaf tensors, in double precision."""
-    exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *get_learned_parameters(module))]
+    exact = to_exact([*states, *get_learned_parameters(module)])
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
     if name in ("elu", "relu"):
@@ -84,16 +75,16 @@ def compute_by_formula(module, states, padding, causal=False):
     return output.transpose(1, 2), weights, exact
 
 
-def compare(actual, expected, leaves, exact, atol=1e-5):
-    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
-    direction = torch.randn_like(expected)
-    actual = torch.autograd.grad((actual * direction.to(actual.dtype)).sum(), leaves)
-    for gradient, expected_gradient in zip(
-        actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True
-    ):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=3 * atol * max(1, expected_gradient.abs().max()), rtol=0
-        )
+def assert_equals_the_formula(module, leaves, padding):
+    """Compare outputs, gradients and weights with the formula, and return the outputs."""
+    expected, weights, exact = compute_by_formula(module, leaves, padding, module.kernel.is_causal)
+    mask, atol = padding[:, None, None], TOLERANCE.get(module.kernel.name, 1e-5)
+    actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
+    trained = [*leaves, *get_learned_parameters(module)]
+    assert_same_with_gradients(actual, expected, trained, exact, atol, gradient_atol=3 * atol)
+    actual_weights = compute_kernel_weights(module, *leaves[:2], mask, SCALING)
+    torch.testing.assert_close(actual_weights.double(), weights, atol=atol, rtol=0)
+    return actual
 
 
 @EVERY_KERNEL
@@ -101,16 +92,8 @@ def compare(actual, expected, leaves, exact, atol=1e-5):
 def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
     module = make_attention(name, groups)
     leaves, padding = make_call(n, m, groups)
-    expected, weights, exact = compute_by_formula(module, leaves, padding)
+    actual = assert_equals_the_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
-    compare(actual, expected, [*leaves, *get_learned_parameters(module)], exact, TOLERANCE.get(name, 1e-5))
-    torch.testing.assert_close(
-        compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(),
-        weights,
-        atol=TOLERANCE.get(name, 1e-5),
-        rtol=0,
-    )
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     assert attend_with_kernel(module, *leaves, added, SCALING)[0].equal(actual)
 
@@ -118,13 +101,7 @@ def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, groups", [(41, 2), (8, 4), (3, 1)])
 def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
-    module = make_attention(name, groups, causal=True)
-    leaves, padding = make_call(n, n, groups)
-    expected, weights, exact = compute_by_formula(module, leaves, padding, causal=True)
-    actual, _ = attend_with_kernel(module, *leaves, padding[:, None, None], SCALING)
-    compare(actual, expected, [*leaves, *get_learned_parameters(module)], exact, TOLERANCE.get(name, 1e-5))
-    actual = compute_kernel_weights(module, *leaves[:2], padding[:, None, None], SCALING)
-    torch.testing.assert_close(actual.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
+    assert_equals_the_formula(make_attention(name, groups, causal=True), *make_call(n, n, groups))
 
 
 @EVERY_KERNEL

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5, make_token_ids
+from fixtures.gradients import assert_same_with_gradients, to_exact
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 
 import hf_attn_variants
@@ -31,25 +33,14 @@ def test_compressed_keys_and_values_equal_the_formula(length, groups):
     leaves = [*(leaf.requires_grad_() for leaf in leaves), *compression.parameters()]
     places = torch.arange(length)
     padding = torch.stack([places < length, places < length // 2, places >= length - 2])
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = to_exact(leaves)
     convs = [conv.unflatten(1, (3, D)) for conv in exact[3:]]
     expected = reference_patterns.memory_compressed_attention(*exact[:3], *convs, scale=0.4, padding=padding)
-    expected = expected.transpose(1, 2)
     key, value, mask = compression(*leaves[1:3], padding[:, None, None])
     actual = fused_attention(leaves[0], key, value, mask, scaling=0.4)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for gradient, expected_gradient in zip(
-        gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
-    ):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
-        )
-    first_padding = padding[:1, None, None]
-    assert compression(*(leaf[:1] for leaf in leaves[1:3]), first_padding)[0].equal(
-        compression(*leaves[1:3], None)[0][:1]
-    )
+    assert_same_with_gradients(actual, expected.transpose(1, 2), leaves, exact)
+    first = [leaf[:1] for leaf in leaves[1:3]]  # a text without padding
+    assert compression(*first, padding[:1, None, None])[0].equal(compression(*leaves[1:3], None)[0][:1])
 
 
 CASES = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
@@ -82,11 +73,8 @@ def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, 
 
 @pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
 def test_compression_works_with_talking_heads_and_scores(fields):
-    model, ids, mask = (
-        BERT.make_model("BertModel", "gqa_talking", **COMPRESSED, **fields),
-        make_token_ids(2, 30),
-        torch.ones(2, 30),
-    )
+    model = BERT.make_model("BertModel", "gqa_talking", **COMPRESSED, **fields)
+    ids, mask = make_token_ids(2, 30), torch.ones(2, 30)
     mask[1, 20:] = 0
     with torch.no_grad():
         actual = model(ids, attention_mask=mask)[0]
@@ -103,9 +91,7 @@ def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
     assert all(item.equal(mean) for item in conv.detach())
     with torch.no_grad():
         conv.add_(torch.randn_like(conv))
-        expected = model(ids)[0]
-        model.save_pretrained(tmp_path / "compressed")
-        assert model_class.from_pretrained(tmp_path / "compressed").eval()(ids)[0].equal(expected)
+        save_and_load(model, tmp_path / "compressed", {"input_ids": ids})
         one = BERT.make_model("BertModel", **COMPRESSED | {"attention_block_size": 1})
         plain = BERT.make_model("BertModel")
         plain.load_state_dict({k: v for k, v in one.state_dict().items() if "compression" not in k})

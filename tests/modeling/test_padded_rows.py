@@ -6,8 +6,6 @@ from architectures import ARCHITECTURES, BERT, T5, make_token_ids
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
-from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
-
 pytestmark = pytest.mark.cross_product
 
 ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
@@ -42,13 +40,6 @@ SIDES = {
     "both": ((1, 20), (7, 23), (5, 18)),
 }
 EVERY_SIDE = pytest.mark.parametrize("side", SIDES)
-
-
-@pytest.fixture
-def short_blocks(monkeypatch):
-    """Use blocks of few queries, also for short texts."""
-    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 8)
-    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
 
 
 def get_fields(name, prefix="", **more):
@@ -121,7 +112,7 @@ ENCODER_IDS = [f"{name}-{architecture}-{'-'.join(more)}" for name, architecture,
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
 def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, side, in_blocks, request):
     if in_blocks:
-        request.getfixturevalue("short_blocks")
+        request.getfixturevalue("gathered_blocks")
     row = ROWS[architecture]
     check_encoder(make_encoder(row, **get_fields(name, prefix_of(row), **more)), side)
 
@@ -129,7 +120,7 @@ def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, 
 @pytest.mark.parametrize("variant", ["talking", "latent"])
 @pytest.mark.parametrize("name", ["random_blocks", "fixed, split", "local_blocks", "sliding_window"])
 @pytest.mark.parametrize("architecture", ["bert", "t5"])
-def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, architecture, variant, short_blocks):
+def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, architecture, variant, gathered_blocks):
     row = ROWS[architecture]
     more = {"num_global_tokens": 1}
     check_encoder(make_encoder(row, variant, **get_fields(name, prefix_of(row), **more)), "both")
@@ -205,7 +196,7 @@ def make_decoder_inputs(row, head, ids, mask):
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
 def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, in_blocks, request):
     if in_blocks:
-        request.getfixturevalue("short_blocks")
+        request.getfixturevalue("gathered_blocks")
     row, model = make_decoder(architecture, name)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
@@ -220,7 +211,7 @@ def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, 
 @pytest.mark.parametrize(
     "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
 )
-def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_blocks):
+def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, gathered_blocks):
     row, model = make_decoder(architecture, name)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}

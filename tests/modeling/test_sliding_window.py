@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fixtures.gradients import assert_same_with_gradients, to_exact
 from fixtures.largest_tensor import LargestTensor
 from torch.nn import functional
 
@@ -50,20 +51,8 @@ def make_call(n, groups=2, biased=False, dtype=torch.float32):
     return [leaf.requires_grad_() for leaf in leaves], padding
 
 
-def compare(actual, expected, leaves, exact, atol):
-    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
-    weights = torch.randn_like(expected)
-    found_gradients = torch.autograd.grad((actual * weights.to(actual.dtype)).sum(), leaves)
-    for gradient, expected_gradient in zip(
-        found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
-    ):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=atol * max(1, expected_gradient.abs().max()), rtol=0
-        )
-
-
 def compute_by_formula(leaves, fields, padding):
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = to_exact(leaves)
     bias = exact[3][0, :, 0] if len(exact) > 3 else None
     output, _ = reference_patterns.sliding_window_attention(
         *exact[:3], scale=0.4, padding=padding, bias=bias, **fields
@@ -80,7 +69,7 @@ def test_window_blocks_equal_the_formula(fields, n, groups, biased):
     key_range, mask = reach_of(**fields), padding[:, None, None]
     assert should_compute_in_blocks(key_range, leaves[0], leaves[1], mask)
     actual = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, key_range=key_range)
-    compare(actual, expected, leaves, exact, 1e-5)
+    assert_same_with_gradients(actual, expected, leaves, exact)
 
 
 @EVERY_WINDOW
@@ -89,16 +78,13 @@ def test_window_mask_equals_the_formula(fields):
     expected, exact = compute_by_formula(leaves, fields, padding)
     mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
     actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    compare(actual, expected, leaves, exact, 1e-5)
+    assert_same_with_gradients(actual, expected, leaves, exact)
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
     mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    read = (make_window_mask(fields, 23) & padding[:, None]).any(-1)  # other rows have uniform weights
+    # Queries without allowed keys have uniform weights.
+    read = (reference_patterns.sliding_window_mask(23, **fields) & padding[:, None]).any(-1)
     torch.testing.assert_close(again[read], actual[read])
-
-
-def make_window_mask(fields, n):
-    return reference_patterns.sliding_window_mask(n, **fields)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
@@ -123,9 +109,9 @@ def test_talking_heads_in_windows_equal_the_formula(fields):
     leaves, padding = make_call(41, groups=4, biased=True)
     mixes = [torch.randn(HEADS, 3).requires_grad_(), torch.randn(3, HEADS).requires_grad_()]
     leaves[3] = torch.randn(1, 3, 1, 81).requires_grad_()
-    exact = [leaf.detach().double().requires_grad_() for leaf in (*leaves, *mixes)]
+    exact = to_exact([*leaves, *mixes])
     distance = torch.arange(41) - torch.arange(41)[:, None]
-    allowed = make_window_mask(fields, 41) & padding[:, None, None]
+    allowed = reference_patterns.sliding_window_mask(41, **fields) & padding[:, None, None]
     mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
     expected, _ = attention_core(
         *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask
@@ -134,7 +120,7 @@ def test_talking_heads_in_windows_equal_the_formula(fields):
         *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, key_range=reach_of(**fields),
         logits_proj=mixes[0], weights_proj=mixes[1],
     )  # fmt: skip
-    compare(actual, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
+    assert_same_with_gradients(actual, expected.transpose(1, 2), [*leaves, *mixes], exact)
 
 
 @pytest.mark.parametrize("fields", [{"window": 82}, {"window": 41 * 2, "causal": True}], ids=["", "causal"])
@@ -142,11 +128,8 @@ def test_window_wider_than_the_text_equals_full_attention(fields):
     leaves, padding = make_call(41)
     key_range, mask = reach_of(**fields), padding[:, None, None]
     assert not should_compute_in_blocks(key_range, leaves[0], leaves[1], mask)
-    if key_range.is_causal:
-        assert key_range_to_mask_and_bias(key_range, *leaves[:2], None, None) == (
-            None,
-            None,
-        )  # the kernel applies `is_causal`
+    if key_range.is_causal:  # the kernel applies `is_causal`
+        assert key_range_to_mask_and_bias(key_range, *leaves[:2], None, None) == (None, None)
     else:
         assert key_range_to_mask_and_bias(key_range, *leaves[:2], mask, None)[0].equal(mask)
     actual = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
@@ -161,9 +144,8 @@ def test_window_blocks_read_every_key_once(fields, n, m):
     if n < m and not key_range.is_causal:
         pytest.skip("an encoder has as many queries as keys")
     read = torch.zeros(n, m, dtype=torch.long)
-    for rows, spans in WindowBlockLayout(
-        key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None
-    ).iterate_blocks(3):
+    layout = WindowBlockLayout(key_range, torch.empty(1, 1, n, 1), torch.empty(1, 1, m, 1), None)
+    for rows, spans in layout.iterate_blocks(3):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)

@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 from architectures import T5, make_token_ids
+from fixtures.gradients import assert_same_with_gradients
 from fixtures.largest_tensor import LargestTensor
+from fixtures.saving import save_and_load
 
 import hf_attn_variants
 from hf_attn_variants.modeling.mechanisms.patterns import transient_global
@@ -99,18 +101,9 @@ def test_transient_global_blocks_equal_the_returned_weights(variant, more, monke
     ids, mask = make_token_ids(4, 23), make_padding()
     actual = model(ids, attention_mask=mask)[0]
     output_with_weights = model(ids, attention_mask=mask, output_attentions=True)
-    torch.testing.assert_close(actual[mask.bool()], output_with_weights[0][mask.bool()], atol=1e-5, rtol=0)
     assert output_with_weights.attentions[0].shape[-2:] == (23, 5 + 23)
-    gradients = [
-        torch.autograd.grad(output[mask.bool()].square().sum(), list(model.parameters()), allow_unused=True)
-        for output in (actual, output_with_weights[0])
-    ]
-    for gradient, expected_gradient in zip(*gradients, strict=True):
-        assert (gradient is None) == (expected_gradient is None)
-        if gradient is not None:
-            torch.testing.assert_close(
-                gradient, expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
-            )
+    real, parameters = mask.bool(), list(model.parameters())
+    assert_same_with_gradients(actual[real], output_with_weights[0][real], parameters, parameters)
 
 
 def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
@@ -132,14 +125,7 @@ def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_pa
     std = 0.5 * model.config.d_model**-0.5
     assert first.global_relative_attention_bias.weight.std().item() == pytest.approx(std, rel=0.4)
     assert not hasattr(second, "global_relative_attention_bias") and math.isclose(second.key_range.radius, 3)
-    model.save_pretrained(tmp_path / "summaries")
-    again = model_class.from_pretrained(tmp_path / "summaries").eval()
-    batch = T5.make_batch("T5ForConditionalGeneration")
-    with torch.no_grad():
-        assert again(**batch).logits.equal(model(**batch).logits)
-    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
-    batch.pop("decoder_input_ids")
-    assert again.generate(**batch, **options).equal(model.generate(**batch, **options))
+    save_and_load(model, tmp_path / "summaries", T5.make_batch("T5ForConditionalGeneration"))
 
 
 def test_unsupported_masks_and_conversions_with_transient_global_raise():
