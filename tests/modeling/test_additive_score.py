@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, T5, make_token_ids
+from fixtures.decoding import generate_with_each_cache, make_prompt
+from fixtures.gradients import assert_same_with_gradients, to_exact
 from fixtures.largest_tensor import LargestTensor
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, RELATIVES, ROTARY, WHISPER
 
 import hf_attn_variants
@@ -13,9 +16,10 @@ from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import generate_model_card
 from hf_attn_variants.inspection.costs import describe_scores
+from hf_attn_variants.modeling.architectures import t5_family
+from hf_attn_variants.modeling.attention import attention_interface
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
-from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.reference import scores as reference_scores
 from hf_attn_variants.reference.talking_heads import attention_core
@@ -24,9 +28,6 @@ pytestmark = pytest.mark.cross_product
 
 ADDITIVE = {"score_function": "additive"}
 HEADS, D = 4, 6
-EVERY_ARCHITECTURE = pytest.mark.parametrize(
-    "architecture", [row for row in (*ARCHITECTURES, *RELATIVES) if row not in ROTARY], ids=lambda row: row.name
-)
 
 
 def make_score(groups):
@@ -43,7 +44,7 @@ def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
     score = make_score(groups)
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((HEADS, 11), (groups, 9), (groups, 9))]
     leaves = [*(leaf.requires_grad_() for leaf in leaves), *score.parameters()]
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = to_exact(leaves)
     mask = torch.ones(3, 1, 11, 9).bool()
     mask[1, ..., 5:] = mask[2] = False
     bias = torch.randn(1, HEADS, 11, 9)
@@ -51,15 +52,7 @@ def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
     query, key, value, W, U, v = exact
     expected = reference_scores.additive_attention(query, key, value, W, U, v, mask=added).transpose(1, 2)
     actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
-    for gradient, expected_gradient in zip(
-        gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True
-    ):
-        torch.testing.assert_close(
-            gradient.double(), expected_gradient, atol=1e-5 * max(1, expected_gradient.abs().max()), rtol=0
-        )
+    assert_same_with_gradients(actual, expected, leaves, exact)
     with torch.no_grad():
         again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
     torch.testing.assert_close(again, actual)
@@ -84,76 +77,86 @@ def test_compiled_additive_scores_equal_eager_ones():
     torch.testing.assert_close(compiled(query, key), score(query, key))
 
 
-def compute_by_formula(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs
-):
-    """Compute attention with additive scores by the formula. Masks are boolean or None."""
+def compute_by_formula(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
+    """Compute attention by the formula, with dot products in modules without a score. Masks are boolean or None."""
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
     if attention_mask is None and getattr(module, "is_causal", False) and n > 1:
         allowed = allowed.tril()
     added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[(None,) * (4 - allowed.dim())]
-    added = added if position_bias is None else added + position_bias
     score = module.score
+    if score is None:
+        scale = scaling or query.shape[-1] ** -0.5
+        output, _ = attention_core(query, key, value, scale=scale, bias=position_bias, mask=added)
+        return output.transpose(1, 2), None
+    added = added if position_bias is None else added + position_bias
     maps = (score.query_map, score.key_map, score.vector)
     output = reference_scores.additive_attention(query, key, value, *maps, mask=added.expand(len(query), -1, -1, -1))
     return output.transpose(1, 2), None
 
 
-@EVERY_ARCHITECTURE
-def test_additive_scores_of_every_architecture_equal_the_formula(architecture, monkeypatch):
-    head = next(iter(architecture.heads))
-    model, batch = architecture.make_model(head, "gqa", **ADDITIVE), architecture.make_batch(head)
-    names = {name for name, _ in model.named_parameters() if ".score." in name}
-    assert len(names) == 3 * len(list(model.named_attention_modules()))
+PLACES = {
+    "everywhere": ADDITIVE,
+    "": {"score_function": "additive", "encoder_score_function": "none", "cross_score_function": "none"},
+    "encoder_": {"encoder_score_function": "additive"},
+    "cross_": {"cross_score_function": "additive"},
+}
+PAIRS = (T5, *ENCODER_DECODERS, WHISPER)
+CASES = [(row, "everywhere") for row in (*ARCHITECTURES, *RELATIVES) if row not in ROTARY]
+CASES += [(row, place) for row in PAIRS for place in PLACES if place != "everywhere"]
+
+
+@pytest.mark.parametrize("row, place", CASES, ids=[f"{row.name}-{place}" for row, place in CASES])
+@torch.no_grad()
+def test_additive_scores_of_every_architecture_equal_the_formula(row, place, monkeypatch, tmp_path):
+    head = next(iter(row.heads))
+    model, batch = row.make_model(head, "gqa", **PLACES[place]), row.make_batch(head)
+    for site, _, module in model.named_attention_modules():
+        has_score = module.get_submodule(site.core).score is not None
+        assert has_score == (place in ("everywhere", site.field_prefix))
+    actual = model(**batch)[0]
+    model.set_attn_implementation("eager")
+    eager = model(**batch)[0]
+    model.set_attn_implementation("sdpa")
+
+    again = save_and_load(model, tmp_path, batch)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["per_layer_values"] is None and again.config.per_layer_values is None
+    assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
+
     calls = []
 
     def counted(*args, **options):
         calls.append(args)
         return compute_by_formula(*args, **options)
 
-    with torch.no_grad():
-        actual = [model(**batch)[0]]
-        model.set_attn_implementation("eager")
-        actual.append(model(**batch)[0])
-        model.set_attn_implementation("sdpa")
-        monkeypatch.setattr(
-            hf_attn_variants.modeling.architectures.t5_family, "get_attention_function", lambda name: counted
-        )
-        interface = hf_attn_variants.modeling.attention.attention_interface.ALL_ATTENTION_FUNCTIONS
-        monkeypatch.setitem(
-            interface._local_mapping, hf_attn_variants.modeling.attention.attention_interface.SDPA, counted
-        )
-        expected = model(**batch)[0]
-    assert len(calls) == sum(
-        model.count_module_runs(model.config, path) for _, path, _ in model.named_attention_modules()
-    )
-    real = (
-        batch["attention_mask"].bool() if actual[0].shape[:2] == batch.get("attention_mask", actual[0]).shape else ...
-    )
-    for item in actual:
+    monkeypatch.setattr(t5_family, "get_attention_function", lambda name: counted)
+    interface = attention_interface.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(interface._local_mapping, attention_interface.SDPA, counted)
+    expected = model(**batch)[0]
+    paths = [path for _, path, _ in model.named_attention_modules()]
+    assert len(calls) == sum(model.count_module_runs(model.config, path) for path in paths)
+    mask = batch.get("attention_mask", actual)
+    real = mask.bool() if mask.shape == actual.shape[:2] else ...
+    for item in (actual, eager):
         torch.testing.assert_close(item[real], expected[real], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mqa", "talking", "latent"])
 def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
     model = T5.make_model("T5ForConditionalGeneration", variant, **ADDITIVE)
-    batch = T5.make_batch("T5ForConditionalGeneration")
-    batch.pop("decoder_input_ids")
-    for search in ({}, {"num_beams": 3}):
-        options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
-        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert actual[0].equal(actual[1])
-    weights = model(**batch, decoder_input_ids=make_token_ids(), output_attentions=True).decoder_attentions
+    prompt = make_prompt(T5, "T5ForConditionalGeneration")
+    for beams in (1, 3):
+        generate_with_each_cache(model, prompt, num_beams=beams)
+    weights = model(**prompt, decoder_input_ids=make_token_ids(), output_attentions=True).decoder_attentions
     assert weights[0].shape == (3, 12, 9, 9) and not weights[0].triu(1).any()
 
 
 @pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
-def test_additive_scores_work_with_patterns(pattern, monkeypatch):
+def test_additive_scores_work_with_patterns(pattern, gathered_blocks):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     model = BERT.make_model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
-    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
-    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
+
     with torch.no_grad():
         result = model(make_token_ids(2, 23), output_attentions=True)
         assert not result.attentions[0][..., 0, 5:].any() and result.attentions[0][..., 0, :2].all()
@@ -174,11 +177,7 @@ def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
         for layer in model.encoder.layer:
             for parameter in layer.attention.self.score.parameters():
                 assert parameter.std().item() == pytest.approx(48**-0.5, rel=0.2)
-    loaded.save_pretrained(tmp_path / "additive")
-    again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "additive").eval()
-    ids = make_token_ids()
-    with torch.no_grad():
-        assert again(ids)[0].equal(loaded.eval()(ids)[0])
+    save_and_load(loaded, tmp_path / "additive", {"input_ids": make_token_ids()})
 
 
 def test_additive_scores_train_in_half_precision():
@@ -205,85 +204,16 @@ def test_unsupported_additive_scores_raise_an_error(tmp_path):
         export_transformers(tmp_path / "model", tmp_path / "plain")
 
 
-PAIRS = pytest.mark.parametrize("row", [T5, *ENCODER_DECODERS, WHISPER], ids=lambda row: row.name)
-PLACES = {
-    "": {"score_function": "additive", "encoder_score_function": "none", "cross_score_function": "none"},
-    "encoder_": {"encoder_score_function": "additive"},
-    "cross_": {"cross_score_function": "additive"},
-}
-
-
-def compute_by_formula_of_each(module, query, key, value, attention_mask, **options):
-    """Compute attention by the formula in an architecture in which only some modules have additive scores."""
-    if module.score is not None:
-        return compute_by_formula(module, query, key, value, attention_mask, **options)
-    n, m = query.shape[2], key.shape[2]
-    allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
-    if attention_mask is None and module.is_causal and n > 1:
-        allowed = allowed.tril()
-    added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
-    bias, scale = options.get("position_bias"), options.get("scaling") or query.shape[-1] ** -0.5
-    output, _ = attention_core(query, key, value, scale=scale, bias=bias, mask=added)
-    return output.transpose(1, 2), None
-
-
-@PAIRS
-@pytest.mark.parametrize("place", PLACES)
-def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
-    head = next(iter(row.heads))
-    model, batch = row.make_model(head, **PLACES[place]), row.make_batch(head)
-    for site, _, module in model.named_attention_modules():
-        assert (module.get_submodule(site.core).score is not None) == (site.field_prefix == place)
-    with torch.no_grad():
-        actual = model(**batch)[0]
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert again(**batch)[0].equal(actual)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["per_layer_values"] is None and again.config.per_layer_values is None
-    assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
-    monkeypatch.setattr(
-        hf_attn_variants.modeling.architectures.t5_family,
-        "get_attention_function",
-        lambda name: compute_by_formula_of_each,
-    )
-    interface = hf_attn_variants.modeling.attention.attention_interface
-    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, compute_by_formula_of_each)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch)[0], actual, atol=1e-5, rtol=0)
-
-
-@PAIRS
+@pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_additive_cross_attention_generates_with_a_cache(row, beams):
     head = list(row.heads)[1]
-    model, batch = row.make_model(head, cross_score_function="additive", num_key_value_heads=1), row.make_batch(head)
-    batch.pop("decoder_input_ids")
-    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    actual = model.generate(**batch, **options)
-    assert actual.equal(model.generate(**batch, **options, use_cache=False))
-    assert actual.equal(model.generate(**batch, **options, cache_implementation="static"))
+    model = row.make_model(head, cross_score_function="additive", num_key_value_heads=1)
+    generate_with_each_cache(model, make_prompt(row, head), static=True, num_beams=beams)
 
 
-def test_per_place_score_errors_name_the_field(tmp_path):
+def test_scores_of_a_place_are_described_and_named_in_errors(tmp_path):
     assert T5.make_config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
-    for fields, message in (
-        ({"cross_score_function": "dot"}, "`cross_score_function` must be"),
-        ({"score_function": "none"}, "`score_function` must be"),
-        (
-            {"cross_score_function": "additive", "cross_attention_kernel": "elu"},
-            "`cross_score_function` and `cross_attention_kernel` cannot be combined",
-        ),
-        (
-            ADDITIVE | {"cross_attention_kernel": "elu"},
-            "`score_function` and `cross_attention_kernel` cannot be combined",
-        ),
-        ({"cross_attention_pattern": "local_blocks"}, "`cross_attention_pattern`"),
-        ({"cross_attention_window": 4}, "`cross_attention_window`"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            T5.make_config(**fields)
     assert T5.make_config(**ADDITIVE, cross_score_function="none", cross_attention_kernel="elu").cross_attention_kernel
     crossing = BERT.make_config(cross_score_function="additive", is_decoder=True, add_cross_attention=True)
     model = hf_attn_variants.AttnVariantBertLMHeadModel(crossing)

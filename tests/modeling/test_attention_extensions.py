@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, T5, make_token_ids
-from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
+from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import (
+    decode_at_once,
+    decode_in_steps,
+    generate_with_each_cache,
+    make_decoder_batch,
+    make_prompt,
+)
 from fixtures.extensions import (
     ALL_FIELDS,
     EXTENSION_ROWS,
@@ -28,7 +35,6 @@ from hf_attn_variants.inspection.costs import (
 )
 from hf_attn_variants.modeling.mechanisms.attention_extension import WEIGHT_STAGE
 from hf_attn_variants.modeling.mechanisms.clipped_softmax import set_clipping_progress
-from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 from hf_attn_variants.training.engine.optimization import get_no_decay_parameter_names
 
 pytestmark = pytest.mark.cross_product
@@ -72,9 +78,8 @@ def test_model_starts_with_the_outputs_of_transformers(row, name):
         batch = make_batch(row, head)
         actual, expected = variant_model(**batch)[0], upstream(**batch)[0]
         # Transformers' attention functions differ for queries without allowed keys, which occur only at padding.
-        real = (
-            batch["attention_mask"].bool() if batch.get("attention_mask", expected).shape == actual.shape[:2] else ...
-        )
+        mask = batch.get("attention_mask", expected)
+        real = mask.bool() if mask.shape == actual.shape[:2] else ...
         torch.testing.assert_close(actual[real], expected[real], atol=1e-12, rtol=0)
 
 
@@ -96,9 +101,7 @@ def test_new_parameters_have_gradients_and_change_the_logits(row, name):
         optimizer.step()
         optimizer.zero_grad()
     if not parameters:  # a clipped softmax has no parameters
-        model = getattr(hf_attn_variants, f"AttnVariant{head}")(
-            row.make_config(head=head, **EXTENSION_ROWS[name])
-        ).eval()
+        model = type(model)(row.make_config(head=head, **EXTENSION_ROWS[name])).eval()
     assert (model(**batch)[1] - start).abs().max() > 1e-5
 
 
@@ -160,25 +163,18 @@ def test_cached_decoding_equals_uncached_decoding(row, kv_heads, name):
     batch = make_decoder_batch(row, head)
     expected = decode_at_once(model, batch)
     torch.testing.assert_close(decode_in_steps(model, batch)[0], expected, atol=1e-9, rtol=0)
-    prompt = {key: item for key, item in row.make_batch(head).items() if key != "decoder_input_ids"}
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     for beams in (1, 4):
-        actual = model.generate(**prompt, **options, num_beams=beams, use_cache=True)
-        assert actual.equal(model.generate(**prompt, **options, num_beams=beams, use_cache=False))
-        assert actual.equal(model.generate(**prompt, **options, num_beams=beams, cache_implementation="static"))
+        generate_with_each_cache(model, make_prompt(row, head), static=True, num_beams=beams)
 
 
 @EACH_SET
 @torch.no_grad()
 def test_decoder_of_bert_uses_a_static_cache(name):
-    model, ids = (
-        make_random_model(BERT, "BertLMHeadModel", "gqa", is_decoder=True, **FIELD_SETS[name]),
-        make_token_ids(2, 6),
-    )
-    cache = StaticCache(model.config, max_cache_len=8)
+    model = make_random_model(BERT, "BertLMHeadModel", "gqa", is_decoder=True, **FIELD_SETS[name])
+    ids, cache = make_token_ids(2, 6), StaticCache(model.config, max_cache_len=8)
     positions = torch.arange(6)[None]
     pieces = [
-        model(ids[:, i : i + 1], past_key_values=cache, position_ids=positions[:, i : i + 1]).logits for i in range(6)
+        model(ids[:, i : i + 1], **with_cache(cache), position_ids=positions[:, i : i + 1]).logits for i in range(6)
     ]
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits, atol=1e-9, rtol=0)
 
@@ -204,11 +200,8 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
     ids, mask = make_token_ids(2, 9), torch.ones(2, 9).long()
     mask[1, 6:] = 0
     plain = BERT.make_model("BertModel", **others).double()
-    model = (
-        hf_attn_variants.AttnVariantBertModel(BERT.make_config(**others, **get_fields_at_start(fields)))
-        .double()
-        .eval()
-    )
+    config = BERT.make_config(**others, **get_fields_at_start(fields))
+    model = hf_attn_variants.AttnVariantBertModel(config).double().eval()
     missing = model.load_state_dict(plain.state_dict(), strict=False)
     assert not missing.unexpected_keys and {*missing.missing_keys} == {*get_extension_parameters(model)}
     # Some mechanisms use attention functions that sum in another order.
@@ -228,12 +221,11 @@ def test_extension_combines_with_each_mechanism(name, others, classes):
 @pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
 @pytest.mark.parametrize("name", ["sink", "clipped"])
 @torch.no_grad()
-def test_weights_are_changed_in_blocks_of_patterns(pattern, name, monkeypatch):
+def test_weights_are_changed_in_blocks_of_patterns(pattern, name, gathered_blocks):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     fields = {"attention_pattern": pattern, size: 4, **EXTENSION_ROWS[name]}
     model, ids = make_random_model(BERT, "BertModel", "gqa", **fields), make_token_ids(2, 23)
-    monkeypatch.setattr(block_patterns, "MIN_GATHERED_KEYS", 2)
-    monkeypatch.setattr(block_patterns, "GATHERED_QUERIES", 4)
+
     in_blocks = model(ids)[0]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(in_blocks, model(ids)[0], atol=1e-9, rtol=0)
@@ -248,10 +240,8 @@ def test_extensions_combine_with_summaries_and_latents_of_t5(name):
         eager = copy.deepcopy(model)
         eager.set_attn_implementation("eager")
         torch.testing.assert_close(eager(**batch)[0], model(**batch)[0], atol=1e-9, rtol=0)
-        prompt = {key: item for key, item in batch.items() if key != "decoder_input_ids"}
         model = make_random_model(T5, "T5ForConditionalGeneration", "gqa", **others, **FIELD_SETS[name])
-        options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3}
-        assert model.generate(**prompt, **options).equal(model.generate(**prompt, **options, use_cache=False))
+        generate_with_each_cache(model, make_prompt(T5, "T5Model"), num_beams=3)
 
 
 @torch.no_grad()
@@ -270,9 +260,7 @@ def test_extensions_of_outputs_use_the_absorbed_form_of_latents(monkeypatch):
         model = make_random_model(BERT, "BertLMHeadModel", is_decoder=True, kv_lora_rank=8, **fields)
         ids = make_token_ids(2, 24)
         cached = model(ids[:, :23])
-        step = model(
-            ids[:, 23:], past_key_values=cached.past_key_values if "past_key_values" in cached else cached.cache
-        )
+        step = model(ids[:, 23:], **with_cache(get_cache(cached)))
         assert bool(calls) == ("gate" in name or name == "dex")
         torch.testing.assert_close(step.logits[:, 0], model(ids).logits[:, -1], atol=1e-9, rtol=0)
 
@@ -286,9 +274,7 @@ def test_fields_of_a_place_apply_only_there():
             assert hasattr(module, "output_gate") == (site.field_prefix == place)
     config = T5.make_config(attention_sink=True, cross_attention_sink=False)
     model = hf_attn_variants.AttnVariantT5Model(config)
-    assert [hasattr(module, "attention_sink") for _, _, module in model.named_attention_modules()] == [True] * 4 + [
-        False
-    ] * 2 or len(get_extension_parameters(model)) == 4
+    assert len(get_extension_parameters(model)) == 4
     assert T5.make_config().to_dict().keys().isdisjoint({*ALL_FIELDS, "cross_output_gate", "encoder_attention_sink"})
 
 
@@ -384,14 +370,10 @@ def test_parameters_and_flops_of_extensions_are_counted():
         model = BERT.make_model("BertModel", **fields)
         added = sum(parameter.numel() for parameter in get_extension_parameters(model).values())
         assert count_attention_parameters(model) - count_attention_parameters(plain) == added
-    d, h = 4, 12
-    costs = {
-        name: compute_cost_table(BERT.make_config(**fields).to_dict(), length=length).current.flops_per_token[
-            "encoder"
-        ]
-        for name, fields in ({"plain": {}} | EXTENSION_ROWS).items()
-    }
-    layers = 2
+    d, h, layers, costs = 4, 12, 2, {}
+    for name, fields in ({"plain": {}} | EXTENSION_ROWS).items():
+        table = compute_cost_table(BERT.make_config(**fields).to_dict(), length=length)
+        costs[name] = table.current.flops_per_token["encoder"]
     assert costs["head gate"] - costs["plain"] == 2 * 48 * h * layers
     assert costs["element gate"] - costs["plain"] == 2 * 48 * h * d * layers
     assert costs["knocking values"] - costs["plain"] == 2 * d * d * h * layers

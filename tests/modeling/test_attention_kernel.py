@@ -5,8 +5,15 @@ import torch
 from architectures import ALBERT, BERT, T5, make_token_ids
 from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
+from fixtures.decoding import (
+    decode_at_once,
+    decode_in_steps,
+    generate_with_each_cache,
+    make_decoder_batch,
+    make_prompt,
+)
 from fixtures.largest_tensor import LargestTensor
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from transformers import StaticCache
 
@@ -17,7 +24,6 @@ from hf_attn_variants.modeling.mechanisms.kernels import feature_kernel
 
 pytestmark = pytest.mark.cross_product
 
-LENGTH = 11
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 ENCODER_ONLY = (BERT, ALBERT, *ENCODERS)
@@ -121,28 +127,23 @@ def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields,
     def on_step(step_cache):
         if "attention_kernel" in fields:
             # The state is stored as keys, so that code can select rows of the cache.
-            assert all(
-                isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in step_cache.layers
-            )
-            assert not any(layer.values.numel() for layer in step_cache.layers)
-            sizes.add(sum(item.numel() for layer in step_cache.layers for item in layer.state if item is not None))
+            layers = step_cache.layers
+            assert all(isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in layers)
+            assert not any(layer.values.numel() for layer in layers)
+            sizes.add(sum(item.numel() for layer in layers for item in layer.state if item is not None))
 
     steps, cache = decode_in_steps(model, batch, on_step)
     torch.testing.assert_close(steps, decode_at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
     assert getattr(cache, "self_attention_cache", cache).get_seq_length() == 9 and len(sizes) <= 1
 
 
-@pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])
-@pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
-def test_kernel_generation_is_the_same_with_and_without_states(architecture, head, fields, search):
+# Whisper generates with settings that a tiny model lacks, and its attention equals BART's.
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}], ids=str)
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "whisper"])
+def test_kernel_generation_is_the_same_with_and_without_states(name, search):
+    architecture, head, fields = DECODERS[name]
     model = architecture.make_model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
-    if architecture is WHISPER:
-        pytest.skip("Whisper generates with settings that a tiny model lacks, and its attention equals BART's")
-    batch = {name: item for name, item in architecture.make_batch(head).items() if not name.startswith("decoder")}
-    batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
-    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
-    actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert actual[0].equal(actual[1])
+    generate_with_each_cache(model, make_prompt(architecture, head, left=True), 10, **search)
 
 
 def test_encoder_outputs_are_summed_once(monkeypatch):
@@ -226,11 +227,7 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     config = BERT.make_config("gqa", attention_kernel=kernel)
     torch.manual_seed(0)
     model = hf_attn_variants.AttnVariantBertModel(config).eval()
-    model.save_pretrained(tmp_path / "kernel")
-    batch = BERT.make_batch("BertModel")
-    loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "kernel")
-    with torch.no_grad():
-        assert loaded(**batch)[0].equal(model(**batch)[0])
+    save_and_load(model, tmp_path / "kernel", BERT.make_batch("BertModel"))
     plain = hf_attn_variants.AttnVariantBertModel(BERT.make_config("gqa"))
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.save_pretrained(tmp_path / "plain")
@@ -240,9 +237,7 @@ def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
     if kernel in ("favor", "rfa"):
         vectors = [module.kernel_vectors for module in list_attentions(begun)]
         assert not vectors[0].equal(vectors[1])
-        other_model = hf_attn_variants.AttnVariantBertModel.from_pretrained(
-            tmp_path / "plain", attention_kernel=kernel, attention_kernel_seed=1
-        )
+        other_model = type(begun).from_pretrained(tmp_path / "plain", attention_kernel=kernel, attention_kernel_seed=1)
         assert not list_attentions(other_model)[0].kernel_vectors.equal(vectors[0])
 
 
@@ -262,13 +257,8 @@ def test_loading_with_another_kernel_keeps_learned_parameters(kernel, tmp_path):
 
 @EVERY_KERNEL
 def test_every_kernel_parameter_gets_a_gradient(kernel):
-    model = BART.make_model(
-        "BartForConditionalGeneration",
-        "gqa",
-        attention_kernel=kernel,
-        encoder_attention_kernel=kernel,
-        cross_attention_kernel=kernel,
-    ).train()
+    fields = {f"{prefix}attention_kernel": kernel for prefix in ("", "encoder_", "cross_")}
+    model = BART.make_model("BartForConditionalGeneration", "gqa", **fields).train()
     batch = BART.make_batch("BartForConditionalGeneration", labels=True)
     gradients = []
     for checkpointed in (False, True):
@@ -285,18 +275,9 @@ def test_every_kernel_parameter_gets_a_gradient(kernel):
 @EVERY_KERNEL
 def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel):
     fields = {"position_embedding_type": "sinusoidal", "attention_kernel": kernel, "encoder_attention_kernel": kernel}
-    model, batch = (
-        T5.make_model("T5ForConditionalGeneration", "gqa", **fields),
-        T5.make_batch("T5ForConditionalGeneration"),
-    )
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False}
-    with torch.no_grad():
-        for beams in (1, 3):
-            cached, uncached = (
-                model.generate(**inputs, **options, num_beams=beams, use_cache=is_on) for is_on in (True, False)
-            )
-            assert torch.equal(cached, uncached)
+    model = T5.make_model("T5ForConditionalGeneration", "gqa", **fields)
+    for beams in (1, 3):
+        generate_with_each_cache(model, make_prompt(T5, "T5ForConditionalGeneration"), 11, num_beams=beams)
 
 
 def test_kernels_with_other_implementations_raise_an_error():

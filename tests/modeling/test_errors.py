@@ -64,6 +64,8 @@ ERRORS = [
     (BERT, {"vocab_size": 0}, "vocab_size"),
     (BERT, {"num_labels": 10**9}, "num_labels"),
     (T5, {"encoder_num_key_value_heads": 5}, "encoder_num_key_value_heads"),
+    (T5, {"cross_kv_lora_rank": 0}, "cross_kv_lora_rank"),
+    (T5, {"encoder_kv_lora_rank": "8"}, "encoder_kv_lora_rank"),
     # Talking heads by place and by layer.
     (T5, {"talking_heads": "none"}, "talking_heads"),
     (T5, {"cross_talking_heads": "all"}, "cross_talking_heads"),
@@ -140,6 +142,7 @@ ERRORS = [
         "encoder_attention_pattern",
     ),
     (T5, {"cross_attention_window": 4}, "cross_attention_window"),
+    (T5, {"cross_attention_pattern": "local_blocks"}, "cross_attention_pattern"),
     # Kernels.
     (BERT, {"attention_kernel": "exp"}, "attention_kernel"),
     (BERT, {"attention_kernel": "favor", "attention_kernel_features": 0}, "attention_kernel_features"),

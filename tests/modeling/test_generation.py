@@ -4,40 +4,27 @@ import pytest
 import torch
 from architectures import BERT, LENGTH, VARIANTS, make_padding_mask, make_token_ids
 from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import decode_in_pieces, generate_with_each_cache
 from transformers import StaticCache
 
 pytestmark = pytest.mark.cross_product
 
 # test_latent_cache.py checks the caches of latents.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
-CROSS = {"is_decoder": True, "add_cross_attention": True}
-
-
-def make_decoder(variant, **fields):
-    return BERT.make_model("BertLMHeadModel", variant, **{**CROSS, **fields})
-
-
-def make_batch(ids, memory=True):
-    torch.manual_seed(3)
-    return {"input_ids": ids} | ({"encoder_hidden_states": torch.randn(3, 5, 48)} if memory else {})
 
 
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 3, 2], [LENGTH - 1, 1]], ids=["single", "several", "prefill"])
 def test_cached_decoding_equals_the_full_forward(variant, implementation, steps):
-    model = make_decoder(variant)
+    model = BERT.make_model("BertLMHeadModel", variant, is_decoder=True, add_cross_attention=True)
     model.set_attn_implementation(implementation)
-    inputs = make_batch(make_token_ids())
+    ids = make_token_ids()
+    memory = {"encoder_hidden_states": torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(3))}
     with torch.no_grad():
-        full = model(**inputs, use_cache=False).logits
-        cache, pieces, start = None, [], 0
-        for length in steps:
-            ids = inputs["input_ids"][:, start : start + length]
-            piece = model(**(inputs | {"input_ids": ids}), **with_cache(cache))
-            cache, start = get_cache(piece), start + length
-            pieces.append(piece.logits)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
+        full = model(ids, **memory, use_cache=False).logits
+    pieces, cache = decode_in_pieces(model, ids, steps, "input_ids", **memory)
+    torch.testing.assert_close(pieces, full, atol=1e-5, rtol=0)
     config = model.config
     k = config.num_key_value_heads
     value_heads = config.num_value_heads if k == config.num_attention_heads else k
@@ -66,23 +53,19 @@ def test_left_padding_does_not_change_generated_tokens(variant):
 def test_generate_returns_the_same_with_and_without_cache(variant, beams):
     model = BERT.make_model("BertLMHeadModel", variant)
     ids = make_token_ids(3, 4)
-    kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
-    cached = model.generate(ids, use_cache=True, **kwargs)
-    assert cached.shape == (3, 10)
-    assert cached.equal(model.generate(ids, use_cache=False, **kwargs))
+    tokens = generate_with_each_cache(model, {"input_ids": ids}, num_beams=beams, pad_token_id=0)
+    assert tokens.shape == (3, 10)
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
 def test_static_cache_generates_the_same_tokens(variant):
     model = BERT.make_model("BertLMHeadModel", variant)
     ids = make_token_ids(2, 6)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    pieces, _ = decode_in_pieces(model, ids, [4, 1, 1], "input_ids", cache=cache)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        cache = StaticCache(config=model.config, max_cache_len=12)
-        first = model(ids[:, :4], **with_cache(cache)).logits
-        second = model(ids[:, 4:5], **with_cache(cache)).logits
-        third = model(ids[:, 5:], **with_cache(cache)).logits
-    torch.testing.assert_close(torch.cat([first, second, third], dim=1), full, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pieces, full, atol=1e-5, rtol=0)
 
 
 def test_static_cache_with_unequal_heads_raises_an_error():
@@ -102,8 +85,7 @@ def test_key_side_dynamic_projections_disable_the_cache():
 def test_query_side_dynamic_projections_support_the_cache():
     model = BERT.make_model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
     ids = make_token_ids(2, 6)
+    pieces, _ = decode_in_pieces(model, ids, [5, 1], "input_ids")
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        first = model(ids[:, :5])
-        second = model(ids[:, 5:], **with_cache(get_cache(first)))
-    torch.testing.assert_close(second.logits, full[:, 5:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(pieces, full, atol=1e-5, rtol=0)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from architectures import BERT, T5, make_token_ids
 from fixtures.caches import with_cache
-from fixtures.decoding import decode_at_once, decode_in_steps, make_decoder_batch
+from fixtures.decoding import (
+    decode_at_once,
+    decode_in_steps,
+    generate_with_each_cache,
+    make_decoder_batch,
+    make_prompt,
+)
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import AutoModel, DynamicCache, StaticCache
 
@@ -49,9 +55,9 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
     model = BERT.make_model("BertModel", per_layer_values={"attention_kernel": values})
     assert model.config.attention_kernel == "hedgehog" and get_kernel_names(model) == values
     model.set_attn_implementation(implementation)
-    alike = (
-        BERT.make_model("BertModel", attention_kernel="hedgehog") if first else BERT.make_upstream_model("BertModel")
-    )
+    alike = BERT.make_upstream_model("BertModel")
+    if first:
+        alike = BERT.make_model("BertModel", attention_kernel="hedgehog")
     alike.load_state_dict(model.state_dict(), strict=False)
     ids, mask = make_token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
@@ -95,14 +101,7 @@ def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, 
     model = architecture.make_model(
         head, "gqa", **make_per_layer_fields(LISTS[0], "elu", *names), **get_position_fields(head, names)
     )
-    batch = {
-        name: item.flip(1) if item.dim() == 2 else item
-        for name, item in architecture.make_batch(head).items()
-        if not name.startswith("decoder")
-    }
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-    assert cached.equal(uncached)
+    generate_with_each_cache(model, make_prompt(architecture, head, left=True), 8, num_beams=beams)
 
 
 def test_unsupported_operations_on_a_mixed_cache_raise_an_error():
@@ -121,9 +120,8 @@ def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
     model = BERT.make_model("BertModel", **lists)
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
-    assert (
-        get_kernel_names(loaded) == [None, "hedgehog"] and loaded.config.per_layer_values == lists["per_layer_values"]
-    )
+    assert get_kernel_names(loaded) == [None, "hedgehog"]
+    assert loaded.config.per_layer_values == lists["per_layer_values"]
     ids = make_token_ids(1, 9)
     with torch.no_grad():
         assert loaded(ids)[0].equal(model(ids)[0])
@@ -142,10 +140,8 @@ def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
 def test_plain_checkpoint_loads_with_kernels_in_some_layers(tmp_path):
     BERT.make_upstream_model("BertModel").save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
-    assert get_kernel_names(load(tmp_path, **make_per_layer_fields(LISTS[1], "elu", "attention_kernel"))) == [
-        "elu",
-        None,
-    ]
+    lists = make_per_layer_fields(LISTS[1], "elu", "attention_kernel")
+    assert get_kernel_names(load(tmp_path, **lists)) == ["elu", None]
     assert get_kernel_names(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from architectures import (
     ALBERT,
     BATCH,
@@ -14,9 +13,10 @@ from architectures import (
     make_token_ids,
     with_latents,
 )
-from fixtures.caches import get_cache, with_cache
+from architectures import VARIANTS as ARCHITECTURE_VARIANTS
 from fixtures.checkpointing import checkpoint_layers
-from transformers import DynamicCache, EncoderDecoderCache
+from fixtures.decoding import decode_in_pieces
+from fixtures.tested_architectures import T5_FLAVOURS
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants import AttnVariantT5ForConditionalGeneration
@@ -27,12 +27,8 @@ WIDTH = T5.tiny["d_model"]
 CROSS = {"cross_kv_lora_rank": WIDTH}
 ALL = CROSS | {"kv_lora_rank": WIDTH, "encoder_kv_lora_rank": WIDTH}
 RANKS = {"cross": CROSS, "all": ALL}
-GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-FLAVOURS = {
-    "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
-    "v1.1": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
-    "mt5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, {}),
-}
+# Without ranks, decoding is that of multi-head attention.
+EVERY_RANK = {"none": {}} | RANKS
 MASKS = {"full": lambda: None, "right": make_padding_mask, "left": lambda: make_padding_mask().flip(1)}
 SEARCHES = {
     "greedy": {"do_sample": False},
@@ -45,18 +41,11 @@ VARIANTS = {
     "2 heads": {"num_key_value_heads": 2},
     "1 head": {"num_key_value_heads": 1, "encoder_num_key_value_heads": 3},
     "talking": {"talking_heads": "both"},
-    "grouped talking": {
-        "num_key_value_heads": 4,
-        "talking_heads": "both",
-        "talking_heads_init": "random",
-        "num_softmax_heads": 6,
-        "num_value_heads": 8,
-    },
-    "more values": {"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 8},
+    "grouped talking": ARCHITECTURE_VARIANTS["gqa_talking"],
+    "more values": ARCHITECTURE_VARIANTS["weights"],
     "query terms": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2w"]},
-    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
+    "dynamic": ARCHITECTURE_VARIANTS["dynamic"],
 }
-
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
@@ -77,11 +66,11 @@ def make_source(padding="right"):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("flavour", T5_FLAVOURS)
+@pytest.mark.parametrize("ranks", EVERY_RANK)
 @IMPLEMENTATIONS
-def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, implementation, tmp_path):
-    model_class, config_class, fields = FLAVOURS[flavour]
+def test_t5_decodes_like_transformers(flavour, ranks, implementation, tmp_path):
+    model_class, config_class, fields = T5_FLAVOURS[flavour]
     torch.manual_seed(0)
     upstream = model_class(config_class(**T5.tiny, **fields)).eval()
     with torch.no_grad():
@@ -89,7 +78,7 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     upstream.save_pretrained(tmp_path)
     variant_model, info = AttnVariantT5ForConditionalGeneration.from_pretrained(
-        tmp_path, **RANKS[ranks], output_loading_info=True
+        tmp_path, **EVERY_RANK[ranks], output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for model in (upstream, upstream.encoder, upstream.decoder, variant_model):
@@ -100,13 +89,11 @@ def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, impleme
             expected, actual = (
                 model(**inputs, decoder_input_ids=inputs["input_ids"]) for model in (upstream, variant_model.eval())
             )
-        assert_close(actual.logits, expected.logits)
+        for name in ("encoder_last_hidden_state", "logits"):
+            assert_close(actual[name], expected[name])
         for search in SEARCHES if padding == "left" else ["beams"]:
-            kwargs = SEARCHES[search]
-            assert generate(variant_model, inputs, **kwargs).equal(generate(upstream, inputs, **kwargs)), (
-                padding,
-                search,
-            )
+            actual, expected = (generate(model, inputs, **SEARCHES[search]) for model in (variant_model, upstream))
+            assert actual.equal(expected), (padding, search)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -235,41 +222,38 @@ def test_cached_encoder_outputs_work_in_half_precision(variant, dtype, automatic
         expected = exact(**inputs, decoder_input_ids=target).logits
         if not automatic:
             exact = exact.to(dtype)
-        cache, pieces = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
         with torch.autocast("cpu", dtype, enabled=automatic):
-            memory = exact.encoder(**inputs)
-            for piece in target.split([4, 1, 1, 1, 2], dim=1):
-                kwargs = {"encoder_outputs": memory, "attention_mask": inputs["attention_mask"]}
-                pieces.append(exact(decoder_input_ids=piece, **with_cache(cache), **kwargs).logits)
+            memory = {"encoder_outputs": exact.encoder(**inputs), "attention_mask": inputs["attention_mask"]}
+            pieces, _ = decode_in_pieces(exact, target, [4, 1, 1, 1, 2], **memory)
             tokens = exact.generate(**inputs, max_new_tokens=4, num_beams=2, do_sample=False)
     assert tokens.shape[0] == BATCH
-    actual = torch.cat(pieces, dim=1).float()
-    torch.testing.assert_close(actual, expected, atol=40 * torch.finfo(dtype).eps * expected.abs().max(), rtol=0)
+    atol = 40 * torch.finfo(dtype).eps * expected.abs().max()
+    torch.testing.assert_close(pieces.float(), expected, atol=atol, rtol=0)
 
 
 CAUSAL = {"is_decoder": True}
 CROSSING = CAUSAL | {"add_cross_attention": True}
-BERT_FIELDS = {
-    "grouped": {"num_key_value_heads": 4},
-    "talking": {"talking_heads": "both"},
-    "more values": {"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 8},
-    "query terms": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "x2w"]},
-    "dynamic": {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]},
-}
+BERT_VARIANTS = ("2 heads", "talking", "more values", "query terms", "dynamic")
 
 
-@pytest.mark.parametrize("variant", BERT_FIELDS)
-@pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
-@IMPLEMENTATIONS
-def test_encoder_biases_are_kept_by_latents(architecture, head, variant, implementation, form):
-    plain = architecture.make_model(head, **BERT_FIELDS[variant])
+def make_biased_pair(architecture, head, variant, implementation, **fields):
+    """Return a model with random biases of keys and values, and a copy with latents as wide as the input."""
+    plain = architecture.make_model(head, **VARIANTS[variant], **fields)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if name.endswith(("key.bias", "value.bias")):
                 parameter.normal_()
-    exact = with_latents(plain, kv_lora_rank=architecture.tiny["hidden_size"])
-    for item in (plain, exact):
-        item.set_attn_implementation(implementation)
+    exact = with_latents(plain, kv_lora_rank=48)
+    for model in (plain, exact):
+        model.set_attn_implementation(implementation)
+    return plain, exact
+
+
+@pytest.mark.parametrize("variant", BERT_VARIANTS)
+@pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
+@IMPLEMENTATIONS
+def test_encoder_biases_are_kept_by_latents(architecture, head, variant, implementation, form):
+    plain, exact = make_biased_pair(architecture, head, variant, implementation)
     batch = architecture.make_batch(head)
     with torch.no_grad():
         assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
@@ -278,32 +262,19 @@ def test_encoder_biases_are_kept_by_latents(architecture, head, variant, impleme
         torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("variant", [name for name in BERT_FIELDS if name != "dynamic"])
+@pytest.mark.parametrize("variant", BERT_VARIANTS[:-1])
 @pytest.mark.parametrize("fields", [CAUSAL, CROSSING], ids=["alone", "crossing"])
 @IMPLEMENTATIONS
 def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, implementation, form):
-    plain = BERT.make_model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            if name.endswith(("key.bias", "value.bias")):
-                parameter.normal_()
-    exact = with_latents(plain, kv_lora_rank=48)
-    for item in (plain, exact):
-        item.set_attn_implementation(implementation)
+    plain, exact = make_biased_pair(BERT, "BertLMHeadModel", variant, implementation, **fields)
     ids = make_token_ids(BATCH, LENGTH)
     memory = {"encoder_hidden_states": torch.randn(BATCH, 5, 48)} if "add_cross_attention" in fields else {}
     with torch.no_grad():
         expected = plain(ids, use_cache=False, **memory).logits
-        cache, pieces = None, []
-        for piece in ids.split([4, 1, 1, 3], dim=1):
-            result = exact(piece, **with_cache(cache), **memory)
-            cache, pieces = get_cache(result), [*pieces, result.logits]
-    assert_close(torch.cat(pieces, dim=1), expected)
-    self_attention_cache = getattr(cache, "self_attention_cache", cache)
-    assert all(
-        layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel()
-        for layer in self_attention_cache.layers
-    )
+    pieces, cache = decode_in_pieces(exact, ids, [4, 1, 1, 3], "input_ids", **memory)
+    assert_close(pieces, expected)
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    assert all(layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel() for layer in layers)
     if not memory and implementation == "sdpa":
         mask = make_padding_mask().flip(1)
         kwargs = {"attention_mask": mask, "max_new_tokens": 5, "num_beams": 2, "do_sample": False, "pad_token_id": 0}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5
-from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import decode_in_pieces, generate_with_each_cache
 from torch import nn
 
 from hf_attn_variants.modeling.attention import latent_attention
@@ -101,10 +101,8 @@ def test_latent_forms_equal_the_formula(form, implementation, key, value, output
     projections = {}
     if output != 4:
         projections = {"weights_proj": torch.randn(4, output, dtype=torch.float64)}
-    module, maps = (
-        make_attention(4, key, value, output, implementation, **projections),
-        make_projections(key, value, bias),
-    )
+    module = make_attention(4, key, value, output, implementation, **projections)
+    maps = make_projections(key, value, bias)
     query = torch.randn(2 * beams, 4, 5, DIM, dtype=torch.float64, requires_grad=True)
     latent = torch.randn(2, 1, KEYS, RANK, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2 * beams, 1, 5, KEYS, dtype=torch.bool).tril(1)
@@ -199,16 +197,10 @@ def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, for
     target = batch.pop("decoder_input_ids")
     with torch.no_grad():
         full = model(**batch, decoder_input_ids=target, use_cache=False).logits
-        cache, pieces = None, []
-        for piece in target.split(steps, dim=1):
-            result = model(**batch, decoder_input_ids=piece, **with_cache(cache))
-            cache, pieces = get_cache(result), [*pieces, result.logits]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
+    pieces, _ = decode_in_pieces(model, target, steps, **batch)
+    torch.testing.assert_close(pieces, full, atol=1e-5, rtol=0)
     for beams in (1, 3):
-        kwargs = batch | {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}
-        expected = model.generate(**kwargs, use_cache=False)
-        for kind in ("dynamic", "static"):
-            assert model.generate(**kwargs, cache_implementation=kind).equal(expected)
+        generate_with_each_cache(model, batch, static=True, num_beams=beams)
 
 
 def test_latent_form_is_chosen_by_cost(monkeypatch):

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, LENGTH, T5, make_token_ids
-from fixtures.caches import get_cache, with_cache
+from fixtures.caches import get_cache
+from fixtures.decoding import decode_in_pieces, generate_with_each_cache
 from transformers import StaticCache
 
 import hf_attn_variants
-from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 
 pytestmark = pytest.mark.cross_product
 
@@ -70,10 +71,8 @@ def compute_outputs(model, batch):
 def test_attention_modules_use_the_values_of_their_layer(architecture):
     model, actual = make_mixed_model(architecture), []
     for site, path, module in model.named_attention_modules():
-        heads, (key, value) = (
-            site.get_heads(model.config, path),
-            (module.get_submodule(p) for p in (site.key, site.value)),
-        )
+        heads = site.get_heads(model.config, path)
+        key, value = (module.get_submodule(p) for p in (site.key, site.value))
         assert key.out_features == value.out_features == heads.key * heads.head_dim
         assert module.get_submodule(site.core).heads == heads
         compute_own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
@@ -93,6 +92,10 @@ def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     torch.testing.assert_close(compute_outputs(again.eval(), batch), compute_outputs(model, batch), atol=1e-6, rtol=0)
+    values = {"per_layer_values": model.config.per_layer_values}
+    for arguments in ({"config": model.config}, {"num_labels": 3}, values):
+        other = type(model).from_pretrained(tmp_path, **arguments).eval()
+        torch.testing.assert_close(compute_outputs(other, batch), compute_outputs(model, batch), atol=1e-6, rtol=0)
     both = [item.config.to_dict() | {"_name_or_path": ""} for item in (again, model)]
     assert both[0] == both[1]
     assert type(model.config)(**saved).per_layer_values == saved["per_layer_values"]
@@ -146,11 +149,10 @@ def test_single_value_replaces_per_layer_values(tmp_path):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams, form):
     model = T5.make_model("T5ForConditionalGeneration", variant, **MIXED["t5"])
-    inputs = T5.make_batch("T5EncoderModel") | {"max_new_tokens": 7, "num_beams": beams, "do_sample": False}
-    expected = model.generate(**inputs, use_cache=False)
-    for kind in ("dynamic", "static"):
-        result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
-        assert result.sequences.equal(expected)
+    prompt = T5.make_batch("T5EncoderModel")
+    generate_with_each_cache(model, prompt, 7, static=True, num_beams=beams)
+    options = {"max_new_tokens": 7, "cache_implementation": "static", "num_beams": beams}
+    result = model.generate(**prompt, **options, return_dict_in_generate=True)
     # Transformers creates as many cache layers as the encoder has.
     key_shapes = [layer.keys.shape[1::2] for layer in get_cache(result).self_attention_cache.layers[:2]]
     assert key_shapes == [(1, 16), (1, 8)]
@@ -161,12 +163,9 @@ def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
     ids = make_token_ids(3, LENGTH)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        for cache in (None, StaticCache(config=model.config, max_cache_len=12)):
-            pieces = []
-            for piece in ids.split([4, 1, 1, 3], dim=1):
-                result = model(piece, **with_cache(cache))
-                cache, pieces = get_cache(result), [*pieces, result.logits]
-            torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
+    for cache in (None, StaticCache(config=model.config, max_cache_len=12)):
+        pieces, _ = decode_in_pieces(model, ids, [4, 1, 1, 3], "input_ids", cache=cache)
+        torch.testing.assert_close(pieces, expected, atol=1e-5, rtol=0)
 
 
 # (fields of the checkpoint, requested fields, pattern of the error, value in the suggested conversion)
@@ -215,15 +214,6 @@ def test_changed_rank_or_layers_error_names_the_conversion(
     assert repr(value) in code and repr(str(tmp_path)) in code
 
 
-@pytest.mark.parametrize(
-    "new_fields", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}]
-)
-def test_invalid_rank_error_names_no_conversion(new_fields, tmp_path):
-    T5.make_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="kv_lora_rank"):
-        AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **new_fields)
-
-
 @pytest.mark.parametrize("saved_fields", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
 def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
     model = T5.make_model("T5ForConditionalGeneration", **saved_fields)
@@ -239,20 +229,6 @@ def test_full_width_rank_needs_no_conversion(saved_fields, tmp_path):
         ):
             actual = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **new_fields).eval()
             torch.testing.assert_close(actual(**batch).logits, expected, atol=1e-5, rtol=0)
-
-
-def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
-    model = make_mixed_model(BERT)
-    model.save_pretrained(tmp_path)
-    batch = BERT.make_batch("BertModel")
-    for arguments in (
-        {},
-        {"config": model.config},
-        {"num_labels": 3},
-        {"per_layer_values": model.config.per_layer_values},
-    ):
-        again = AttnVariantBertModel.from_pretrained(tmp_path, **arguments).eval()
-        torch.testing.assert_close(compute_outputs(again, batch), compute_outputs(model, batch), atol=1e-6, rtol=0)
 
 
 @EVERY_ARCHITECTURE

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, make_token_ids
-from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import decode_in_pieces, generate_with_each_cache, make_prompt
+from fixtures.saving import save_and_load
 from relatives import ENCODER_DECODERS, ENCODERS
 from transformers import StaticCache
 
@@ -64,10 +65,8 @@ def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture)
 @EVERY_ENCODER
 def test_sinusoidal_positions_support_any_length(architecture):
     head = next(iter(architecture.heads))
-    model, longer = (
-        make_base_model(architecture, head, **SINUSOIDAL),
-        make_base_model(architecture, head, max_position_embeddings=300),
-    )
+    model = make_base_model(architecture, head, **SINUSOIDAL)
+    longer = make_base_model(architecture, head, max_position_embeddings=300)
     longer.load_state_dict(model.state_dict(), strict=False)
     first = model.config.pad_token_id + 1 if architecture.name == "roberta" else 0
     table = longer.embeddings.position_embeddings.weight.data
@@ -109,45 +108,29 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
     batch = architecture.make_batch(WRITERS[architecture.name])
     ids = batch.pop("decoder_input_ids")
     mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.arange(2), 0).long()
-    for mask_options in ({}, {"decoder_attention_mask": mask}):
-        cache, steps = None, []
+    for masks in ({}, {"decoder_attention_mask": mask}):
         with torch.no_grad():
-            full_output = model(**batch, decoder_input_ids=ids, **mask_options, use_cache=False).logits
-            for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
-                seen = {name: item[:, :end] for name, item in mask_options.items()}
-                result = model(
-                    **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
-                )
-                cache, steps = get_cache(result), [*steps, result.logits]
-        torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], full_output[:, 2:], atol=1e-5, rtol=0)
+            full_output = model(**batch, decoder_input_ids=ids, **masks, use_cache=False).logits
+        steps, _ = decode_in_pieces(model, ids, [3, 4, 1, 1], masks=masks, **batch)
+        torch.testing.assert_close(steps[:, 2:], full_output[:, 2:], atol=1e-5, rtol=0)
 
 
 @BOTH_T5S
 def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architecture):
     model = architecture.make_model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
-    batch = {
-        name: item
-        for name, item in architecture.make_batch(WRITERS[architecture.name]).items()
-        if "decoder" not in name
-    }
-    for search in ({}, {"num_beams": 3}):
-        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
-        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert actual[0].equal(actual[1])
-    static = StaticCache(model.config, 16)
-    ids = make_token_ids()
+    for beams in (1, 3):
+        generate_with_each_cache(model, make_prompt(architecture, WRITERS[architecture.name]), 8, num_beams=beams)
+    static, ids = StaticCache(model.config, 16), make_token_ids()
+    steps, _ = decode_in_pieces(model.decoder, ids, [5, 1, 1, 2], "input_ids", cache=static)
     with torch.no_grad():
         full_output = model.decoder(input_ids=ids, use_cache=False).last_hidden_state
-        steps = [model.decoder(input_ids=part, **with_cache(static))[0] for part in ids.split([5, 1, 1, 2], 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), full_output, atol=1e-5, rtol=0)
+    torch.testing.assert_close(steps, full_output, atol=1e-5, rtol=0)
 
 
 def test_bert_decoder_generates_beyond_its_position_table():
     model = BERT.make_model("BertLMHeadModel", "gqa", **SINUSOIDAL)
     ids = make_token_ids(2, 30)  # the table has 32 positions
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert actual[0].equal(actual[1]) and actual[0].shape == (2, 38)
+    assert generate_with_each_cache(model, {"input_ids": ids}, 8, pad_token_id=0).shape == (2, 38)
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (T5, "T5Model")], ids=["bert", "t5"])
@@ -157,12 +140,8 @@ def test_loading_sinusoids_warns_that_learned_positions_are_dropped(architecture
     model = model_class.from_pretrained(tmp_path / "plain", **SINUSOIDAL)
     assert "was trained with learned positions. Sinusoidal positions replace them" in logged.text
     logged.clear()
-    model.save_pretrained(tmp_path / "sinusoidal")
-    again = model_class.from_pretrained(tmp_path / "sinusoidal")
+    again = save_and_load(model, tmp_path / "sinusoidal", architecture.make_batch(head))
     assert "positions" not in logged.text and again.config.position_embedding_type == "sinusoidal"
-    batch = architecture.make_batch(head)
-    with torch.no_grad():
-        assert again.eval()(**batch)[0].equal(model.eval()(**batch)[0])
 
 
 def test_talking_heads_checkpoint_loads_with_a_pattern(tmp_path):

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from architectures import LENGTH, make_token_ids
-from fixtures.caches import get_cache, with_cache
+from fixtures.caches import get_cache
+from fixtures.decoding import decode_in_pieces, make_prompt
 from fixtures.elsewhere import run_elsewhere
 from hub.test_loading_elsewhere import ELSEWHERE, save_one
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
@@ -59,10 +60,8 @@ def test_every_head_equals_transformers(architecture, head, tmp_path):
     """Compare outputs of both implementations, with padding, and gradients, from a checkpoint of Transformers."""
     upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
-    variant_model, exact = (
-        load_variant(architecture, head, tmp_path),
-        load_variant(architecture, head, tmp_path, **get_exact_ranks(architecture)),
-    )
+    variant_model = load_variant(architecture, head, tmp_path)
+    exact = load_variant(architecture, head, tmp_path, **get_exact_ranks(architecture))
     batch = architecture.make_batch(head, labels=True)
     for implementation in ("eager", "sdpa"):
         for model in (upstream, variant_model, exact):
@@ -119,10 +118,7 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
     head = list(architecture.heads)[1]
     upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
-    batch = architecture.make_batch(head)
-    batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    if padding == "left":
-        batch = {name: value.flip(-1) for name, value in batch.items()}
+    batch = make_prompt(architecture, head, left=padding == "left")
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
     torch.manual_seed(0)
     expected = upstream.generate(**batch, **options)
@@ -145,14 +141,11 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
     ranks = {"cross_kv_lora_rank": 7, "kv_lora_rank": 5, "encoder_kv_lora_rank": 6}
     model = architecture.make_model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
     ids = make_token_ids(3, LENGTH)
-    batch = {name: value for name, value in architecture.make_batch(head).items() if not name.startswith("decoder")}
+    batch = make_prompt(architecture, head)
     with torch.no_grad():
         full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
-        cache, steps = None, []
-        for step in range(LENGTH):
-            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
-            cache, steps = get_cache(result), [*steps, result.logits]
-    torch.testing.assert_close(torch.cat(steps, dim=1), full_output, atol=1e-4, rtol=0)
+    steps, _ = decode_in_pieces(model, ids, 1, **batch)
+    torch.testing.assert_close(steps, full_output, atol=1e-4, rtol=0)
 
 
 @EVERY_ARCHITECTURE
@@ -164,11 +157,3 @@ def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
     reason = "--kv_lora_rank 6 " if architecture.config_class.get_rank_fields() else "rotary part of their own"
     with pytest.raises(ValueError, match=reason):
         load_variant(architecture, head, tmp_path, kv_lora_rank=6)
-
-
-def test_talking_heads_need_equal_heads_in_encoder_and_decoder():
-    config = ENCODER_DECODERS[0].make_config(talking_heads="both", encoder_attention_heads=12)
-    model = hf_attn_variants.AttnVariantBartModel(config).eval()
-    plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].make_config(encoder_attention_heads=12)).eval()
-    plain.load_state_dict(model.state_dict(), strict=False)
-    assert_same_outputs(model, plain, ENCODER_DECODERS[0].make_batch("BartModel"))

@@ -1,12 +1,12 @@
 """Check talking heads per place (encoder, decoder, cross-attention): separately, together and per layer."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from architectures import ALBERT, BERT, LENGTH, T5, make_padding_mask, make_token_ids
-from fixtures.caches import get_cache, with_cache
+from fixtures.caches import get_cache
+from fixtures.decoding import decode_in_pieces, generate_with_each_cache, make_prompt
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,7 +17,6 @@ from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeadsSetti
 from hf_attn_variants.modeling.variant_names import SDPA
 from hf_attn_variants.reference.talking_heads import attention_core
 
-ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
 PAIRS = {"t5": T5, "umt5": UMT5, "bart": BART, "whisper": WHISPER}
 BOTH, LOGITS, WEIGHTS = {"logits_proj", "weights_proj"}, {"logits_proj"}, {"weights_proj"}
@@ -76,6 +75,19 @@ def get_head(row):
 
 def make_model(row, case, **more):
     return row.make_model(get_head(row), **CASES[case][0], **more)
+
+
+def assert_projections(model, expected):
+    """Check the projections of the modules in each place; a list has one entry per layer."""
+    for site, path, module in model.named_attention_modules():
+        names = expected.get(site.name, set())
+        names = names[site.get_layer_index(model.config, path)] if isinstance(names, list) else names
+        assert get_projections(module.get_submodule(site.core)).keys() == names, path
+
+
+def list_kinds(config, layer=0):
+    """Return the kind of talking heads in the self-attention of decoder and encoder, and in cross-attention."""
+    return [config.get_talking_heads(prefix, layer).kind for prefix in ("", "encoder_", "cross_")]
 
 
 def get_projections(module):
@@ -156,10 +168,7 @@ def make_padded_batch(row, side):
 @EVERY_CASE
 def test_each_place_equals_the_formula_with_its_own_projections(row, case, monkeypatch):
     model = make_model(row, case).double()
-    for site, path, module in model.named_attention_modules():
-        expected = CASES[case][1].get(site.name, set())
-        expected = expected[site.get_layer_index(model.config, path)] if isinstance(expected, list) else expected
-        assert get_projections(module.get_submodule(site.core)).keys() == expected, path
+    assert_projections(model, CASES[case][1])
     equals_the_formula(model, make_padded_batch(row, "right"), monkeypatch)
 
 
@@ -180,14 +189,7 @@ def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
 )
 def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected, monkeypatch):
     model = BERT.make_model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
-    for site, path, module in model.named_attention_modules():
-        expected_places = expected.get(site.name, set())
-        expected_places = (
-            expected_places[site.get_layer_index(model.config, path)]
-            if isinstance(expected_places, list)
-            else expected_places
-        )
-        assert get_projections(module.get_submodule(site.core)).keys() == expected_places
+    assert_projections(model, expected)
     batch = {"input_ids": make_token_ids(), "labels": make_token_ids(), "attention_mask": make_padding_mask()}
     batch |= {"encoder_hidden_states": torch.randn(3, 5, 48).double()}
     equals_the_formula(model, batch, monkeypatch)
@@ -205,37 +207,26 @@ def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     assert [getattr(model.config, name) for name in lists] == ["both", 12, 12]
 
 
-def make_source(row):
-    return {name: value for name, value in row.make_batch(get_head(row)).items() if not name.startswith("decoder")}
-
-
 @EVERY_PAIR
 @EVERY_CASE
 def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
-    model, batch, ids = make_model(row, case), make_source(row), make_token_ids(3, LENGTH)
+    model, batch, ids = make_model(row, case), make_prompt(row, get_head(row)), make_token_ids(3, LENGTH)
     with torch.no_grad():
         full_output = model(**batch, decoder_input_ids=ids, use_cache=False).logits
-        cache, steps = None, []
-        for step in range(LENGTH):
-            result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
-            cache, steps = get_cache(result), [*steps, result.logits]
-    torch.testing.assert_close(torch.cat(steps, dim=1), full_output, atol=1e-4, rtol=0)
+    steps, _ = decode_in_pieces(model, ids, 1, **batch)
+    torch.testing.assert_close(steps, full_output, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
 @pytest.mark.parametrize("case", ["cross alone", "encoder alone", "decoder alone", "dynamic"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
-    model, batch = make_model(row, case), make_source(row)
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    plain = model.generate(**batch, **options, use_cache=False)
-    cached = model.generate(**batch, **options, return_dict_in_generate=True)
-    assert torch.equal(cached.sequences, plain)
-    rows = {layer.keys.shape[0] for layer in get_cache(cached).cross_attention_cache.layers}
-    assert rows == {
-        3 * beams if case in ("cross alone", "dynamic") else 3
-    }  # one row per sentence without talking heads
-    assert torch.equal(model.generate(**batch, **options, cache_implementation="static"), plain)
+    model, prompt = make_model(row, case), make_prompt(row, get_head(row))
+    generate_with_each_cache(model, prompt, static=True, num_beams=beams)
+    result = model.generate(**prompt, max_new_tokens=3, num_beams=beams, return_dict_in_generate=True)
+    rows = {layer.keys.shape[0] for layer in get_cache(result).cross_attention_cache.layers}
+    # Without talking heads, there is one row per sentence.
+    assert rows == {3 * beams if case in ("cross alone", "dynamic") else 3}
 
 
 @EVERY_PAIR
@@ -290,42 +281,31 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
     for fields in ({}, {"talking_heads": "both"}, {"num_key_value_heads": 4}):
         values = row.make_config(**equal, **fields).to_dict()
         assert values["per_layer_values"] is None
-        assert not [
-            name
-            for name in values
-            if re.match("(encoder|cross)_.*(talking|softmax|value_heads$)", name) and "key_value" not in name
-        ]
+        of_places = re.compile("(encoder|cross)_.*(talking|softmax|(?<!key_)value_heads$)")
+        assert not [name for name in values if of_places.match(name)]
 
 
 def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
     model_fields = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
     config = T5.make_config(**model_fields, num_softmax_heads=8, cross_talking_heads="both")
-    of_all = TalkingHeadsSettings("both", 8, 12, "random", ("x2l",))
-    assert [config.get_talking_heads(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
-        of_all,
-        of_all,
-        TalkingHeadsSettings("both", 12, 12),
-    ]
+    for prefix in ("", "encoder_"):
+        assert config.get_talking_heads(prefix, 1) == TalkingHeadsSettings("both", 8, 12, "random", ("x2l",))
+    assert config.get_talking_heads("cross_", 1) == TalkingHeadsSettings("both", 12, 12)
     listed = T5.make_config(**model_fields, per_layer_values={"cross_talking_heads": ["weights", None]})
-    assert [listed.get_talking_heads("cross_", layer) for layer in (0, 1)] == [
-        TalkingHeadsSettings("weights", 12, 12),
-        TalkingHeadsSettings(None, 12, 12),
-    ]
-    assert T5.make_config(encoder_talking_heads="none", encoder_num_softmax_heads=8).get_talking_heads(
-        "encoder_", 0
-    ) == (TalkingHeadsSettings(None, 12, 12))
+    for layer, kind in enumerate(["weights", None]):
+        assert listed.get_talking_heads("cross_", layer) == TalkingHeadsSettings(kind, 12, 12)
+    none = T5.make_config(encoder_talking_heads="none", encoder_num_softmax_heads=8)
+    assert none.get_talking_heads("encoder_", 0) == TalkingHeadsSettings(None, 12, 12)
 
 
 def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
-    config = T5.make_config(
-        cross_talking_heads="both", encoder_attention_pattern="sliding_window", encoder_attention_window=4
-    )
+    window = {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4}
+    config = T5.make_config(cross_talking_heads="both", **window)
     assert config.get_talking_heads("encoder_", 0).kind is None and config.use_cache
     kernel = BART.make_config(cross_attention_kernel="elu", encoder_talking_heads="both")
     assert kernel.get_talking_heads("cross_", 0).kind is None
-    assert not T5.make_config(
-        talking_heads="both", talking_heads_dynamic=["m2l"], cross_talking_heads="none"
-    ).use_cache
+    key_side = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
+    assert not T5.make_config(**key_side, cross_talking_heads="none").use_cache
     latent = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]}
     assert T5.make_config(**latent).use_cache and T5.make_config(**latent, cross_kv_lora_rank=40).use_cache
     assert not T5.make_config(**latent, cross_kv_lora_rank=16).use_cache
@@ -333,7 +313,7 @@ def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
 
 def test_key_side_terms_with_a_latent_disable_the_cache():
     fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
-    model, batch = T5.make_model(get_head(T5), **fields), make_source(T5)
+    model, batch = T5.make_model(get_head(T5), **fields), make_prompt(T5, get_head(T5))
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
     with pytest.raises(ValueError, match="`cross_talking_heads_dynamic`"):
         model(**batch, decoder_input_ids=make_token_ids(3, 2), use_cache=True)
@@ -350,24 +330,16 @@ def test_loading_cannot_change_the_talking_heads_of_a_checkpoint(tmp_path):
         with pytest.raises(ValueError, match=message):
             model_class.from_pretrained(tmp_path, **fields)
     added = model_class.from_pretrained(tmp_path, encoder_talking_heads="both")
-    assert [added.config.get_talking_heads(prefix, 1).kind for prefix in ("", "encoder_", "cross_")] == [
-        None,
-        "both",
-        "both",
-    ]
+    assert list_kinds(added.config, 1) == [None, "both", "both"]
 
 
 def test_per_place_fields_convert_from_and_to_transformers_configurations():
     upstream = T5Config(**T5.tiny)
     config = T5.config_class.from_upstream(upstream, cross_talking_heads="both")
     again = T5.config_class.from_upstream(config, encoder_talking_heads="logits")
-    assert [again.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
-        None,
-        "logits",
-        "both",
-    ]
+    assert list_kinds(again) == [None, "logits", "both"]
     none = T5.config_class.from_upstream(again, cross_talking_heads="none", encoder_talking_heads=None)
-    assert [none.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [None, None, None]
+    assert list_kinds(none) == [None, None, None]
     listed = T5.config_class.from_upstream(again, per_layer_values={"cross_talking_heads": ["weights", None]})
     assert [listed.get_talking_heads("cross_", layer).kind for layer in (0, 1)] == ["weights", None]
     assert listed.cross_talking_heads == "weights" and listed.encoder_talking_heads == "logits"
