@@ -1,97 +1,19 @@
-"""Check ModernBERT: the outputs of Transformers, the formula with rotary positions and windows, and fused rows."""
+"""Check ModernBERT: the formula with rotary positions and windows, and fused rows."""
 
 import pytest
 import torch
 import transformers
-from architectures import VOCABULARY, make_token_ids
-from relatives import MODERNBERT
-from torch import nn
+from architectures import VOCABULARY
+from fixtures.rotary_pairs import MODERNBERT_SIZES, ROTARY_LENGTH, make_rotary_batch
 from transformers import conversion_mapping
 
-from hf_attn_variants import AttnVariantModernBertConfig, AttnVariantModernBertForMaskedLM, AttnVariantModernBertModel
+from hf_attn_variants import AttnVariantModernBertConfig, AttnVariantModernBertModel
 from hf_attn_variants.reference.talking_heads import attention_core
-
-LENGTH = 24
-# Two global and two local layers, with unequal bases, and head sizes that differ from the number of heads.
-SIZES = MODERNBERT.tiny | {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "local_attention": 6,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    "rope_parameters": {
-        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-    },
-    "initializer_range": 0.2,
-}
-
-
-def make_pair(**fields):
-    """Return a model of Transformers and a model of this package with the same weights."""
-    torch.manual_seed(0)
-    upstream = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES | fields)).eval()
-    variant_model = AttnVariantModernBertForMaskedLM(AttnVariantModernBertConfig(**SIZES | fields)).eval()
-    variant_model.load_state_dict(upstream.state_dict())
-    return upstream, variant_model
-
-
-def assert_near(actual, expected):
-    """Check that outputs differ by at most 1e-6 of the largest one."""
-    torch.testing.assert_close(actual, expected, atol=1e-6 * float(expected.detach().abs().max()), rtol=0)
-
-
-def make_batch():
-    torch.manual_seed(1)
-    mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 15, 5])[:, None]).long()
-    mask[2] = mask[2].flip(0)  # a row with padding on the left
-    return {"input_ids": make_token_ids(3, LENGTH), "attention_mask": mask}
 
 
 def make_model(**fields):
     torch.manual_seed(0)
-    return AttnVariantModernBertModel(AttnVariantModernBertConfig(**SIZES | fields)).eval()
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("has_position_ids", [False, True], ids=["", "position_ids"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_outputs_and_gradients_equal_transformers(implementation, has_position_ids, bias):
-    upstream, variant_model = make_pair(attention_bias=bias)
-    batch = make_batch() | ({"position_ids": torch.randint(0, 40, (3, LENGTH))} if has_position_ids else {})
-    batch["labels"] = make_token_ids(3, LENGTH)
-    real = batch["attention_mask"].bool()
-    for model in (upstream, variant_model):
-        model.set_attn_implementation(implementation)
-        model.train()
-    expected, actual = upstream(**batch), variant_model(**batch)
-    assert_near(actual.logits[real], expected.logits[real])
-    for result in (expected, actual):
-        nn.functional.cross_entropy(result.logits[real], batch["labels"][real]).backward()
-    gradients = {name: parameter.grad for name, parameter in upstream.named_parameters()}
-    for name, parameter in variant_model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
-
-
-def test_dropout_equals_transformers():
-    upstream, variant_model = make_pair(attention_dropout=0.3, mlp_dropout=0.2, embedding_dropout=0.1)
-    logits = []
-    for model in (upstream, variant_model):
-        model.set_attn_implementation("eager")
-        torch.manual_seed(3)
-        logits.append(model.train()(**make_batch()).logits)
-    assert_near(logits[1], logits[0])
-
-
-@pytest.mark.thorough
-def test_flex_attention_equals_transformers():
-    upstream, variant_model = make_pair(num_attention_heads=3)  # flex attention requires heads of at least 16 numbers
-    for model in (upstream, variant_model):
-        model.set_attn_implementation("flex_attention")
-    # On a CPU, flex attention of torch 2.13 sometimes returns NaN unless the length is a multiple of its blocks.
-    with torch.no_grad():
-        ids = make_token_ids(2, 128)
-        logits = [model(ids).logits for model in (upstream, variant_model)]
-    assert_near(logits[1], logits[0])
+    return AttnVariantModernBertModel(AttnVariantModernBertConfig(**MODERNBERT_SIZES | fields)).eval()
 
 
 # The formula
@@ -101,9 +23,8 @@ def rotate(states, positions, theta):
     """Rotate the pairs (i, i + d / 2) of heads [b, h, n, d] by the angle position theta^(-2i / d)."""
     half = states.shape[-1] // 2
     angles = positions[..., None].double() * theta ** (-torch.arange(half).double() / half)
-    pairs = (
-        torch.complex(states[..., :half], states[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    )
+    factors = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.complex(states[..., :half], states[..., half:]) * factors
     return torch.cat([pairs.real, pairs.imag], -1)
 
 
@@ -122,7 +43,7 @@ def compute_expected(module, states, positions, mask, window):
         rotate((states @ part.T).unflatten(-1, (-1, d)).transpose(1, 2), positions, theta) for part in (query, key)
     )
     value = (states @ value.T).unflatten(-1, (-1, d_v)).transpose(1, 2)
-    near = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    near = (torch.arange(ROTARY_LENGTH)[:, None] - torch.arange(ROTARY_LENGTH)).abs()
     reach = config.local_attention // 2 if kind == "sliding_attention" else window
     allowed = (near <= reach) & mask[:, None, None].bool()
     added = torch.zeros(allowed.shape, dtype=states.dtype).masked_fill(~allowed, -torch.inf)
@@ -132,12 +53,12 @@ def compute_expected(module, states, positions, mask, window):
 
 
 VARIANTS = [
-    ({}, LENGTH),
-    ({"num_key_value_heads": 2}, LENGTH),
-    ({"num_key_value_heads": 1, "talking_heads": "both", "talking_heads_init": "random"}, LENGTH),
-    ({"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 4}, LENGTH),
+    ({}, ROTARY_LENGTH),
+    ({"num_key_value_heads": 2}, ROTARY_LENGTH),
+    ({"num_key_value_heads": 1, "talking_heads": "both", "talking_heads_init": "random"}, ROTARY_LENGTH),
+    ({"talking_heads": "weights", "talking_heads_init": "random", "num_value_heads": 4}, ROTARY_LENGTH),
     ({"num_key_value_heads": 3, "attention_pattern": "sliding_window", "attention_window": 10}, 5),
-    ({"num_key_value_heads": 3, "value_head_dim": 5}, LENGTH),
+    ({"num_key_value_heads": 3, "value_head_dim": 5}, ROTARY_LENGTH),
 ]
 
 
@@ -145,9 +66,9 @@ VARIANTS = [
 @pytest.mark.parametrize("fields, window", VARIANTS, ids=[" ".join(fields) or "mha" for fields, _ in VARIANTS])
 def test_every_layer_equals_the_formula(implementation, fields, window):
     """Check the order of rows in fused projections, the RoPE bases and windows of layers, and talking heads."""
-    model, batch = make_model(**fields).double(), make_batch()
+    model, batch = make_model(**fields).double(), make_rotary_batch()
     model.set_attn_implementation(implementation)
-    batch["position_ids"] = torch.randint(0, 40, (3, LENGTH))
+    batch["position_ids"] = torch.randint(0, 40, (3, ROTARY_LENGTH))
     real, calls = batch["attention_mask"].bool(), []
     for layer in model.layers:
         layer.attn.register_forward_hook(lambda module, args, result: calls.append((module, args[0], result[0])))
@@ -160,7 +81,7 @@ def test_every_layer_equals_the_formula(implementation, fields, window):
 
 
 def test_kernels_replace_only_the_softmax_of_global_layers():
-    model, batch = make_model(attention_kernel="hedgehog", num_key_value_heads=2), make_batch()
+    model, batch = make_model(attention_kernel="hedgehog", num_key_value_heads=2), make_rotary_batch()
     kernels = [layer.attn.kernel for layer in model.layers]
     assert [kernel is None for kernel in kernels] == [False, True, False, True]
     real = batch["attention_mask"].bool()
@@ -216,7 +137,7 @@ def test_unsupported_field_raises_an_error_with_the_reason(fields, reason):
     name = next(iter(fields))
     name = next(iter(fields[name])) if name == "per_layer_values" else name
     with pytest.raises(ValueError, match=f"`{name}` .*{reason}"):
-        AttnVariantModernBertConfig(**SIZES | fields)
+        AttnVariantModernBertConfig(**MODERNBERT_SIZES | fields)
 
 
 def test_settings_of_published_checkpoints_are_read():
@@ -237,10 +158,7 @@ def test_settings_of_published_checkpoints_are_read():
     }
     upstream_config = transformers.ModernBertConfig.from_dict(published)
     variant_config = AttnVariantModernBertConfig.from_upstream(published, num_key_value_heads=2)
-    assert (
-        variant_config.layer_types == upstream_config.layer_types
-        and variant_config.layer_types.count("full_attention") == 2
-    )
-    assert (
-        variant_config.rope_parameters == upstream_config.rope_parameters and variant_config.num_key_value_heads == 2
-    )
+    assert variant_config.layer_types == upstream_config.layer_types
+    assert variant_config.layer_types.count("full_attention") == 2
+    assert variant_config.rope_parameters == upstream_config.rope_parameters
+    assert variant_config.num_key_value_heads == 2
