@@ -4,15 +4,9 @@ The kernels run on a GPU, or in Triton's interpreter. The interpreter needs anot
 environment variable when it is imported. It computes bfloat16 products incorrectly, so the tests use float16.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from fixtures.talking_heads_calls import CUDA, INTERPRETED, needs_triton
+from fixtures.talking_heads_calls import CUDA, INTERPRETED, needs_triton, run_in_interpreter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
@@ -215,14 +209,7 @@ def test_compiled_step_uses_triton_kernels_with_equal_outputs(monkeypatch, rank)
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="already runs in the interpreter")
 def test_latent_kernels_pass_in_the_triton_interpreter():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "passed" in run.stdout
+    run_in_interpreter(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the kernels run on a CPU in the interpreter")

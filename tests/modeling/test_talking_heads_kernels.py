@@ -44,8 +44,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_all_masks_and_biases(backend, kind, bias):
     device = get_device(backend)
-    mask, causal, added = make_mask(kind, device=device)
-    compare(backend, make_inputs("gqa", bias, device=device), mask, causal, added)
+    compare(backend, make_inputs("gqa", bias, device=device), *make_mask(kind, device=device))
 
 
 @pytest.mark.parametrize("heads, mixes", HEADS_AND_MIXES)
@@ -57,9 +56,8 @@ def test_kernels_equal_the_specification_for_all_head_counts(backend, heads, mix
 @pytest.mark.parametrize("n, m, kind", LENGTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_equal_the_specification_for_all_lengths(backend, n, m, kind):
-    device = get_device(backend)
-    mask, causal, added = make_mask(kind, n=n, m=m, device=device)
-    compare(backend, make_inputs("all different", n=n, m=m, device=device), mask, causal, added)
+    sizes = {"n": n, "m": m, "device": get_device(backend)}
+    compare(backend, make_inputs("all different", **sizes), *make_mask(kind, **sizes))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,8 +92,7 @@ def test_kernels_in_half_precision_are_within_rounding(backend, dtype):
         pytest.skip("the interpreter's tl.dot reads bfloat16 as integers")
     device = get_device(backend)
     inputs = make_inputs("gqa", (1, N, M), dtype=dtype, device=device)
-    mask, causal, added = make_mask("rows", device=device)
-    compare(backend, inputs, mask, causal, added, tolerance=2e-2)
+    compare(backend, inputs, *make_mask("rows", device=device), tolerance=2e-2)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -104,9 +101,9 @@ def test_kernels_in_half_precision_are_within_rounding(backend, dtype):
 def test_kernels_equal_the_specification_for_long_rows_on_a_gpu(monkeypatch, kind, n):
     # With this limit, a row has one block of keys or several.
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
-    mask, causal, added = make_mask(kind, n=n, m=n, device="cuda")
-    compare("triton", make_inputs("gqa", n=n, m=n, device="cuda"), mask, causal, added)
-    compare("triton", make_inputs("gqa", n=n, m=n, device="cuda", dtype=torch.bfloat16), mask, causal, added, 2e-2)
+    sizes = {"n": n, "m": n, "device": "cuda"}
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        compare("triton", make_inputs("gqa", dtype=dtype, **sizes), *make_mask(kind, **sizes), tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

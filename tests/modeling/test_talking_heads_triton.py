@@ -3,8 +3,6 @@
 The interpreter needs another process, because Triton reads its environment variable when it is imported.
 """
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +20,7 @@ from fixtures.talking_heads_calls import (
     make_inputs,
     make_mask,
     needs_triton,
+    run_in_interpreter,
 )
 
 from hf_attn_variants.modeling.ops import backend_choice, memory_efficient_attention, triton_attention
@@ -49,11 +48,9 @@ def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
 def test_triton_is_used_after_an_agreeing_trial(monkeypatch, kind, mixes):
     device = get_device("triton")
     used = _count_calls(monkeypatch)
-    mask, causal, added = make_mask(kind, device=device)
-    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
-    assert used == {"forward": 2, "backward": 2}  # the trial and the call
-    compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), mask, causal, added)
-    assert used == {"forward": 3, "backward": 3}
+    for count in (2, 3):  # the trial and the call, and another call
+        compare("auto", make_inputs("gqa", (1, N, M), mixes, device=device), *make_mask(kind, device=device))
+        assert used == {"forward": count, "backward": count}
 
 
 @needs_triton
@@ -99,8 +96,7 @@ def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     device = get_device("triton")
     for _ in range(2):
-        mask, causal, added = make_mask("rows", device=device)
-        compare("auto", make_inputs("gqa", (1, N, M), device=device), mask, causal, added)
+        compare("auto", make_inputs("gqa", (1, N, M), device=device), *make_mask("rows", device=device))
     assert len(warnings) == 1 and "The slower blocked backend computes talking-heads attention" in warnings[0]
     reason = "failed with RuntimeError: out of resource" if failure == "raises" else "returned different values"
     assert reason in warnings[0]
@@ -110,8 +106,7 @@ def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
 @pytest.mark.skipif(CUDA, reason="needs the wrong tl.dot of the interpreter, which reads bfloat16 as integers")
 def test_triton_interpreter_is_not_used_for_bfloat16():
     inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
-    mask, causal, added = make_mask("rows")
-    compare("auto", inputs, mask, causal, added, tolerance=2e-2)
+    compare("auto", inputs, *make_mask("rows"), tolerance=2e-2)
     assert list(backend_choice._trial_results.values()) == [False]
 
 
@@ -223,15 +218,7 @@ def _count_calls(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="already runs in the interpreter")
 def test_talking_heads_kernels_pass_in_the_triton_interpreter():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "triton"]
-    command += map(str, Path(__file__).parent.glob("test_talking_heads_*.py"))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "passed" in run.stdout
+    run_in_interpreter("-k", "triton", *Path(__file__).parent.glob("test_talking_heads_*.py"))
 
 
 @pytest.mark.thorough
