@@ -4,7 +4,14 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache
-from fixtures.speech import HEAD, TIMES, WINDOW, save_whisper_checkpoint
+from fixtures.speech import (
+    DECODINGS,
+    HEAD,
+    WINDOW,
+    assert_same_transcripts,
+    save_whisper_checkpoint,
+    transcribe,
+)
 from packaging.version import Version
 from relatives import WHISPER
 
@@ -17,20 +24,6 @@ from hf_attn_variants import (
 pytestmark = pytest.mark.cross_product
 
 EXACT = dict.fromkeys(AttnVariantWhisperConfig.get_rank_fields(), 48)
-# With these thresholds, Whisper decodes two of three segments again.
-FALLBACK = {"temperature": (0.0, 0.6), "logprob_threshold": -1.2, "compression_ratio_threshold": 0.7}
-WAYS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "samples": {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2},
-    "static": {"cache_implementation": "static", "num_beams": 2},
-    "prompt": {"prompt_ids": torch.tensor([38, 11, 12])},
-    "times": {"return_timestamps": True},
-    "long": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 0.9},
-    "long without speech": {"long": True, "return_timestamps": True, **FALLBACK, "no_speech_threshold": 1e-3},
-    "long after the last segment": {"long": True, "return_timestamps": True, "condition_on_prev_tokens": True},
-    "long by beams": {"long": True, "return_timestamps": True, "num_beams": 3},
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,40 +35,13 @@ def load_variant(folder, **fields):
     return AttnVariantWhisperForConditionalGeneration.from_pretrained(folder, **fields).eval()
 
 
-def transcribe(model, long=False, **options):
-    torch.manual_seed(1)
-    frames = 3 * WINDOW - 7 if long else WINDOW
-    batch = {"input_features": torch.randn(2, 8, frames)}
-    if long:  # the second audio ends before the first one
-        batch["attention_mask"] = (torch.arange(frames) < torch.tensor([frames, WINDOW + 9])[:, None]).long()
-    # Suppress timestamps unless they are requested, because Whisper starts again at a timestamp of zero.
-    if not options.get("return_timestamps"):
-        options["suppress_tokens"] = list(range(TIMES["no_timestamps_token_id"], 60))
-    return model.generate(**batch, max_new_tokens=8, return_segments=long, **options)
-
-
-def assert_same(actual, expected):
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for name in expected.keys() - {"result"}:
-            assert_same(actual[name], expected[name])
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected)
-        for pair in zip(actual, expected, strict=True):
-            assert_same(*pair)
-    else:
-        assert actual == expected
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("decoding", WAYS)
+@pytest.mark.parametrize("decoding", DECODINGS)
 def test_transcripts_equal_transformers(checkpoint, decoding):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    expected = transcribe(upstream, **WAYS[decoding])
+    expected = transcribe(upstream, **DECODINGS[decoding])
     for fields in ({}, {"cross_kv_lora_rank": 48}, EXACT):
-        assert_same(transcribe(load_variant(checkpoint, **fields), **WAYS[decoding]), expected)
+        assert_same_transcripts(transcribe(load_variant(checkpoint, **fields), **DECODINGS[decoding]), expected)
 
 
 @pytest.mark.parametrize("decoding", [{}, {"num_beams": 3}, {"long": True}], ids=str)
@@ -85,7 +51,7 @@ def test_word_timestamps_equal_transformers(checkpoint, decoding):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     expected = transcribe(upstream, **options)
     for fields in ({}, EXACT):
-        assert_same(transcribe(load_variant(checkpoint, **fields), **options), expected)
+        assert_same_transcripts(transcribe(load_variant(checkpoint, **fields), **options), expected)
 
 
 KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attention_window": 4}]
@@ -95,8 +61,8 @@ KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attentio
 @pytest.mark.parametrize("decoding", ["greedy", "beams"])
 def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, decoding):
     model = load_variant(checkpoint, **kernel)
-    tokens = transcribe(model, **WAYS[decoding])
-    outputs = transcribe(model, **WAYS[decoding], return_dict_in_generate=True, output_scores=True)
+    tokens = transcribe(model, **DECODINGS[decoding])
+    outputs = transcribe(model, **DECODINGS[decoding], return_dict_in_generate=True, output_scores=True)
     assert torch.equal(outputs["sequences"][:, -tokens.shape[1] :], tokens)
     assert len(outputs["scores"]) >= tokens.shape[1]
 
@@ -111,7 +77,7 @@ def test_variant_can_be_an_assistant_model(checkpoint):
     expected = upstream.generate(features, max_new_tokens=8)
     for fields in ({}, {"cross_kv_lora_rank": 48}):
         assistant = AttnVariantWhisperForCausalLM.from_pretrained(checkpoint, **fields).eval()
-        assert_same(
+        assert_same_transcripts(
             load_variant(checkpoint, **fields).generate(features, max_new_tokens=8, assistant_model=assistant),
             expected,
         )
@@ -123,7 +89,7 @@ def test_beams_share_encoder_outputs(checkpoint):
         model, caches = load_variant(checkpoint, **fields), []
         decoder = model.model.decoder
         decoder.register_forward_hook(lambda module, args, output, caches=caches: caches.append(get_cache(output)))
-        for options, rows in (({"num_beams": 3}, 2), (WAYS["samples"], 4)):
+        for options, rows in (({"num_beams": 3}, 2), (DECODINGS["samples"], 4)):
             transcribe(model, **options)
             cross = caches[-1].cross_attention_cache.layers
             assert {layer.keys.shape[0] for layer in cross} == {rows}
@@ -151,22 +117,15 @@ def test_cache_size_per_audio_position_is_counted(fields, numbers):
 
 
 def test_whisper_supports_talking_heads():
-    """Check identity projections, and for random ones, both implementations and decoding with a cache."""
+    """Check both implementations, and a search with projections that start as the identity."""
     fields = {"encoder_attention_heads": 12, "talking_heads": "both"}
-    model = WHISPER.make_model(HEAD, "gqa", **fields)
-    plain = WHISPER.make_model(HEAD, "gqa", encoder_attention_heads=12)
-    plain.load_state_dict(model.state_dict(), strict=False)
-    identity = type(model)(model.config).eval()
-    identity.load_state_dict(plain.state_dict(), strict=False)
-    batch = WHISPER.make_batch(HEAD)
+    model, batch = WHISPER.make_model(HEAD, "gqa", **fields), WHISPER.make_batch(HEAD)
     with torch.no_grad():
-        torch.testing.assert_close(identity(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=0)
-        full_output = model(**batch, use_cache=False).logits
-        assert (full_output - plain(**batch).logits).abs().max() > 1e-2
+        expected = model(**batch).logits
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(**batch).logits, full_output, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=0)
     upstream = WHISPER.make_upstream_model(HEAD, encoder_attention_heads=12)
     expected = transcribe(upstream, num_beams=3)
-    variant_model = type(model)(WHISPER.make_config(encoder_attention_heads=12, talking_heads="both")).eval()
+    variant_model = type(model)(WHISPER.make_config(**fields)).eval()
     variant_model.load_state_dict(upstream.state_dict(), strict=False)
     assert torch.equal(transcribe(variant_model, num_beams=3), expected)
