@@ -110,19 +110,13 @@ def test_every_composition_row_is_tested():
 
 def test_mechanism_reports_its_place_in_the_configuration():
     config = T5.make_config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
-    assert [TalkingHeadsSettings.find_requesting_field(config, prefix) for prefix in PREFIXES] == [
-        ("talking_heads", "both")
-    ] * 2 + [None]
-    assert [LatentAttention.find_requesting_field(config, prefix) for prefix in PREFIXES] == [
-        None,
-        None,
-        ("cross_kv_lora_rank", 8),
-    ]
-    assert [RelativePositionBias.find_requesting_field(config, prefix) is None for prefix in PREFIXES] == [
-        False,
-        False,
-        True,
-    ]
+    talking, latents, bias = (
+        [mechanism.find_requesting_field(config, prefix) for prefix in PREFIXES]
+        for mechanism in (TalkingHeadsSettings, LatentAttention, RelativePositionBias)
+    )
+    assert talking == [("talking_heads", "both")] * 2 + [None]
+    assert latents == [None, None, ("cross_kv_lora_rank", 8)]
+    assert [field is None for field in bias] == [False, False, True]
     assert RelativePositionBias.find_requesting_field(T5.make_config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.make_config(attention_pattern="sliding_window", attention_window=4)
     requesting_fields = {name: get_pattern_class(name).find_requesting_field(window, "") for name in PATTERNS}
@@ -131,14 +125,8 @@ def test_mechanism_reports_its_place_in_the_configuration():
 
 def test_every_mechanism_has_a_name_and_a_paper():
     classes = [*map(get_kernel_class, KERNELS), *map(get_pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for item in (
-        *classes,
-        *ATTENTION_EXTENSIONS,
-        LatentAttention,
-        TalkingHeadsSettings,
-        DynamicTalkingHeads,
-        RelativePositionBias,
-    ):
+    unnamed = (LatentAttention, TalkingHeadsSettings, DynamicTalkingHeads, RelativePositionBias)
+    for item in (*classes, *ATTENTION_EXTENSIONS, *unnamed):
         title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert item.field and (item not in classes or item.name)

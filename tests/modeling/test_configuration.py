@@ -38,12 +38,8 @@ def test_variant_fields_map_to_their_query_head_fields(architecture):
     assert fields[: len(kv_fields)] == kv_fields
     assert not {*fields} & architecture.upstream_config_class(**architecture.tiny).to_dict().keys()
     assert [config.get_query_heads(name) for name in kv_fields] == [12] * len(kv_fields)
-    assert config.get_head_count_fields() == (
-        "num_attention_heads",
-        *kv_fields,
-        "num_softmax_heads",
-        "num_value_heads",
-    )
+    counts = ("num_attention_heads", *kv_fields, "num_softmax_heads", "num_value_heads")
+    assert config.get_head_count_fields() == counts
 
 
 # (a name that a user may write, the field that the user means)
@@ -129,9 +125,8 @@ def test_configuration_survives_a_json_round_trip(architecture, variant, tmp_pat
 @ALL
 @pytest.mark.parametrize("is_saved_variant", [False, True], ids=["upstream's", "ours"])
 def test_head_count_given_while_loading_replaces_per_layer_values(architecture, is_saved_variant, tmp_path):
-    (architecture.config_class if is_saved_variant else architecture.upstream_config_class)(
-        **architecture.tiny
-    ).save_pretrained(tmp_path)
+    config_class = architecture.config_class if is_saved_variant else architecture.upstream_config_class
+    config_class(**architecture.tiny).save_pretrained(tmp_path)
     for heads in (4, 24):
         config = architecture.config_class.from_pretrained(tmp_path, num_attention_heads=heads)
         fields = ("num_attention_heads", "num_softmax_heads", "num_value_heads", *config.get_kv_heads_fields())

@@ -30,10 +30,8 @@ def test_configuration_has_the_fields_of_its_architecture(row):
     variant_fields = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.make_config(), "add_cross_attention")
     of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and look_up_field(name)[1].inherits}
-    expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
-        of_cross if has_cross else set()
-    )
-    assert variant_fields.keys() == expected
+    expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix}
+    assert variant_fields.keys() == (expected | of_cross if has_cross else expected)
     for name, item in variant_fields.items():
         prefix, entry = look_up_field(name)
         assert item.default == entry.get_default(prefix) and item.metadata["variant"] is True
@@ -60,10 +58,8 @@ def test_field_descriptions_are_unique_single_lines():
 def test_fields_page_is_up_to_date():
     assert field_page.PAGE.read_text(encoding="utf-8") == field_page.make_page(), "run `make fields`"
     assert all(f"`{name}`" in field_page.format_field_table() for name in NAMES)
-    assert (
-        field_page.format_field_table() in field_page.make_page()
-        and field_page.format_pair_table() in field_page.make_page()
-    )
+    for table in (field_page.format_field_table(), field_page.format_pair_table()):
+        assert table in field_page.make_page()
 
 
 def test_fields_page_row_contains_the_values_of_the_table():

@@ -56,9 +56,8 @@ def test_every_field_changes_the_model(row, field):
         assert f"`{field}" in str(error) and field in MAY_BE_REFUSED, error
         return
     without = {name: item for name, item in beside.items() if name != field or item != value}
-    assert differ(changed, compute_state_and_output(row, **without)) == (
-        field not in WITHOUT_EFFECT or row.name not in DECODERS
-    )
+    has_effect = field not in WITHOUT_EFFECT or row.name not in DECODERS
+    assert differ(changed, compute_state_and_output(row, **without)) == has_effect
 
 
 # The relatives of BART do not support this field.

@@ -127,15 +127,11 @@ def test_initial_dynamic_terms_change_no_output_and_get_gradients(architecture, 
     output = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
     torch.testing.assert_close(output[0], upstream(**batch)[0], atol=1e-5, rtol=0)
     (output[0] * torch.randn_like(output[0])).sum().backward()
-    dynamic_parameters = {
-        name: parameter for name, parameter in model.named_parameters() if "2l_proj" in name or "2w_proj" in name
-    }
-    assert len(dynamic_parameters) >= 4 and all(
-        parameter.grad.abs().max() > 0 for parameter in dynamic_parameters.values()
-    )
+    terms = [item for name, item in model.named_parameters() if name.endswith(("2l_proj", "2w_proj"))]
+    assert len(terms) >= 4 and all(parameter.grad.abs().max() > 0 for parameter in terms)
     before = output[0].detach()
     with torch.no_grad():
-        for parameter in dynamic_parameters.values():
+        for parameter in terms:
             parameter -= parameter.grad / parameter.grad.norm()
     after = model(**batch, use_cache=False) if "decoder_input_ids" in batch else model(**batch)
     assert (after[0] - before).abs().max() > 1e-4
@@ -152,8 +148,7 @@ def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, ma
         recorded = []
         for site, _, module in model.named_attention_modules():
             for path in (site.key, site.value):
-                linear = module.get_submodule(path)
-                linear.register_forward_hook(
+                module.get_submodule(path).register_forward_hook(
                     lambda _, __, output, recorded=recorded: recorded.append(output.std().item())
                 )
         ids = torch.arange(5, 1925).view(64, 30)

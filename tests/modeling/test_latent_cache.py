@@ -55,8 +55,10 @@ def decode_at_once(model, batch, first, last):
         return model(**batch, decoder_input_ids=concatenated, use_cache=False).logits[:, first.shape[1] :]
 
 
-def select_rows(batch, indices):
-    return {name: tensor[indices] for name, tensor in batch.items()}
+def assert_continues(model, batch, first, last, cache):
+    """Check that decoding `last` with a cache equals decoding both parts of the target at once."""
+    expected = decode_at_once(model, batch, first, last)
+    torch.testing.assert_close(continue_decoding(model, batch, last, cache), expected, atol=1e-5, rtol=0)
 
 
 def assert_holds(cache, sentences, rank, beams=1, length=5):
@@ -76,9 +78,8 @@ def test_cached_latent_is_stored_once_for_all_layers(rank, variant, form):
     batch, first, last = make_pieces()
     cache = start(model, batch, first)
     assert_holds(cache, BATCH, rank)
-    actual = continue_decoding(model, batch, last, cache)
+    assert_continues(model, batch, first, last, cache)
     assert_holds(cache, BATCH, rank, length=LENGTH)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("layers", [2, 5])
@@ -139,9 +140,8 @@ def test_reordered_cache_still_stores_one_latent(rank, variant, change, form):
     cache = start(model, batch, first)
     selected_rows = change(cache)
     assert_holds(cache, len(selected_rows), rank)
-    batch, first, last = select_rows(batch, selected_rows), first[selected_rows], last[selected_rows]
-    actual = continue_decoding(model, batch, last, cache)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first, last), atol=1e-5, rtol=0)
+    batch = {name: tensor[selected_rows] for name, tensor in batch.items()}
+    assert_continues(model, batch, first[selected_rows], last[selected_rows], cache)
 
 
 @CROSS_RANKS
@@ -152,8 +152,7 @@ def test_copied_cache_stores_one_latent(rank, form):
     again = copy.deepcopy(cache)
     assert_holds(again, BATCH, rank)
     cache.cross_attention_cache.layers[0].keys.fill_(torch.nan)
-    actual = continue_decoding(model, batch, last, again)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first, last), atol=1e-5, rtol=0)
+    assert_continues(model, batch, first, last, again)
 
 
 @CROSS_RANKS
@@ -164,8 +163,7 @@ def test_latent_cache_can_be_cropped(rank, crop, form):
     cache = start(model, batch, first)
     cache.crop(crop)
     assert_holds(cache, BATCH, rank, length=5 + crop)
-    actual = continue_decoding(model, batch, last, cache)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
+    assert_continues(model, batch, first[:, :crop], last, cache)
 
 
 @CROSS_RANKS
@@ -186,15 +184,11 @@ def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
     others = batch | {"input_ids": make_token_ids(BATCH, LENGTH)}
     start(model, others, last, cache)
     assert_holds(cache, BATCH, rank, length=12 if kind == "static" else last.shape[1])
-    actual = continue_decoding(model, others, first, cache)
-    torch.testing.assert_close(actual, decode_at_once(model, others, last, first), atol=1e-5, rtol=0)
+    assert_continues(model, others, last, first, cache)
 
 
 def make_static_caches(model, length=12):
-    options = {"config": model.config}
-    return EncoderDecoderCache(
-        StaticCache(max_cache_len=length, **options), StaticCache(max_cache_len=LENGTH, **options)
-    )
+    return EncoderDecoderCache(*(StaticCache(config=model.config, max_cache_len=size) for size in (length, LENGTH)))
 
 
 @CROSS_RANKS
@@ -205,8 +199,7 @@ def test_latents_support_a_pair_of_static_caches(rank, variant):
     batch, first, last = make_pieces()
     cache = start(model, batch, first, make_static_caches(model))
     assert_holds(cache, BATCH, rank, length=12)
-    actual = continue_decoding(model, batch, last, cache)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first, last), atol=1e-5, rtol=0)
+    assert_continues(model, batch, first, last, cache)
 
 
 @CROSS_RANKS
@@ -221,8 +214,7 @@ def test_cache_in_a_new_wrapper_keeps_its_contents(rank, kind, form):
     }
     cache = start(model, batch, first, options[kind]())
     again = EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
-    actual = continue_decoding(model, batch, last, again)
-    torch.testing.assert_close(actual, decode_at_once(model, batch, first, last), atol=1e-5, rtol=0)
+    assert_continues(model, batch, first, last, again)
 
 
 def test_returned_cache_continues_generation(form):

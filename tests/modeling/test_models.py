@@ -191,10 +191,8 @@ def test_attention_module_uses_the_head_count_of_its_place():
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
     (self_site, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
-    assert [self_site.get_stack_name(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
-        "encoder",
-        "decoder",
-    ]
+    for is_decoder, stack in ((False, "encoder"), (True, "decoder")):
+        assert self_site.get_stack_name(SimpleNamespace(is_decoder=is_decoder)) == stack
     assert cross.is_cross_attention and cross.stack == "decoder"
 
 

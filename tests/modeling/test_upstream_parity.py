@@ -50,8 +50,10 @@ def assert_same_outputs(actual, expected):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_multi_head_equals_transformers(architecture, head, implementation, padded, tmp_path):
+    """Check that a checkpoint loads as the multi-head variant, without a configuration."""
     upstream = save_upstream(architecture, head, tmp_path)
-    variant_model = load_variant(architecture, head, tmp_path)
+    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
+    assert variant_model.config.num_key_value_heads == variant_model.config.num_attention_heads
     batch = architecture.make_batch(head, labels=True)
     if not padded:
         batch = {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
@@ -83,16 +85,6 @@ def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
     for name, parameter in variant_model.named_parameters():
         if upstream_parameters[name].grad is not None:
             torch.testing.assert_close(parameter.grad, upstream_parameters[name].grad, atol=ATOL, rtol=1e-4)
-
-
-@EVERY_HEAD
-def test_loading_without_a_configuration_gives_the_multi_head_variant(architecture, head, tmp_path):
-    upstream = save_upstream(architecture, head, tmp_path)
-    variant_model = getattr(hf_attn_variants, f"AttnVariant{head}").from_pretrained(tmp_path).eval()
-    assert variant_model.config.num_key_value_heads == variant_model.config.num_attention_heads
-    batch = architecture.make_batch(head)
-    with torch.no_grad():
-        assert_same_outputs(variant_model(**batch), upstream(**batch))
 
 
 @EVERY_HEAD
@@ -150,13 +142,10 @@ def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
 @pytest.mark.parametrize(
     "variant, expected",
     [
-        ("mha", []),
-        ("talking", ["adds them. They are initialized as the identity, so the outputs do not change."]),
-        (
-            "logits",
-            ['adds them. They are initialized randomly (`talking_heads_init="random"`), which changes the outputs'],
-        ),
-        ("dynamic", ["as the identity and the terms of `talking_heads_dynamic` as zeros. The outputs do not change"]),
+        ("mha", None),
+        ("talking", "adds them. They are initialized as the identity, so the outputs do not change."),
+        ("logits", 'They are initialized randomly (`talking_heads_init="random"`), which changes the outputs'),
+        ("dynamic", "as the identity and the terms of `talking_heads_dynamic` as zeros. The outputs do not change"),
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
@@ -171,8 +160,8 @@ def test_loading_a_transformers_checkpoint_warns_once(architecture, variant, exp
         logged.clear()
         _, info = model_class.from_pretrained(tmp_path, **arguments, output_loading_info=True)
         assert info["missing_keys"] == set()
-        for text, message in zip(expected, logged.messages, strict=True):
-            assert text in message and str(tmp_path) in message
+        assert len(logged.messages) == (expected is not None)
+        assert all(expected in message and str(tmp_path) in message for message in logged.messages)
 
 
 def test_missing_weights_are_reported_as_in_transformers(logged, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, make_token_ids
+from fixtures.caches import with_cache
 from relatives import RELATIVES
 from torch import nn
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
@@ -72,10 +73,8 @@ def test_changed_method_error_names_the_method_and_a_workaround():
         MethodSignature(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
-    assert (
-        f"{transformers_internals.OLDEST_TESTED} to {transformers_internals.NEWEST_TESTED}" in message
-        and transformers.__version__ in message
-    )
+    assert f"{transformers_internals.OLDEST_TESTED} to {transformers_internals.NEWEST_TESTED}" in message
+    assert transformers.__version__ in message
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
         with pytest.raises(TransformersChangedError, match=f"returns {returned} values, but this code expects 2"):
@@ -187,11 +186,7 @@ def test_latent_projection_exposes_a_dtype():
     architecture = ROWS["t5"]
     model = architecture.make_model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    model(
-        input_ids=make_token_ids(),
-        decoder_input_ids=make_token_ids(),
-        **{transformers_internals.get_cache_name(): cache},
-    )
+    model(input_ids=make_token_ids(), decoder_input_ids=make_token_ids(), **with_cache(cache))
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
@@ -243,14 +238,8 @@ def test_saved_configuration_needs_its_format_number(tmp_path):
 
 
 def test_versions_are_compared_by_minor_release():
-    assert [
-        transformers_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")
-    ] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    for version, is_newer in {"5.24.3": False, "5.9.0": False, "5.25.0.dev0": True, "6.0.0rc1": True}.items():
+        assert transformers_trial.is_newer(version, "5.24") == is_newer
 
 
 @pytest.fixture
