@@ -1,9 +1,8 @@
 """Fixtures of the modeling tests."""
 
-import logging
-
 import pytest
 import torch
+from fixtures.logs import logged  # noqa: F401
 
 
 @pytest.fixture
@@ -34,11 +33,3 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def logged(monkeypatch, caplog):
-    """The messages that Transformers and this package log while loading, at their default verbosity."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    caplog.set_level(logging.WARNING, "transformers")
-    return caplog

@@ -1,6 +1,7 @@
 """Let `quantize` accept the small layers of tiny models, and inputs with outliers."""
 
 import pytest
+from fixtures.logs import logged  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from architectures import VARIANTS
+from architectures import BERT, T5, VARIANTS
 from fixtures.extensions import ALL_FIELDS, EXTENSION_ROWS, get_extension_parameters, make_random_model
 from fixtures.rounded_maps import compute_max_error, make_rounded_model, round_weight
 from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, get_tensors, make
@@ -19,8 +19,6 @@ from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.int8_weight import Int8Weight, time_calls_in_turn
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, supports_bfloat16
 
-T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
-BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
 # Fields of T5 in addition to `VARIANTS`.
 MORE = {
     "exact": {"cross_kv_lora_rank": 40},
@@ -97,17 +95,13 @@ def test_int8_mechanisms_equal_the_rounded_reference(name, backend_setting):
 @torch.no_grad()
 def test_int8_models_with_extensions_keep_their_parameters(name):
     sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 512}
-    model, batch = (
-        make_random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]).float(),
-        BERT.make_batch("BertModel"),
-    )
-    expected, before = model(**batch)[0], {key: item.clone() for key, item in get_extension_parameters(model).items()}
+    model, batch = make_random_model(BERT, "BertModel", **sizes, **EXTENSION_ROWS[name]), BERT.make_batch("BertModel")
+    expected = model.float()(**batch)[0]
+    before = {key: item.clone() for key, item in get_extension_parameters(model).items()}
     quantize(model)
     assert find_paths(model, Int8Linear)
-    assert all(
-        item.equal(before[key]) and item.dtype == torch.float32
-        for key, item in get_extension_parameters(model).items()
-    )
+    for key, item in get_extension_parameters(model).items():
+        assert item.equal(before[key]) and item.dtype == torch.float32
     real = batch["attention_mask"].bool()
     assert torch.cosine_similarity(model(**batch)[0][real], expected[real], dim=-1).min() >= 0.99
 
@@ -224,10 +218,13 @@ def test_values_beyond_16_bits_do_not_overflow(backend_setting):
         torch.testing.assert_close(Int8Linear(linear)(states), linear(states), rtol=1e-4, atol=1e-4)
 
 
+needs_bfloat16 = pytest.mark.skipif(not supports_bfloat16(), reason="this processor has no bfloat16")
+EACH_PACKED_LAYER = pytest.mark.parametrize("cls", [Int8Linear, pytest.param(Bfloat16Linear, marks=needs_bfloat16)])
+
+
+@needs_bfloat16
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_layer_equals_its_reference(bias):
-    if not supports_bfloat16():
-        pytest.skip("this processor has no bfloat16")
     linear = torch.nn.Linear(70, 48, bias=bias)
     layer = Bfloat16Linear(linear)
     for shape in ((70,), (1, 70), (3, 7, 70), (40, 70), (2, 0, 70)):
@@ -249,11 +246,9 @@ def test_bfloat16_layer_equals_its_reference(bias):
         other.load_state_dict(linear.state_dict())
 
 
-@pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
+@EACH_PACKED_LAYER
 def test_packed_weights_are_shared_by_threads_and_modes(backend_setting, cls):
     """Check inference mode, which creates another kind of tensors, and simultaneous threads."""
-    if cls is Bfloat16Linear and not supports_bfloat16():
-        pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
     layer = cls(linear)
     with torch.inference_mode():
@@ -267,10 +262,8 @@ def test_packed_weights_are_shared_by_threads_and_modes(backend_setting, cls):
     assert all(torch.equal(item, expected[place % 2]) for place, item in enumerate(actual))
 
 
-@pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
+@EACH_PACKED_LAYER
 def test_compiled_int8_model_is_one_graph_with_equal_outputs(backend_setting, cls):
-    if cls is Bfloat16Linear and not supports_bfloat16():
-        pytest.skip("this processor has no bfloat16")
     linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
     layer = cls(linear)
     others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
@@ -327,9 +320,8 @@ def test_single_token_is_rounded_like_in_a_batch(bias, size, backend_setting):
     with torch.no_grad():
         error = (layer(states) - linear(states)).abs()
         unlike = (layer(states) - layer(states.repeat(1, 2, 1))[:, :1]).abs()  # equal rows have equal scales
-    float_error = 1e-6 * (
-        max(size, 1.0) if bias else size
-    )  # instead of the default bound, so that outputs of any size are tested
+    # This replaces the default bound, so that outputs of any size are tested.
+    float_error = 1e-6 * (max(size, 1.0) if bias else size)
     assert (error <= compute_max_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
     assert unlike.max() <= float_error
 
@@ -393,20 +385,16 @@ def test_int8_generation_scores_equal_a_full_forward(kind, search):
         share_memory(float32)
     quantized = quantize(copy.deepcopy(float32))
     torch.manual_seed(0)
-    options = {"return_timestamps": False} if kind == "whisper" else {}
-    sequences = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES[search], **options)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    options |= {"return_timestamps": False} if kind == "whisper" else {}
+    sequences = quantized.generate(**batch, **options, **SEARCHES[search])
     actual, exact = (compute_scores(model, batch, sequences) for model in (quantized, float32))
-    rounded = compute_scores(
-        make_rounded_model(float32, find_paths(quantized, Int8Linear), find_paths(quantized, Bfloat16Linear)),
-        batch,
-        sequences,
-    )
+    paths = (find_paths(quantized, kind) for kind in (Int8Linear, Bfloat16Linear))
+    rounded = compute_scores(make_rounded_model(float32, *paths), batch, sequences)
     # The order of a sum sometimes moves an input to another grid value.
     assert (actual - rounded).abs().max() <= 1.2 * (rounded - exact).abs().max() + 1e-4
-    again = quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options)
-    assert torch.equal(
-        quantized.generate(**batch, max_new_tokens=6, min_new_tokens=6, **SEARCHES["beams"], **options), again
-    )
+    first, second = (quantized.generate(**batch, **options, num_beams=3) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.cross_product

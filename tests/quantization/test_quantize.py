@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES
+from architectures import T5
 from fixtures.upstream_seq2seq import make_source_batch, make_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, WavLMConfig, WavLMModel
 
@@ -24,7 +24,6 @@ from hf_attn_variants.shared_memory.attention import iterate_cross_attentions
 # Import the module by its path, because the package has a function of the same name.
 in_place = importlib.import_module("hf_attn_variants.quantization.quantize")
 
-T5 = next(row for row in ARCHITECTURES if row.name == "t5")
 GENERATES = "T5ForConditionalGeneration"
 
 
@@ -150,14 +149,9 @@ def test_casting_a_quantized_model_raises_an_error(name):
     model = quantize(make_tiny_model(name))
     pickled = pickle.loads(pickle.dumps(model))
     for item in (model, copy.deepcopy(model), pickled, model.get_encoder()):
-        for cast in (
-            lambda: item.to(torch.bfloat16),  # noqa: B023
-            lambda: item.to("meta"),  # noqa: B023
-            lambda: item.bfloat16(),  # noqa: B023
-            lambda: item.double(),  # noqa: B023
-        ):
+        for method, *arguments in (("to", torch.bfloat16), ("to", "meta"), ("bfloat16",), ("double",)):
             with pytest.raises(ValueError, match="int8"):
-                cast()
+                getattr(item, method)(*arguments)
         assert {parameter.dtype for parameter in item.parameters()} == {torch.float32}
         assert item.to("cpu") is item and item.to(torch.float32) is item
     copied = copy.deepcopy(model)
@@ -205,10 +199,14 @@ def test_training_a_quantized_model_raises_an_error():
             check(model)
 
 
-def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
-    )
+@pytest.fixture
+def fast_bfloat16(monkeypatch):
+    """Pretend that bfloat16 takes as long as float32 on this processor."""
+    ratios = dict.fromkeys(in_place.TIMED_ROWS, 1.0)
+    monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: ratios)
+
+
+def test_bfloat16_equals_the_cast_of_transformers(fast_bfloat16, tmp_path):
     for model in (make_tiny_model("t5"), T5.make_model(GENERATES, "latent"), T5.make_model(GENERATES, "talking")):
         expected = compute_logits(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
@@ -216,10 +214,7 @@ def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
     model.save_pretrained(tmp_path / "half")
 
 
-def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
-    monkeypatch.setattr(
-        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
-    )
+def test_bfloat16_keeps_the_float32_modules_of_transformers(fast_bfloat16):
     model = make_tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
@@ -230,9 +225,9 @@ def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
-def test_bfloat16_keeps_the_float32_buffers_of_transformers(kind, monkeypatch, tmp_path):
+def test_bfloat16_keeps_the_float32_buffers_of_transformers(kind, fast_bfloat16, tmp_path):
     """Check RoPE's frequencies, which stay in float32 as in `from_pretrained`; sinusoids become bfloat16."""
-    monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: {"all": 1.0})
+
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else make_tiny_model(kind)
     model.eval().save_pretrained(tmp_path)
@@ -317,20 +312,16 @@ def test_model_that_fails_with_int8_is_unchanged():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_model_without_a_trial_batch_is_quantized_with_a_warning(caplog):
+def test_model_without_a_trial_batch_is_quantized_with_a_warning(logged):
     class Other(ReadsWeights):
         def forward(self, words):
             return super().forward(words, torch.ones_like(words))
 
-    transformers.logging.enable_propagation()
-    with caplog.at_level(logging.WARNING, "transformers"):
-        quantize(make_small_bert(Other))
-    assert "example_inputs" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "transformers"):
-        model = quantize(make_small_bert(Other), example_inputs={"words": torch.arange(5, 14)[None]})
-    transformers.logging.disable_propagation()
-    assert "example_inputs" not in caplog.text
+    quantize(make_small_bert(Other))
+    assert "example_inputs" in logged.text
+    logged.clear()
+    model = quantize(make_small_bert(Other), example_inputs={"words": torch.arange(5, 14)[None]})
+    assert "example_inputs" not in logged.text
     assert type(model.down) is torch.nn.Linear and isinstance(model.called, Int8Linear)
 
 
@@ -369,26 +360,19 @@ def test_input_outliers_are_detected():
     assert plain < packed_linear.MAX_ERROR < 0.1 < outlier
 
 
-def test_slower_int8_gives_a_warning(monkeypatch, caplog):
-    transformers.logging.enable_propagation()
-    for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
-        monkeypatch.setattr(in_place, "time_calls_in_turn", lambda *calls, int8=int8: [1.0, int8])
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "transformers"):
-            quantize(make_tiny_model("bart"))
-        assert words in caplog.text and ("float32 on this processor" in caplog.text) == bool(words)
-        assert str(int8_weight.get_current_plan()) in caplog.text
-    transformers.logging.disable_propagation()
+@pytest.mark.parametrize(("int8", "words"), [(3.0, "3.0 times as long"), (0.5, "")])
+def test_slower_int8_gives_a_warning(monkeypatch, logged, int8, words):
+    monkeypatch.setattr(in_place, "time_calls_in_turn", lambda *calls: [1.0, int8])
+    logged.set_level(logging.INFO, "transformers")
+    quantize(make_tiny_model("bart"))
+    assert words in logged.text and ("float32 on this processor" in logged.text) == bool(words)
+    assert str(int8_weight.get_current_plan()) in logged.text
 
 
 def test_int8_layer_returns_the_autocast_dtype():
     """Check also the first call of a process, and inputs that are not contiguous."""
-    for cached in (
-        int8_weight._make_execution_plan,
-        int8_weight._find_correct_backends,
-        int8_weight._choose_input_bits,
-    ):
-        cached.cache_clear()
+    for name in ("_make_execution_plan", "_find_correct_backends", "_choose_input_bits"):
+        getattr(int8_weight, name).cache_clear()
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -414,21 +398,13 @@ def test_quantized_model_reports_its_size_and_rejects_other_devices():
     assert copy.deepcopy(model).to_empty(device="cpu").num_parameters() == model.num_parameters()
 
 
-def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
-    ratios = dict(zip(in_place.TIMED_ROWS, (0.9, 7.3), strict=True))
-    monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: ratios)
-    transformers.logging.enable_propagation()
-    with caplog.at_level(logging.WARNING, "transformers"):
+def test_slower_bfloat16_gives_a_warning(monkeypatch, logged):
+    for ratios, warns in ((0.9, 7.3), True), ((0.5, 0.5), False):
+        slowdowns = dict(zip(in_place.TIMED_ROWS, ratios, strict=True))
+        monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads, result=slowdowns: result)
         quantize(make_tiny_model("t5"), "bfloat16")
-    assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(
-        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 0.5)
-    )
-    with caplog.at_level(logging.WARNING, "transformers"):
-        quantize(make_tiny_model("t5"), "bfloat16")
-    transformers.logging.disable_propagation()
-    assert not caplog.text
+        assert ("7.3 times as long" in logged.text and "0.9 times" in logged.text) == bool(logged.text) == warns
+        logged.clear()
 
 
 def make_compiled_model():
