@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from fixtures.attention_tensors import make_attention_tensors, make_head_counts
 
-from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, reorder_heads
+from hf_attn_variants.conversion.attention_tensors import AttentionInputs, reorder_heads
 from hf_attn_variants.conversion.calibration.head_groups import _sample_inputs, find_best_groups
 from hf_attn_variants.conversion.calibration.recording import compute_attention
 from hf_attn_variants.modeling.mechanisms.head_sharing import get_consecutive_groups
@@ -13,14 +14,9 @@ pytestmark = pytest.mark.cross_product
 SIZE, HEAD_DIM = 16, 4
 
 
-def make_attention(heads: int, key_value_heads: int, with_bias: bool, seed: int = 0) -> AttentionTensors:
-    generator = torch.Generator().manual_seed(seed)
-    rows = {"query": heads, "key": key_value_heads, "value": key_value_heads}
-    tensors = {f"{role}_weight": torch.randn(n * HEAD_DIM, SIZE, generator=generator) for role, n in rows.items()}
-    if with_bias:
-        tensors |= {f"{role}_bias": torch.randn(n * HEAD_DIM, generator=generator) for role, n in rows.items()}
-        tensors["output_bias"] = torch.randn(SIZE, generator=generator)
-    return AttentionTensors(**tensors, output_weight=torch.randn(SIZE, heads * HEAD_DIM, generator=generator))
+def make_attention(heads, key_value_heads, with_bias=True):
+    biases = ("query", "key", "value", "output") if with_bias else ()
+    return make_attention_tensors(heads, key_value_heads, HEAD_DIM, SIZE, biases)
 
 
 def make_inputs(batches: int = 4) -> list[AttentionInputs]:
@@ -32,7 +28,7 @@ def make_inputs(batches: int = 4) -> list[AttentionInputs]:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("key_value_heads", [6, 3])
 def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
-    heads = HeadCounts(6, (key_value_heads, 1), (key_value_heads, 1), 6, HEAD_DIM)
+    heads = make_head_counts(6, key_value_heads, 1, HEAD_DIM)
     groups = [[4, 5], [0, 1], [2, 3]] if key_value_heads == 3 else [[5, 0, 3], [2, 4, 1]]
     before, batch = make_attention(6, key_value_heads, with_bias), make_inputs(1)[0]
     after = reorder_heads(before, heads, groups)
@@ -42,15 +38,14 @@ def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
 
 @pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
 def test_search_groups_similar_heads(pairs):
-    tensors = make_attention(6, 6, with_bias=True)
+    tensors = make_attention(6, 6)
     for first, second in pairs:
         for role in ("key", "value"):
             for part in ("weight", "bias"):
                 heads = getattr(tensors, f"{role}_{part}").unflatten(0, (6, HEAD_DIM))
                 heads[second] = heads[first]
-    groups = find_best_groups(
-        tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), make_inputs(), torch.Generator().manual_seed(0)
-    )
+    heads = make_head_counts(6, 6, 3, HEAD_DIM)
+    groups = find_best_groups(tensors, heads, make_inputs(), torch.Generator().manual_seed(0))
     assert groups == [list(pair) for pair in sorted(pairs)]
 
 
@@ -65,18 +60,14 @@ def test_search_uses_every_layer_that_shares_an_attention():
 
 
 def test_search_is_skipped_if_it_exceeds_the_memory(caplog):
-    heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
+    heads = make_head_counts(128, 128, 8, 128)
     groups = find_best_groups(None, heads, [], torch.Generator())
     assert groups == get_consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
 def test_grouped_heads_stay_together():
-    groups = find_best_groups(
-        make_attention(8, 4, False),
-        HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM),
-        make_inputs(),
-        torch.Generator().manual_seed(0),
-    )
+    tensors, heads = make_attention(8, 4, False), make_head_counts(8, 4, 2, HEAD_DIM)
+    groups = find_best_groups(tensors, heads, make_inputs(), torch.Generator().manual_seed(0))
     assert sorted(head for group in groups for head in group) == list(range(8))
     assert all((head + 1 in group) for group in groups for head in group if head % 2 == 0)
     assert get_consecutive_groups(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]

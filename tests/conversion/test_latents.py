@@ -1,10 +1,12 @@
 """Check conversions to latents: lossless cases, from weights only, on text, and together with other heads."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from architectures import ALBERT, T5
+from fixtures.attention_tensors import make_attention_tensors, make_head_counts
 from fixtures.calibrations import compute_error, make_bert, make_calibration, make_inputs, make_t5, make_texts
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM
@@ -12,8 +14,6 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
 from hf_attn_variants.conversion.attention_tensors import (
     AttentionInputs,
-    AttentionTensors,
-    HeadCounts,
     QuadraticErrorForm,
     compute_error_forms_from_weights,
     compute_preserved_energy_share,
@@ -23,6 +23,7 @@ from hf_attn_variants.conversion.attention_tensors import (
 )
 from hf_attn_variants.conversion.calibration.methods import compute_error_forms
 from hf_attn_variants.conversion.calibration.recording import compute_attention, compute_attention_weights
+from hf_attn_variants.conversion.report import compute_attention_errors
 
 pytestmark = pytest.mark.cross_product
 
@@ -148,10 +149,12 @@ def test_recording_in_several_chunks_changes_no_result(monkeypatch):
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("before", "after", "expected"), [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same")])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same"), (4, None, "expand")],
+)
 def test_rank_changes_are_checked(before, after, expected):
     assert get_latent_change(before, after) == expected
-    assert get_latent_change(4, None) == "expand"
 
 
 @pytest.mark.thorough
@@ -180,13 +183,8 @@ def test_latent_folder_conversion_equals_the_in_memory_conversion(tmp_path, dtyp
 
 def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
     make_t5().save_pretrained(tmp_path / "source")
-    report = convert_checkpoint(
-        tmp_path / "source",
-        tmp_path / "out",
-        kv_lora_rank=32,
-        cross_kv_lora_rank=8,
-        calibration=make_text_calibration(),
-    )
+    fields = {"kv_lora_rank": 32, "cross_kv_lora_rank": 8, "calibration": make_text_calibration()}
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert stored["heads"]["cross_kv_lora_rank"] == [None, 8] and stored["heads"]["kv_lora_rank"] == [None, 32]
     assert "encoder_kv_lora_rank" not in stored["heads"]
@@ -283,21 +281,14 @@ def test_per_layer_heads_convert_with_latents(build, num_key_value_heads):
     assert converted.config.per_layer_values == values and converted.config.num_key_value_heads == 2
 
 
-def make_attention(heads=4, kv_heads=4, d=3, width=10, seed=0, bias=False):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"query": (heads * d, width), "output": (width, heads * d)}
-    shapes |= dict.fromkeys(("key", "value"), (kv_heads * d, width))
-    tensors = {f"{role}_weight": torch.randn(shape, generator=generator) for role, shape in shapes.items()}
-    if bias:
-        tensors |= {f"{role}_bias": torch.randn(shape[0], generator=generator) for role, shape in shapes.items()}
-    counts = HeadCounts(heads, (kv_heads, kv_heads), (kv_heads, kv_heads), heads, d)
-    return AttentionTensors(**tensors), counts
+def make_attention(heads=4, kv_heads=4, bias=False):
+    tensors = make_attention_tensors(heads, kv_heads, 3, 10, ("query", "key", "value", "output") if bias else ())
+    return tensors, make_head_counts(heads, kv_heads, kv_heads, 3)
 
 
-def make_attention_inputs(width=10, batch=64, length=7, seed=1, scaling=0.3):
-    states = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
-    valid = torch.ones(batch, length, dtype=torch.bool)
-    return [AttentionInputs(states, states, None, None, valid, scaling)]
+def make_attention_inputs():
+    states = torch.randn(64, 7, 10, generator=torch.Generator().manual_seed(1))
+    return [AttentionInputs(states, states, None, None, torch.ones(64, 7, dtype=torch.bool), 0.3)]
 
 
 def test_best_latent_equals_the_truncated_svd():
@@ -314,8 +305,6 @@ def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = make_attention(kv_heads=2)
     forms = compute_error_forms_from_weights(tensors, heads)
     new = project_onto_latent(tensors, find_best_latent([forms.key, forms.value], 6), forms)
-    from hf_attn_variants.conversion.report import compute_attention_errors
-
     logits, values = compute_attention_errors(tensors, new.fold_latent(), heads)
     assert logits**2 == pytest.approx(1 - new.details["latent_key_energy"], abs=2e-4)
     assert values**2 == pytest.approx(1 - new.details["latent_value_energy"], abs=2e-4)
@@ -328,9 +317,7 @@ def test_dropped_value_directions_change_outputs_by_their_energy():
     form = forms.value
     latent = find_best_latent([form], 2)
     new = project_onto_latent(tensors, latent, forms)
-    changed = AttentionTensors(
-        tensors.query_weight, tensors.key_weight, new.fold_latent(torch.float32).value_weight, tensors.output_weight
-    )
+    changed = replace(tensors, value_weight=new.fold_latent(torch.float32).value_weight)
     difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
     expected = (1 - compute_preserved_energy_share(form, latent)) * form.energy
     # The tolerance covers the share of directions that the form has in addition to those in the text.
@@ -346,7 +333,7 @@ def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
     form = compute_error_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
     lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
     weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
-    changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
+    changed = replace(tensors, key_weight=weight)
     difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
     expected = ((form.gram @ lost @ form.metric) * lost).sum()
     assert float(difference.double().square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.1)
@@ -363,41 +350,41 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
     assert compute_attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
 
 
-class TestLatentsOfASourceWithLatents:
-    """Check changes from one rank to a smaller rank, to the full width, and to no latent."""
+def make_latent_t5(model=None):
+    """Return a model with latents, which can change to a smaller rank, to the full width, or to no latent."""
+    return convert_model(model or make_t5(), method="mean", kv_lora_rank=12, cross_kv_lora_rank=16)
 
-    fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
 
-    def test_full_width_rank_is_lossless(self, tmp_path):
-        source = convert_model(make_t5(), method="mean", **self.fields)
-        source.save_pretrained(tmp_path / "source")
-        ranks = dict.fromkeys(self.fields, 32)
-        converted = convert_checkpoint(tmp_path / "source", tmp_path / "out", **ranks)
-        assert {row.change for row in converted.layers} == {"same", "expand"}
-        assert converted.mean_logits_relative_error < 1e-6
-        stored = load_file(tmp_path / "out" / "model.safetensors")
-        assert not any("kv_a_proj" in name for name in stored)
-        assert compute_error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
+def test_full_width_rank_of_a_model_with_latents_is_lossless(tmp_path):
+    source = make_latent_t5()
+    source.save_pretrained(tmp_path / "source")
+    converted = convert_checkpoint(tmp_path / "source", tmp_path / "out", kv_lora_rank=32, cross_kv_lora_rank=32)
+    assert {row.change for row in converted.layers} == {"same", "expand"}
+    assert converted.mean_logits_relative_error < 1e-6
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert not any("kv_a_proj" in name for name in stored)
+    assert compute_error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
 
-    @pytest.mark.parametrize("knows_text", [False, True])
-    @pytest.mark.thorough
-    def test_smaller_rank_is_lossless_for_projections_of_that_rank(self, knows_text):
-        model = make_low_rank(make_t5(), 8)
-        source = convert_model(model, method="mean", **self.fields)
-        calibration_data = make_text_calibration(fit_steps=3) if knows_text else None
-        smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=calibration_data)
-        assert smaller.config.kv_lora_rank == 8
-        assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
-        assert compute_error(smaller, model) < 1e-4
 
-    def test_heads_change_with_the_same_latent(self):
-        source = convert_model(make_t5(), method="mean", **self.fields)
-        grouped = convert_model(source, 2, calibration=make_text_calibration())
-        latent = "decoder.cross_kv_a_proj.weight"
-        assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
-        assert compute_error(grouped, source) < compute_error(convert_model(source, 2, "mean"), source)
+@pytest.mark.parametrize("knows_text", [False, True])
+@pytest.mark.thorough
+def test_smaller_rank_is_lossless_for_projections_of_that_rank(knows_text):
+    model = make_low_rank(make_t5(), 8)
+    calibration = make_text_calibration(fit_steps=3) if knows_text else None
+    smaller = convert_model(make_latent_t5(model), kv_lora_rank=8, cross_kv_lora_rank=8, calibration=calibration)
+    assert smaller.config.kv_lora_rank == 8
+    assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
+    assert compute_error(smaller, model) < 1e-4
 
-    def test_larger_rank_raises_an_error(self):
-        source = convert_model(make_t5(), method="mean", **self.fields)
-        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot be converted to rank 20"):
-            convert_model(source, kv_lora_rank=20)
+
+def test_heads_of_a_model_with_latents_change_with_the_same_latent():
+    source = make_latent_t5()
+    grouped = convert_model(source, 2, calibration=make_text_calibration())
+    latent = "decoder.cross_kv_a_proj.weight"
+    assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
+    assert compute_error(grouped, source) < compute_error(convert_model(source, 2, "mean"), source)
+
+
+def test_larger_rank_raises_an_error():
+    with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot be converted to rank 20"):
+        convert_model(make_latent_t5(), kv_lora_rank=20)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from fixtures.attention_tensors import make_attention_tensors, make_head_counts
 from torch import nn
 
 from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
-    HeadCounts,
     LayerContext,
     average_heads,
     get_kv_head_change,
@@ -21,18 +21,8 @@ from hf_attn_variants.conversion.plan import make_seeded_generator
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 
 
-def make_attention(seed=0, bias=True):
-    generator = torch.Generator().manual_seed(seed)
-    inner = HEADS * HEAD_DIM
-    shapes = {"query": (inner, SIZE), "key": (inner, SIZE), "value": (inner, SIZE), "output": (SIZE, inner)}
-    tensors = {f"{role}_weight": torch.randn(shape, generator=generator) for role, shape in shapes.items()}
-    if bias:
-        tensors |= {f"{role}_bias": torch.randn(shape[0], generator=generator) for role, shape in shapes.items()}
-    return AttentionTensors(**tensors)
-
-
-def make_head_counts(target=KV_HEADS):
-    return HeadCounts(HEADS, (HEADS, target), (HEADS, target), HEADS, HEAD_DIM)
+def make_attention(bias=True):
+    return make_attention_tensors(HEADS, HEADS, HEAD_DIM, SIZE, ("query", "key", "value", "output") if bias else ())
 
 
 def make_layer_context(seed=0, module="encoder.layer.0.attention", std=0.02):
@@ -67,15 +57,11 @@ def test_groups_equal_those_of_torch_grouped_attention():
 def test_mean_pooling_averages_consecutive_heads(target):
     weight = make_attention().key_weight
     group = HEADS // target
-    expected = torch.cat(
-        [
-            torch.stack(
-                [weight[(i * group + j) * HEAD_DIM : (i * group + j + 1) * HEAD_DIM] for j in range(group)]
-            ).mean(0)
-            for i in range(target)
-        ]
-    )
-    torch.testing.assert_close(average_heads(weight, HEADS, target), expected)
+    pooled = average_heads(weight, HEADS, target)
+    for i in range(target):
+        heads = [weight[head * HEAD_DIM : (head + 1) * HEAD_DIM] for head in range(i * group, (i + 1) * group)]
+        torch.testing.assert_close(pooled[i * HEAD_DIM : (i + 1) * HEAD_DIM], sum(heads) / group)
+    assert len(pooled) == target * HEAD_DIM
 
 
 def test_first_method_takes_the_first_head_of_each_group():
@@ -100,7 +86,8 @@ def test_pooling_in_two_steps_equals_pooling_in_one():
 def test_methods_change_only_keys_and_values(name, bias):
     before = make_attention(bias=bias)
     copy = make_attention(bias=bias)
-    after = resolve_method(name).pool(before, make_head_counts(), make_layer_context())
+    heads = make_head_counts(HEADS, HEADS, KV_HEADS, HEAD_DIM)
+    after = resolve_method(name).pool(before, heads, make_layer_context())
     assert after.key_weight.shape == after.value_weight.shape == (KV_HEADS * HEAD_DIM, SIZE)
     assert after.query_weight is before.query_weight and after.output_weight is before.output_weight
     assert (after.key_bias is None) is not bias
@@ -114,12 +101,10 @@ def test_methods_change_only_keys_and_values(name, bias):
 
 
 def test_random_method_is_seeded_per_layer():
-    draws = [
-        resolve_method("random")
-        .pool(make_attention(), make_head_counts(), make_layer_context(seed, module))
-        .key_weight
-        for seed, module in [(0, "layer.0"), (0, "layer.0"), (0, "layer.1"), (1, "layer.0")]
-    ]
+    draws, heads = [], make_head_counts(HEADS, HEADS, KV_HEADS, HEAD_DIM)
+    for seed, module in [(0, "layer.0"), (0, "layer.0"), (0, "layer.1"), (1, "layer.0")]:
+        pooled = resolve_method("random").pool(make_attention(), heads, make_layer_context(seed, module))
+        draws.append(pooled.key_weight)
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[3])
 
@@ -127,9 +112,8 @@ def test_random_method_is_seeded_per_layer():
 def test_random_method_uses_the_initial_scale_without_bias():
     inner = HEADS * 64
     wide = AttentionTensors(*(torch.zeros(inner, 512) for _ in range(4)), *(torch.ones(inner) for _ in range(4)))
-    after = resolve_method("random").pool(
-        wide, HeadCounts(HEADS, (12, 4), (12, 4), HEADS, 64), make_layer_context(std=0.5)
-    )
+    heads = make_head_counts(HEADS, 12, 4, 64)
+    after = resolve_method("random").pool(wide, heads, make_layer_context(std=0.5))
     assert after.key_weight.std().item() == pytest.approx(0.5, rel=0.02)
     assert not torch.equal(after.key_weight, after.value_weight)
     assert after.key_bias.abs().max() == 0

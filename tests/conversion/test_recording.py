@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5
+from fixtures.attention_tensors import make_attention_tensors
 from relatives import RELATIVES
 from torch import nn
 
-from hf_attn_variants.conversion.attention_tensors import AttentionTensors
 from hf_attn_variants.conversion.calibration.recording import (
     AttentionInputs,
     compute_attention,
@@ -23,15 +23,8 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 
 
-def make_tensors(kv_heads: int) -> AttentionTensors:
-    generator = torch.Generator().manual_seed(0)
-    rows = {"query": HEADS, "key": kv_heads, "value": kv_heads}
-    parts = {}
-    for role, heads in rows.items():
-        parts[f"{role}_weight"] = torch.randn(heads * HEAD_DIM, SIZE, generator=generator, dtype=torch.float64)
-        parts[f"{role}_bias"] = torch.randn(heads * HEAD_DIM, generator=generator, dtype=torch.float64)
-    output = torch.randn(SIZE, HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
-    return AttentionTensors(**parts, output_weight=output)
+def make_tensors(kv_heads):
+    return make_attention_tensors(HEADS, kv_heads, HEAD_DIM, SIZE, ("query", "key", "value"), dtype=torch.float64)
 
 
 def make_inputs(mask: str, with_bias: bool, memory_length: int) -> AttentionInputs:

@@ -1,24 +1,20 @@
 """Compare the errors of the report with products that are computed in full."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from fixtures.attention_tensors import make_attention_tensors, make_head_counts
 
 from hf_attn_variants.conversion import report
-from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
 from hf_attn_variants.conversion.report import compute_attention_errors
 
 HEADS, HEAD_DIM, SIZE, MEMORY = 6, 3, 10, 7
 
 
 def make_attention(kv_heads, bias=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    inner, kv = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
-    biases = (draw(inner), draw(kv), draw(kv), draw(SIZE)) if bias else ()
-    return AttentionTensors(draw(inner, SIZE), draw(kv, MEMORY), draw(kv, MEMORY), draw(SIZE, inner), *biases)
+    biases = ("query", "key", "value", "output") if bias else ()
+    return make_attention_tensors(HEADS, kv_heads, HEAD_DIM, SIZE, biases, MEMORY, seed)
 
 
 def compute_products(tensors, kv_heads):
@@ -45,11 +41,9 @@ def test_report_errors_equal_those_of_full_products(source, target, same_query, 
     monkeypatch.setattr(report, "_COMPARED_ELEMENTS", block)
     before, after = make_attention(source, bias), make_attention(target, bias, seed=1)
     if same_query:
-        unchanged = {
-            name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")
-        }
-        after = AttentionTensors(**(vars(after) | unchanged))
-    heads = HeadCounts(HEADS, (source, target), (source, target), HEADS, HEAD_DIM)
+        unchanged = ("query_weight", "query_bias", "output_weight", "output_bias")
+        after = replace(after, **{name: getattr(before, name) for name in unchanged})
+    heads = make_head_counts(HEADS, source, target, HEAD_DIM)
     expected = [
         ((old - new).norm() / old.norm()).item()
         for old, new in zip(compute_products(before, source), compute_products(after, target), strict=True)
@@ -58,13 +52,12 @@ def test_report_errors_equal_those_of_full_products(source, target, same_query, 
 
 
 def test_unchanged_weights_have_zero_error():
-    before = make_attention(2)
-    tensors = {name: value for name, value in vars(before).items() if isinstance(value, torch.Tensor)}
-    copy = AttentionTensors(**{name: value.clone() for name, value in tensors.items()})
-    assert compute_attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
+    counts = make_head_counts(HEADS, 2, 2, HEAD_DIM)
+    assert compute_attention_errors(make_attention(2), make_attention(2), counts) == (0.0, 0.0)
 
 
 def test_error_relative_to_zero_is_undefined():
     before = make_attention(2, bias=False)
-    zero = AttentionTensors(**(vars(before) | {"key_weight": torch.zeros_like(before.key_weight)}))
-    assert compute_attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)
+    zero = replace(before, key_weight=torch.zeros_like(before.key_weight))
+    counts = make_head_counts(HEADS, 2, 2, HEAD_DIM)
+    assert compute_attention_errors(zero, before, counts) == (None, 0.0)

@@ -4,22 +4,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import tokenizers
 import torch
+from fixtures.attention_tensors import make_attention_tensors, make_head_counts
 from fixtures.native_models import make_eurobert, make_t5gemma
-from transformers import (
-    EuroBertModel,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    NomicBertConfig,
-    NomicBertForMaskedLM,
-    PreTrainedTokenizerFast,
-)
+from fixtures.word_tokenizers import END_TEMPLATE, build_word_tokenizer
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import EuroBertModel, ModernBertConfig, ModernBertForMaskedLM, NomicBertConfig, NomicBertForMaskedLM
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.eurobert.modeling_eurobert import apply_rotary_pos_emb as apply_half
 
 from hf_attn_variants.conversion import Calibration, convert
-from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, LayerContext
+from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, LayerContext
 from hf_attn_variants.conversion.calibration.head_groups import find_best_groups
 from hf_attn_variants.conversion.calibration.head_moments import compute_head_moments, project_heads
 from hf_attn_variants.conversion.calibration.methods import (
@@ -49,15 +44,8 @@ def make_rotary(length, frequencies, layout):
 
 
 def make_attention(head_dim=4, key_heads=QUERY_HEADS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / 3
-
-    rows = {"query": QUERY_HEADS, "key": key_heads, "value": key_heads}
-    weights = {f"{role}_weight": draw(count * head_dim, WIDTH) for role, count in rows.items()}
-    biases = {f"{role}_bias": draw(count * head_dim) for role, count in rows.items()}
-    return AttentionTensors(**weights, **biases, output_weight=draw(WIDTH, QUERY_HEADS * head_dim))
+    biases, options = ("query", "key", "value"), {"seed": seed, "scale": 1 / 3, "dtype": torch.float64}
+    return make_attention_tensors(QUERY_HEADS, key_heads, head_dim, WIDTH, biases, **options)
 
 
 def make_inputs(frequencies, layout, lengths=(9, 6), seed=1):
@@ -70,8 +58,8 @@ def make_inputs(frequencies, layout, lengths=(9, 6), seed=1):
     return [AttentionInputs(states, states, mask[:, None, None], None, valid, 0.5, rotary=rotary)]
 
 
-def make_head_counts(new=2, old=QUERY_HEADS, head_dim=4):
-    return HeadCounts(QUERY_HEADS, (old, new), (old, new), QUERY_HEADS, head_dim)
+def make_counts(new=2, old=QUERY_HEADS, head_dim=4):
+    return make_head_counts(QUERY_HEADS, old, new, head_dim)
 
 
 def make_factors(heads, pairs, modulus=True, seed=2):
@@ -117,11 +105,11 @@ def list_scores(tensors, inputs, heads):
 @FREQUENCIES
 @pytest.mark.parametrize("head_dim", [4, 6], ids=["full", "partial"])
 def test_query_factors_equal_least_squares_over_all_pairs_of_tokens(layout, frequencies, head_dim):
-    inputs, heads = make_inputs(frequencies, layout), make_head_counts(head_dim=head_dim)
+    inputs, heads = make_inputs(frequencies, layout), make_counts(head_dim=head_dim)
     tensors, new = make_attention(head_dim), make_attention(head_dim, key_heads=2, seed=5)
     pairs = inputs[0].rotary.get_pairs(head_dim)
     fitted = refit_rotary_queries(tensors, new, heads, inputs, pairs)
-    counts = make_head_counts(old=2, head_dim=head_dim)
+    counts = make_counts(old=2, head_dim=head_dim)
     # Brute force: the scores of each basis map, for all pairs of tokens.
     rest = torch.eye(len(pairs.rest) ** 2, dtype=torch.float64).unflatten(1, (len(pairs.rest), len(pairs.rest)))
     factors = torch.cat([torch.eye(2, dtype=torch.complex128), 1j * torch.eye(2, dtype=torch.complex128)])
@@ -155,7 +143,7 @@ def get_fields(tensors):
 
 @LAYOUTS
 def test_shared_keys_equal_the_principal_components_of_complex_keys(layout):
-    inputs, heads = make_inputs((1.0, 0.1), layout), make_head_counts(new=1)
+    inputs, heads = make_inputs((1.0, 0.1), layout), make_counts(new=1)
     tensors, pairs = make_attention(), inputs[0].rotary.get_pairs(4)
     moments = compute_head_moments(tensors, heads, inputs, [range(4)])
     key_maps, query_maps, energy = find_shared_rotary_head(moments.queries, moments.keys[0], pairs)
@@ -203,7 +191,7 @@ def compute_output_error(tensors, new, inputs):
 
 @LAYOUTS
 def test_aligned_heads_that_differ_by_phases_are_merged_without_a_loss(layout):
-    inputs, heads = make_inputs((1.0, 0.1), layout), make_head_counts(head_dim=6)
+    inputs, heads = make_inputs((1.0, 0.1), layout), make_counts(head_dim=6)
     tensors = make_tied_attention(layout, modulus=False)
     layer = LayerContext("layer", "self", torch.Generator(), 0.02, inputs=inputs)
     assert compute_output_error(tensors, Aligned().convert_module(tensors, heads, layer), inputs) < 1e-6
@@ -212,7 +200,7 @@ def test_aligned_heads_that_differ_by_phases_are_merged_without_a_loss(layout):
 @LAYOUTS
 @FREQUENCIES
 def test_closed_form_merges_heads_that_differ_by_complex_factors(layout, frequencies):
-    inputs, heads = make_inputs(frequencies, layout, lengths=(30, 25, 17)), make_head_counts(head_dim=6)
+    inputs, heads = make_inputs(frequencies, layout, lengths=(30, 25, 17)), make_counts(head_dim=6)
     tensors = make_tied_attention(layout, modulus=True, frequencies=frequencies)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
     forms = list(iterate_closed_form_projections(tensors, heads, inputs, targets))
@@ -232,18 +220,18 @@ def test_groups_of_heads_that_differ_by_complex_factors_are_found(layout):
             changed[f"{role}_{part}"] = getattr(tensors, f"{role}_{part}").unflatten(0, (4, -1))[order].flatten(0, 1)
     changed["output_weight"] = tensors.output_weight.unflatten(1, (4, -1))[:, order].flatten(1)
     shuffled = AttentionTensors(**{**get_fields(tensors), **changed})
-    groups = find_best_groups(shuffled, make_head_counts(head_dim=6), inputs, torch.Generator().manual_seed(0))
+    groups = find_best_groups(shuffled, make_counts(head_dim=6), inputs, torch.Generator().manual_seed(0))
     assert groups == [[0, 2], [1, 3]]
 
 
 @FREQUENCIES
 def test_fitted_factors_are_between_those_of_separate_pairs_and_the_joint_optimum(frequencies):
-    inputs, heads = make_inputs(frequencies, "half", lengths=(20, 15)), make_head_counts(new=1)
+    inputs, heads = make_inputs(frequencies, "half", lengths=(20, 15)), make_counts(new=1)
     tensors, pairs = make_attention(), inputs[0].rotary.get_pairs(4)
     targets = [compute_attention(tensors, batch, QUERY_HEADS)[0] for batch in inputs]
     form = next(iterate_closed_form_projections(tensors, heads, inputs, targets))
     forms = form, refit_rotary_queries(tensors, form, heads, inputs, pairs)
-    counts, target = make_head_counts(new=1, old=1), list_scores(tensors, inputs, heads)
+    counts, target = make_counts(new=1, old=1), list_scores(tensors, inputs, heads)
     separate, fitted = ((list_scores(factor_set, inputs, counts) - target).norm() for factor_set in forms)
     # Brute force: all factors of keys and queries, from several random starts.
     keys, queries = (tensors.join_weight_and_bias(role).unflatten(0, (4, -1)) for role in ("key", "query"))
@@ -273,11 +261,8 @@ WORDS = [f"w{i}" for i in range(90)]
 
 def make_tokenizer():
     words = ["<pad>", "</s>", "<s>", "<unk>", "<mask>", *WORDS]
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    return build_word_tokenizer(words, Whitespace(), END_TEMPLATE, **special)
 
 
 def make_texts(count=48, length=20):
@@ -312,18 +297,19 @@ def test_calibrated_eurobert_reproduces_texts_of_2048_tokens():
     assert (averaged - expected)[:, -50:].norm() > 0.2 * expected[:, -50:].norm()
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+
+
 def make_modernbert(vocab_size):
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = ModernBertConfig(vocab_size=vocab_size, initializer_range=0.3, local_attention=8, **sizes, **tokens)
+    config = ModernBertConfig(vocab_size=vocab_size, initializer_range=0.3, local_attention=8, **SIZES, **tokens)
     return ModernBertForMaskedLM(config)
 
 
 def make_nomic_bert(vocab_size):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    return NomicBertForMaskedLM(NomicBertConfig(vocab_size=vocab_size, initializer_range=0.3, **sizes))
+    return NomicBertForMaskedLM(NomicBertConfig(vocab_size=vocab_size, initializer_range=0.3, **SIZES))
 
 
 @pytest.mark.parametrize("method", ["aligned", "calibrated"])
