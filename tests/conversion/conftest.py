@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import BERT
 from safetensors.torch import load_file, save_file
 
-BERT = next(row for row in ARCHITECTURES if row.name == "bert")
 LAYER = "bert.encoder.layer.1.attention"
 
 

@@ -108,9 +108,9 @@ def test_encoder_only_conversion_uses_recordings(folder):
 def test_audio_samples_equal_those_of_the_file(width, channels, tmp_path):
     samples = np.array([0.0, 0.5, -0.5, 0.25, -1.0])
     integers = np.round(samples * 2 ** (8 * width - 1)).astype("<i4")
-    data = (
-        (integers + 128).astype(np.uint8)[:, None] if width == 1 else integers.view(np.uint8).reshape(-1, 4)[:, :width]
-    )
+    data = integers.view(np.uint8).reshape(-1, 4)[:, :width]
+    if width == 1:
+        data = (integers + 128).astype(np.uint8)[:, None]
     with wave.open(str(tmp_path / "x.wav"), "wb") as file:
         file.setparams((channels, width, 8000, len(samples), "NONE", "not compressed"))
         file.writeframes(np.repeat(data, channels, axis=0).tobytes())

@@ -20,8 +20,6 @@ from hf_attn_variants.conversion.attention_tensors import (
 )
 from hf_attn_variants.conversion.layer_choice import allocate_ranks
 
-ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
-
 
 def make_random_form(seed, size=12):
     generator = torch.Generator().manual_seed(seed)
@@ -34,20 +32,17 @@ def test_loss_by_rank_equals_that_of_the_best_latent():
     lost = compute_energy_loss_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
     for rank in range(1, 13):
-        assert float(lost[rank]) == pytest.approx(
-            1 - compute_preserved_energy_share(form, find_best_latent([form], rank)), abs=1e-9
-        )
+        preserved = compute_preserved_energy_share(form, find_best_latent([form], rank))
+        assert float(lost[rank]) == pytest.approx(1 - preserved, abs=1e-9)
     gains = lost[:-1] - lost[1:]
     assert (gains[:-1] >= gains[1:] - 1e-12).all()
 
 
 @pytest.mark.parametrize("total", range(3, 20))
 def test_selected_ranks_lose_the_least_for_their_size(total):
-    lost, most = (
-        [compute_energy_loss_by_rank([make_random_form(seed, 8)]) ** (seed + 1) for seed in range(3)],
-        [8, 8, 5],
-    )
     # A power of the loss is also a decreasing, convex function of the rank.
+    lost = [compute_energy_loss_by_rank([make_random_form(seed, 8)]) ** (seed + 1) for seed in range(3)]
+    most = [8, 8, 5]
     ranks = allocate_ranks(lost, total, most)
     best = min(
         sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True))
@@ -75,9 +70,7 @@ def cache_bytes(model):
     cache = get_cache(model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True))
     result = []
     for part, length in ((cache.cross_attention_cache, 40), (cache.self_attention_cache, 10)):
-        storages = {
-            t.data_ptr(): t.numel() * t.element_size() for item in part.layers for t in (item.keys, item.values)
-        }
+        storages = {t.data_ptr(): t.nbytes for item in part.layers for t in (item.keys, item.values)}
         result.append(sum(storages.values()) / length)
     return result
 
@@ -89,10 +82,8 @@ def test_converted_cache_fits_into_the_budget(budget, text, source):
     model = T5ForConditionalGeneration.from_pretrained(source).eval()
     options = {"method": "mean"}
     if text:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        options = {
-            "calibration": Calibration(make_lines_of_words(160), make_lines_of_words(160, 1), tokenizer, fit_steps=0)
-        }
+        texts = make_lines_of_words(160), make_lines_of_words(160, 1)
+        options = {"calibration": Calibration(*texts, AutoTokenizer.from_pretrained(source), fit_steps=0)}
     converted = convert(model, kv_cache_bytes=budget, **options)
     taken = cache_bytes(converted)
     assert taken[0] <= budget[0] and taken[1] <= budget[1]
@@ -116,10 +107,7 @@ def test_budget_keeps_latents_of_the_source(source):
     [
         ({"kv_cache_bytes": (0, 5)}, "`kv_cache_bytes`"),
         ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "combined with `kv_lora_rank`"),
-        (
-            {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
-            "combined with `num_key",
-        ),
+        ({"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}}, "combined with `num_key"),
         ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "`num_key_value_heads`"),
         ({"kv_cache_bytes": (3, 64)}, "at least 4 bytes per source token .*got 3 and 64"),
         ({"kv_cache_bytes": (64, 7)}, "8 bytes per generated token .*got 64 and 7"),
@@ -137,10 +125,7 @@ def test_impossible_budget_raises_an_error(options, message, source):
     [
         (lambda: BERT.make_model("BertModel"), "`kv_cache_bytes`"),
         (lambda: T5.make_model("T5EncoderModel"), "`kv_cache_bytes`"),
-        (
-            lambda: ROBERTA.make_model("RobertaForCausalLM"),
-            "not for AttnVariantRobertaForCausalLM",
-        ),
+        (lambda: ENCODERS[0].make_model("RobertaForCausalLM"), "not for AttnVariantRobertaForCausalLM"),
     ],
 )
 def test_budget_for_a_model_without_a_cache_raises_an_error(model, message):

@@ -4,14 +4,13 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import HEAD_IDS, HEADS
+from architectures import BERT, HEAD_IDS, HEADS
 
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.files import REPORT_NAME
 from hf_attn_variants.training.engine.models import enable_gradient_checkpointing
-
-from .conftest import BERT
 
 
 def run(model, **kwargs):
@@ -29,14 +28,21 @@ def test_in_memory_conversion_equals_the_checkpoint_conversion(architecture, hea
     heads = {"encoder_num_key_value_heads" if alone else "num_key_value_heads": 4}
     in_memory = convert(model, **heads)
     from_path = convert(tmp_path / "source", method="mean", **heads)
-    assert type(in_memory) is type(from_path) is getattr(hf_attn_variants, f"AttnVariant{head}")
-    expected = from_path.state_dict()
-    assert in_memory.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in in_memory.state_dict().items())
-    batch = architecture.make_batch(head)
+    convert(tmp_path / "source", method="mean", output_dir=tmp_path / "out", **heads)
+    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
+    loaded, info = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.architectures == [f"AttnVariant{head}"] and heads.items() <= loaded.config.to_dict().items()
+    expected, batch = in_memory.state_dict(), architecture.make_batch(head)
     with torch.no_grad():
-        outputs = [m.eval()(**batch).to_tuple()[0] for m in (in_memory, from_path)]
-    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+        output = in_memory.eval()(**batch).to_tuple()[0]
+    assert output.isfinite().all()
+    for other in (from_path, loaded):
+        assert type(other) is type(in_memory) is model_class
+        assert other.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_dict().items())
+        with torch.no_grad():
+            assert torch.equal(other.eval()(**batch).to_tuple()[0], output)
 
 
 def test_unchanged_parameters_share_memory_and_stay_tied():
@@ -125,7 +131,5 @@ def test_convert_with_an_output_folder_is_convert_checkpoint(tmp_path):
     report = convert(tmp_path / "source", 4, output_dir=tmp_path / "a")
     other = convert_checkpoint(tmp_path / "source", tmp_path / "b", 4)
     assert report.layers == other.layers
-    files = {
-        path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != "conversion_report.json"
-    }
-    assert all((tmp_path / "b" / name).read_bytes() == content for name, content in files.items())
+    for path in (tmp_path / "a").iterdir():
+        assert path.name == REPORT_NAME or path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()

@@ -158,33 +158,34 @@ def test_linked_module_folder_is_copied(make_source, tmp_path):
     assert "1_Pooling/config.json" in report.files_copied and not (tmp_path / "out" / "circle").exists()
 
 
-def test_generation_settings_in_an_old_config_are_kept(tmp_path):
+@pytest.fixture
+def t5_source(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "plain", 2)
-    (tmp_path / "source" / "generation_config.json").unlink()
-    convert_checkpoint(tmp_path / "source", tmp_path / "without", 2)
+    return tmp_path / "source"
+
+
+def test_generation_settings_in_an_old_config_are_kept(t5_source, edit_config, tmp_path):
+    convert_checkpoint(t5_source, tmp_path / "plain", 2)
+    (t5_source / "generation_config.json").unlink()
+    convert_checkpoint(t5_source, tmp_path / "without", 2)
     assert not (tmp_path / "without" / "generation_config.json").exists()
-    file = tmp_path / "source" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_beams": 4, "length_penalty": 0.6}))
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", 2)
+    edit_config(t5_source, num_beams=4, length_penalty=0.6)
+    convert_checkpoint(t5_source, tmp_path / "out", 2)
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    for model in (loaded, convert_function(tmp_path / "source", 2)):
+    for model in (loaded, convert_function(t5_source, 2)):
         assert (model.generation_config.num_beams, model.generation_config.length_penalty) == (4, 0.6)
         assert model.generation_config.decoder_start_token_id == 0
 
 
-def test_decoder_without_cache_support_disables_use_cache(tmp_path):
-    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
-    assert json.loads((tmp_path / "source/generation_config.json").read_text())["use_cache"]
+def test_decoder_without_cache_support_disables_use_cache(t5_source, tmp_path):
+    assert json.loads((t5_source / "generation_config.json").read_text())["use_cache"]
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+    convert_checkpoint(t5_source, tmp_path / "out", **fields)
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    for model in (loaded, convert_function(tmp_path / "source", **fields)):
+    for model in (loaded, convert_function(t5_source, **fields)):
         assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
 
 

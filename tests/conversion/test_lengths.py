@@ -30,28 +30,28 @@ def get_longest(parts):
     return max(int(batch["attention_mask"].sum(1).max()) for batch in parts)
 
 
+def make_bert_batches(make, calibration):
+    """Return the result of `make_batches` or `make_untruncated_batches` for a tiny BERT."""
+    return make(make_bert(), WordTokenizer(), calibration, torch.Generator().manual_seed(0))
+
+
 def make_long_calibration(**changes):
     return Calibration(LONG, tokenizer=WordTokenizer(), fit_steps=0, **{"passages": False} | changes)
 
 
 def test_long_examples_are_not_truncated(caplog):
-    draw = torch.Generator().manual_seed(0)
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
-        assert get_longest(make_batches(make_bert(), WordTokenizer(), make_long_calibration(), draw)[0]) > 150
+        assert get_longest(make_bert_batches(make_batches, make_long_calibration())[0]) > 150
     assert "are cut" not in caplog.text
 
 
 def test_max_length_truncates_only_the_fitted_examples(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
-        used, _ = make_batches(
-            make_bert(), WordTokenizer(), make_long_calibration(max_length=64), torch.Generator().manual_seed(0)
-        )
+        used, _ = make_bert_batches(make_batches, make_long_calibration(max_length=64))
     assert get_longest(used) <= 64
     share = sum(len(row) > 64 for row in LONG) / len(LONG)
     assert f"{100 * share:.1f} % of the calibration examples are truncated to 64 tokens (--max_length)" in caplog.text
-    untruncated = make_untruncated_batches(
-        make_bert(), WordTokenizer(), make_long_calibration(max_length=64), torch.Generator().manual_seed(0)
-    )
+    untruncated = make_bert_batches(make_untruncated_batches, make_long_calibration(max_length=64))
     assert get_longest(untruncated) > 150
 
 
@@ -70,20 +70,14 @@ def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
 
 
 def test_held_out_examples_are_not_joined():
-    draws = [torch.Generator().manual_seed(0) for _ in range(2)]
-    calibration_data = make_calibration(passages=True)
-    assert get_longest(make_batches(make_bert(), calibration_data.tokenizer, calibration_data, draws[0])[1]) > 100
-    assert (
-        get_longest(make_untruncated_batches(make_bert(), calibration_data.tokenizer, calibration_data, draws[1]))
-        <= 24
-    )
+    calibration = make_calibration(passages=True)
+    assert get_longest(make_bert_batches(make_batches, calibration)[1]) > 100
+    assert get_longest(make_bert_batches(make_untruncated_batches, calibration)) <= 24
 
 
 def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
     monkeypatch.setattr(batches, "FIT_TOKENS", 4000)
-    used, held_out = make_batches(
-        make_bert(), WordTokenizer(), make_long_calibration(), torch.Generator().manual_seed(0)
-    )
+    used, held_out = make_bert_batches(make_batches, make_long_calibration())
     assert 3000 < sum(int(batch["attention_mask"].sum()) for part in (used, held_out) for batch in part) <= 4000
     chunks = batches.group_by_length(make_long_calibration(), [100] * 20 + [300] * 3, (list(range(23)), []), 500)
     assert [len(rows) for _, rows in chunks] == [5, 5, 5, 5, 1, 1, 1]
@@ -91,11 +85,8 @@ def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
 
 def test_targets_determine_the_text_length():
     model = make_t5()
-    result = set_length_statistics(
-        make_long_calibration(target_texts=[row * 12 for row in make_texts(120)], passages=None),
-        WordTokenizer(),
-        model.config,
-    )
+    calibration = make_long_calibration(target_texts=[row * 12 for row in make_texts(120)], passages=None)
+    result = set_length_statistics(calibration, WordTokenizer(), model.config)
     assert result.whole_length > 200
     short = set_length_statistics(make_calibration(), WordTokenizer(), model.config)
     assert (short.length, short.generated_length, short.passage_length) == (23, 64, 256)
@@ -115,10 +106,8 @@ def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
 
 def test_loss_on_full_text_detects_errors_after_the_truncation():
     """Check heads that are wrong after the 64th token, which lines of 64 tokens cannot detect."""
-    model = convert(
-        BERT.make_upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200),
-        num_key_value_heads=4,
-    ).eval()
+    source = BERT.make_upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200)
+    model = convert(source, num_key_value_heads=4).eval()
     cut = set_length_statistics(make_long_calibration(max_length=64), Masking(), model.config)
     measured = make_untruncated_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
     outputs = SourceOutputs(model, Masking(), cut, measured)

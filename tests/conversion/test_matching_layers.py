@@ -17,11 +17,6 @@ from hf_attn_variants.conversion.layer_choice import compute_matching_shares
 from hf_attn_variants.conversion.plan import make_plan
 
 
-def make_small_calibration(**changes):
-    """Return texts of 8 to 23 letters, most of which occur twice."""
-    return make_calibration(**changes)
-
-
 def make_matching_bert(layers=3, layer=1, **fields):
     """Return a random BERT whose heads in one layer attend only to the same word."""
     torch.manual_seed(0)
@@ -66,7 +61,7 @@ def shares_of(model, calibration):
 @pytest.mark.parametrize("are_pairs", [False, True])
 def test_matching_share_equals_the_formula(are_pairs, is_decoder):
     """Compare with loops over texts, words and heads; special tokens and padding are not words."""
-    texts = [*make_small_calibration().texts[:40], "zz"]
+    texts = [*make_calibration().texts[:40], "zz"]
     texts = list(zip(texts[:20], texts[20:40], strict=True)) if are_pairs else texts
     model, tokenizer = make_matching_bert(is_decoder=is_decoder), MarkedTokenizer()
     with torch.no_grad():
@@ -97,7 +92,7 @@ def make_matching_calibration(texts, tokenizer=None):
 def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
     make_matching_bert(layer=layer).save_pretrained(tmp_path / "source")
     report = convert_checkpoint(
-        tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=make_small_calibration(), **fields
+        tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=make_calibration(), **fields
     )
     assert max(range(3), key=report.matching_shares.__getitem__) == layer
     assert [row.change == "same" for row in report.layers] == [item == layer for item in range(3)]
@@ -119,7 +114,7 @@ def test_several_fields_and_layers_stay_unchanged():
         2,
         attention_kernel="elu",
         keep_matching_layers=2,
-        calibration=make_small_calibration(),
+        calibration=make_calibration(),
     )
     heads, kernels = (model.config.per_layer_values[name] for name in ("num_key_value_heads", "attention_kernel"))
     assert heads[2] == 4 and kernels[2] is None and heads.count(4) == 2
@@ -129,10 +124,10 @@ def test_several_fields_and_layers_stay_unchanged():
 @pytest.mark.thorough
 def test_second_conversion_keeps_other_per_layer_values():
     """Check that lists of other fields stay, also with `per_layer_values` or a cache size."""
-    model = convert_model(make_matching_bert(layer=2), 2, keep_matching_layers=1, calibration=make_small_calibration())
+    model = convert_model(make_matching_bert(layer=2), 2, keep_matching_layers=1, calibration=make_calibration())
     assert model.config.per_layer_values == {"num_key_value_heads": [2, 2, 4]}
     for options in (
-        {"attention_kernel": "elu", "keep_matching_layers": 1, "calibration": make_small_calibration()},
+        {"attention_kernel": "elu", "keep_matching_layers": 1, "calibration": make_calibration()},
         {"per_layer_values": {"attention_kernel": ["elu", "elu", None]}, "method": "mean"},
     ):
         again = convert_model(model, **options)
@@ -146,7 +141,7 @@ def test_second_conversion_keeps_other_per_layer_values():
     latent = convert_model(
         make_matching_bert(layer=2), per_layer_values={"kv_lora_rank": [None, 16, None]}, method="mean"
     )
-    both = convert_model(latent, 2, keep_matching_layers=1, calibration=make_small_calibration())
+    both = convert_model(latent, 2, keep_matching_layers=1, calibration=make_calibration())
     ranks = both.config.per_layer_values["kv_lora_rank"]
     assert ranks == [None, 16, None] and both.config.per_layer_values["num_key_value_heads"] == [2, 2, 4]
 
@@ -157,9 +152,9 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     """Check that encoder layers are kept by the encoder fields, and that all decoder layers are converted."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
     model = architecture.make_upstream_model(head)
-    options = {"target_texts": list(make_small_calibration().texts), "tokenizer": WordTokenizer()}
+    options = {"target_texts": list(make_calibration().texts), "tokenizer": WordTokenizer()}
     converted = convert_model(
-        model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=make_small_calibration(**options)
+        model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=make_calibration(**options)
     )
     values = converted.config.per_layer_values["encoder_num_key_value_heads"]
     assert sorted(values) == [1, converted.config.get_query_heads("encoder_num_key_value_heads")]
@@ -170,7 +165,7 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
 @pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
 def test_every_encoder_supports_keep_matching_layers(architecture):
     model = architecture.make_upstream_model(next(iter(architecture.heads)))
-    converted = convert_model(model, 1, keep_matching_layers=1, calibration=make_small_calibration())
+    converted = convert_model(model, 1, keep_matching_layers=1, calibration=make_calibration())
     assert sorted(converted.config.per_layer_values["num_key_value_heads"])[0] == 1
 
 
@@ -216,7 +211,7 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
     ],
 )
 def test_invalid_keep_matching_layers_raises_an_error(model, options, message):
-    options = {"num_key_value_heads": 2, "calibration": make_small_calibration()} | options
+    options = {"num_key_value_heads": 2, "calibration": make_calibration()} | options
     with pytest.raises(ValueError, match=message):
         convert_model(model(), **options)
 

@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES
 from conversion.conftest import load_model
 from relatives import RELATIVES
 
-from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.conversion import convert, convert_checkpoint
 
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
 # Classes that contain only the encoder of an encoder-decoder.
@@ -39,7 +39,7 @@ def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplo
     assert "no 'classifier.weight', which is part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
-def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):
+def test_former_names_and_missing_optional_tensors_are_accepted(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertModel")
     expected = load_model(transformers.BertModel, source)
 
@@ -56,8 +56,9 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
     edit_tensors(source, as_in_2018)
     convert_checkpoint(source, tmp_path / "out", 12)
     ids = torch.arange(5, 15)[None]
-    actual = load_model(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
-    torch.testing.assert_close(actual, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
+    for model in (load_model(transformers.AutoModel, tmp_path / "out"), convert(source, 12).eval()):
+        actual = model(ids).last_hidden_state
+        torch.testing.assert_close(actual, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
     assert "initializes it randomly" not in caplog.text
 
 

@@ -61,9 +61,8 @@ def test_learned_positions_are_interpolated(architecture, tmp_path):
     torch.testing.assert_close(after[first::3], before[first:])
     between = (2 * before[first:-1] + before[first + 1 :]) / 3
     torch.testing.assert_close(after[first + 1 :: 3], between)
-    assert (
-        load_model(transformers.AutoModel, tmp_path / "out")(make_token_ids(1, new)).last_hidden_state.isfinite().all()
-    )
+    model = load_model(transformers.AutoModel, tmp_path / "out")
+    assert model(make_token_ids(1, new)).last_hidden_state.isfinite().all()
 
 
 def test_saved_files_state_the_new_length(tmp_path):
@@ -74,10 +73,8 @@ def test_saved_files_state_the_new_length(tmp_path):
     arguments = ["convert", "--model_name_or_path", str(source), "--output_dir", str(out), *flags.split()]
     assert run(arguments) == 0
     assert transformers.AutoTokenizer.from_pretrained(out).model_max_length == 300
-    assert json.loads((out / "sentence_bert_config.json").read_text()) == {
-        "max_seq_length": 300,
-        "do_lower_case": False,
-    }
+    settings = json.loads((out / "sentence_bert_config.json").read_text())
+    assert settings == {"max_seq_length": 300, "do_lower_case": False}
     assert load_positions(out).dtype == torch.bfloat16
     config = json.loads((out / "config.json").read_text())
     assert (config["max_position_embeddings"], config["attention_window"]) == (300, 8)
@@ -86,10 +83,7 @@ def test_saved_files_state_the_new_length(tmp_path):
 def test_position_buffers_of_old_checkpoints_are_dropped(make_source, edit_tensors, tmp_path):
     source = make_source()
 
-    def old(tensors):
-        tensors["bert.embeddings.position_ids"] = torch.arange(32)[None]
-
-    edit_tensors(source, old)
+    edit_tensors(source, lambda tensors: tensors.update({"bert.embeddings.position_ids": torch.arange(32)[None]}))
     convert_checkpoint(source, tmp_path / "out", max_position_embeddings=64)
     assert not [name for name in load_tensors(tmp_path / "out") if name.endswith("position_ids")]
     load_model(transformers.AutoModelForMaskedLM, tmp_path / "out")(make_token_ids(1, 64))

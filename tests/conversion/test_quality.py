@@ -172,16 +172,12 @@ def test_interval_determines_the_verdict(measure, value, interval, verdict):
 def test_wilson_and_clustered_intervals_equal_their_formulas():
     counts = torch.ones(38)
     assert compute_ratio_confidence_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
-    result = torch.zeros(38)
+    result, tokens = torch.zeros(38), torch.full((38,), 20.0)
     result[:4] = 1
-    assert compute_ratio_confidence_interval(result, counts, True) == pytest.approx(
-        (0.0417, 0.2413), abs=3e-3
-    )  # the tabulated interval for 4 of 38
-    tokens = torch.full((38,), 20.0)
-    low, high = compute_ratio_confidence_interval(
-        result * 20, tokens, True
-    )  # four complete texts, not 80 independent tokens
-    assert (low, high) == pytest.approx((0.0417, 0.2413), abs=3e-3)
+    tabulated = pytest.approx((0.0417, 0.2413), abs=3e-3)  # the interval for 4 of 38
+    assert compute_ratio_confidence_interval(result, counts, True) == tabulated
+    # Four complete texts are not 80 independent tokens.
+    assert compute_ratio_confidence_interval(result * 20, tokens, True) == tabulated
     low, high = compute_ratio_confidence_interval(torch.full((38,), 2.0), tokens, True)
     assert high - low < 0.05  # two tokens in each text vary like independent ones
     assert compute_ratio_confidence_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
@@ -192,13 +188,11 @@ def test_intervals_have_their_nominal_coverage():
     for _ in range(400):
         counts = torch.randint(5, 30, (60,), generator=generator).double()
         chance = 0.06 * torch.rand(60, generator=generator) * 2  # the rate differs between texts
-        low, high = compute_ratio_confidence_interval(
-            torch.binomial(counts, chance.double(), generator=generator), counts, True
-        )
+        changed = torch.binomial(counts, chance.double(), generator=generator)
+        low, high = compute_ratio_confidence_interval(changed, counts, True)
         hits["share"] += low <= 0.06 <= high
-        low, high = compute_ratio_confidence_interval(
-            0.2 * counts + torch.randn(60, generator=generator) * 3, counts, False
-        )
+        differences = 0.2 * counts + torch.randn(60, generator=generator) * 3
+        low, high = compute_ratio_confidence_interval(differences, counts, False)
         hits["mean"] += low <= 0.2 <= high
     assert 370 <= min(hits.values())
 
@@ -227,9 +221,8 @@ def test_tagger_without_tags_is_outside_tolerance():
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
     result = outputs.compare_with(model)
-    assert (result.value, result.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(
-        result
-    )
+    assert (result.value, result.verdict) == (1.0, "outside tolerance")
+    assert "without the most frequent one" in str(result)
 
 
 def test_majority_classifier_is_outside_tolerance():
@@ -249,11 +242,17 @@ def test_majority_classifier_is_outside_tolerance():
     assert outputs.compare_with(model).value == 0.5  # no label is too frequent, so all examples count
 
 
+def make_label_model(bias=0.0, **fields):
+    """Return a classifier with several labels; a bias of 100 or -100 gives every text all labels or none."""
+    fields = {"vocab_size": WORDS, **SEVERAL_LABELS, **fields}
+    model = BERT.make_upstream_model("BertForSequenceClassification", **fields)
+    torch.nn.init.constant_(model.classifier.bias, bias)
+    return model
+
+
 def compare_labels(source, converted):
     """Return a comparison of labels [b, labels]."""
-    _, outputs = make_source_outputs(
-        BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
-    )
+    _, outputs = make_source_outputs(make_label_model())
     outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
     result, counts = outputs._compare({"predictions": list(converted)})
@@ -272,21 +271,9 @@ def test_frequent_label_is_measured_on_texts_without_it():
     assert compare_labels(source, source) == 0.0
 
 
-def test_label_of_all_texts_is_compared_by_scores():
-    fields = SEVERAL_LABELS | {"num_labels": 1}
-    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
-    with torch.no_grad():
-        upstream.classifier.bias.fill_(100.0)  # every text has this label
-    model, outputs = make_source_outputs(upstream)
-    result = outputs.compare_with(model)
-    assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
-
-
-def test_examples_without_labels_are_compared_by_scores():
-    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
-    with torch.no_grad():
-        upstream.classifier.bias.fill_(-100.0)
-    model, outputs = make_source_outputs(upstream)
+@pytest.mark.parametrize(("bias", "fields"), [(100.0, {"num_labels": 1}), (-100.0, {})], ids=["all", "none"])
+def test_texts_with_all_or_no_labels_are_compared_by_scores(bias, fields):
+    model, outputs = make_source_outputs(make_label_model(bias, **fields))
     result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
@@ -301,9 +288,7 @@ def test_score_error_is_a_share_of_the_variance():
 
 
 def test_confidence_bounds_equal_reference_values():
-    assert [Quality(name, TOLERANCES[name], TOLERANCES[name], 9).is_within_tolerance for name in TOLERANCES] == [
-        True
-    ] * 5
+    assert all(Quality(name, tolerance, tolerance, 9).is_within_tolerance for name, tolerance in TOLERANCES.items())
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
         assert not Quality(name, value, TOLERANCES[name], 9).is_within_tolerance
 
@@ -367,10 +352,7 @@ def test_convert_command_supports_strict_and_quiet(tmp_path, capsys):
     assert not (tmp_path / "strict").exists() and (tmp_path / "strict.conversion_report.json").is_file()
     assert "error: The conversion is outside tolerance" in capsys.readouterr().err
     assert main([*line, "--output_dir", str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr()
-    assert (
-        "held-out examples: outside tolerance (0.8)\n" in printed.out
-        and "error of attention outputs" not in printed.out
-    )
+    printed = capsys.readouterr().out
+    assert "held-out examples: outside tolerance (0.8)\n" in printed and "error of attention outputs" not in printed
     assert main([*line, "--attention_errors", "--output_dir", str(tmp_path / "errors")]) == 0
     assert "error of attention outputs" in capsys.readouterr().out

@@ -34,10 +34,8 @@ def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsy
     flags = ["--cross_talking_heads", "both", "--cross_talking_heads_dynamic", "m2l"]
     main(["convert", str(source), *flags, "--output_dir", str(tmp_path / "out")])
     printed = " ".join(capsys.readouterr().out.split())
-    assert (
-        "talking heads added cross logits_proj [12, 12], cross weights_proj [12, 12], cross m2l_proj [40, 12, 12]"
-        in printed
-    )
+    added = "cross logits_proj [12, 12], cross weights_proj [12, 12], cross m2l_proj [40, 12, 12]"
+    assert f"talking heads added {added}" in printed
     model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     names = {name for name, _ in model.named_parameters() if name.endswith(("s_proj", "m2l_proj"))}
@@ -58,60 +56,43 @@ def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsy
 def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     random = {"cross_talking_heads_init": "random"}
     convert_checkpoint(source, tmp_path / "one", cross_talking_heads="logits", **random)
-    report = convert_checkpoint(
-        tmp_path / "one", tmp_path / "two", encoder_talking_heads="weights", num_key_value_heads=4
-    )
+    fields = {"encoder_talking_heads": "weights", "num_key_value_heads": 4}
+    report = convert_checkpoint(tmp_path / "one", tmp_path / "two", **fields)
     assert report.talking_heads == {"encoder weights_proj": (12, 12)}
     one, two = (transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
     name = "decoder.block.1.layer.1.EncDecAttention.logits_proj"
     assert torch.equal(one.state_dict()[name], two.state_dict()[name])
     assert not torch.equal(one.state_dict()[name], torch.eye(12))
-    assert [two.config.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
-        None,
-        "weights",
-        "logits",
-    ]
-    for fields in (
-        {"cross_talking_heads": "none"},
-        {"cross_talking_heads": "both"},
-        {"cross_talking_heads": "logits"},
-    ):
+    kinds = [two.config.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")]
+    assert kinds == [None, "weights", "logits"]
+    for kind in ("none", "both", "logits"):
         with pytest.raises(ValueError, match="`cross_talking_heads`"):
-            convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
+            convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, cross_talking_heads=kind)
     why = get_calibration_blocker(SimpleNamespace(source_config=two.config))
     assert "talking heads ('logits')" in why
 
 
-@pytest.mark.parametrize(
-    ("head", "fields", "message"),
-    [
-        (HEAD, {"cross_talking_heads_init": "random"}, "`cross_talking_heads_init`"),
-        (
-            HEAD,
-            {"cross_talking_heads": "weights", "cross_talking_heads_init": "random", "cross_num_value_heads": 6},
-            "`cross_num_value_heads`",
-        ),
-        (
-            HEAD,
-            {
-                "encoder_talking_heads": "both",
-                "encoder_talking_heads_init": "random",
-                "encoder_num_softmax_heads": 6,
-                "encoder_num_value_heads": 12,
-            },
-            "`encoder_num_softmax_heads`",
-        ),
-        (
-            HEAD,
-            {"cross_kv_lora_rank": 8, "cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]},
-            "`cross_kv_lora_rank`",
-        ),
-    ],
-)
-def test_invalid_places_raise_before_any_work(head, fields, message, tmp_path):
-    T5.make_upstream_model(head).save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
+RANDOM_ENCODER = {"encoder_talking_heads": "both", "encoder_talking_heads_init": "random"}
+INVALID = {
+    "cross_talking_heads_init": {"cross_talking_heads_init": "random"},
+    "cross_num_value_heads": {
+        "cross_talking_heads": "weights",
+        "cross_talking_heads_init": "random",
+        "cross_num_value_heads": 6,
+    },
+    "encoder_num_softmax_heads": RANDOM_ENCODER | {"encoder_num_softmax_heads": 6, "encoder_num_value_heads": 12},
+    "cross_kv_lora_rank": {
+        "cross_kv_lora_rank": 8,
+        "cross_talking_heads": "both",
+        "cross_talking_heads_dynamic": ["m2l"],
+    },
+}
+
+
+@pytest.mark.parametrize("argument", INVALID)
+def test_invalid_places_raise_before_any_work(argument, source, tmp_path):
+    with pytest.raises(ValueError, match=f"`{argument}`"):
+        convert_checkpoint(source, tmp_path / "out", **INVALID[argument])
     assert not (tmp_path / "out").exists()
 
 
