@@ -16,6 +16,7 @@ from architectures import (
     make_padding_mask,
     make_token_ids,
 )
+from fixtures.parity import assert_same_outputs, assert_same_parameter_gradients, load_variant, save_upstream
 
 import hf_attn_variants
 from hf_attn_variants.commands import convert as command
@@ -25,25 +26,6 @@ pytestmark = pytest.mark.cross_product
 ATOL = 1e-5
 EVERY_HEAD = pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-
-
-def save_upstream(architecture, head, folder, **fields):
-    upstream = architecture.make_upstream_model(head, **fields)
-    upstream.save_pretrained(folder)
-    return upstream
-
-
-def load_variant(architecture, head, folder, variant="mha", **fields):
-    model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = architecture.make_config(variant, head, **fields)
-    return model_class.from_pretrained(folder, config=config).eval()
-
-
-def assert_same_outputs(actual, expected):
-    names = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
-    assert names
-    for name in names:
-        torch.testing.assert_close(actual[name], expected[name], atol=ATOL, rtol=0)
 
 
 @EVERY_HEAD
@@ -59,8 +41,7 @@ def test_multi_head_equals_transformers(architecture, head, implementation, padd
         batch = {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
     for model in (upstream, variant_model):
         model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        assert_same_outputs(variant_model(**batch), upstream(**batch))
+    assert_same_outputs(variant_model, upstream, batch)
 
 
 @EVERY_HEAD
@@ -69,8 +50,7 @@ def test_identity_projections_equal_transformers(architecture, head, variant, tm
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path, variant)
     batch = architecture.make_batch(head, labels=True)
-    with torch.no_grad():
-        assert_same_outputs(variant_model(**batch), upstream(**batch))
+    assert_same_outputs(variant_model, upstream, batch)
 
 
 @EVERY_HEAD
@@ -78,13 +58,7 @@ def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
     upstream = save_upstream(architecture, head, tmp_path)
     variant_model = load_variant(architecture, head, tmp_path)
     batch = architecture.make_batch(head, labels=True)
-    for model in (upstream, variant_model):
-        result = model(**batch)
-        (result.loss if "loss" in result else result.last_hidden_state.square().sum()).backward()
-    upstream_parameters = dict(upstream.named_parameters())
-    for name, parameter in variant_model.named_parameters():
-        if upstream_parameters[name].grad is not None:
-            torch.testing.assert_close(parameter.grad, upstream_parameters[name].grad, atol=ATOL, rtol=1e-4)
+    assert_same_parameter_gradients([variant_model], upstream, batch)
 
 
 @EVERY_HEAD
@@ -134,9 +108,7 @@ def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
     again = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, config=BERT.make_config("gqa")).eval()
-    batch = BERT.make_batch("BertModel")
-    with torch.no_grad():
-        assert_same_outputs(again(**batch), model(**batch))
+    assert_same_outputs(again, model, BERT.make_batch("BertModel"))
 
 
 @pytest.mark.parametrize(
