@@ -233,18 +233,15 @@ def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
 
 def test_gradient_checkpointing_with_patterns_keeps_gradients():
     """Check T5, whose layers share a position bias per distance."""
-    model = T5.make_model("T5Model", "gqa", **add_encoder_prefix(WINDOW | GLOBAL), **WINDOW).train()
-    model.config.dropout_rate = 0.0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout) or hasattr(module, "scaling"):
-            module.p = module.dropout = 0.0
+    fields = add_encoder_prefix(WINDOW | GLOBAL) | WINDOW
+    model = T5.make_model("T5Model", "gqa", dropout_rate=0.0, **fields).train()
     ids, gradients = make_token_ids(3, LENGTH), []
     for checkpointed in (False, True):
         if checkpointed:
             checkpoint_layers(model)
         model.zero_grad()
-        outputs = model(input_ids=ids, attention_mask=make_padding(), decoder_input_ids=ids, use_cache=False)
-        outputs.last_hidden_state.square().sum().backward()
+        inputs = {"input_ids": ids, "attention_mask": make_padding(), "decoder_input_ids": ids}
+        model(**inputs, use_cache=False).last_hidden_state.square().sum().backward()
         gradients.append([item.grad.clone() for item in model.parameters() if item.grad is not None])
     torch.testing.assert_close(*gradients)
 

@@ -155,14 +155,11 @@ def test_cached_encoder_outputs_return_attention_weights(variant, implementation
     with torch.no_grad():
         expected, actual = (item(**batch, output_attentions=True) for item in (plain, exact))
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
-        for layer_weights, expected_weights in zip(actual[name], expected[name], strict=True):
-            torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=0)
     kwargs = {"num_beams": 3, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
     expected, actual = (item.generate(**make_source(), max_new_tokens=4, **kwargs) for item in (plain, exact))
-    for step, steps in zip(expected.cross_attentions, actual.cross_attentions, strict=True):
-        for layer_weights, expected_weights in zip(step, steps, strict=True):
-            assert layer_weights.shape[0] == 3 * BATCH
-            torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
+    assert {weights.shape[0] for step in actual.cross_attentions for weights in step} == {3 * BATCH}
+    torch.testing.assert_close(actual.cross_attentions, expected.cross_attentions, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
@@ -208,8 +205,7 @@ def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentran
             model.enable_input_require_grads()
         model(**T5.make_batch("T5ForConditionalGeneration", labels=True)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
@@ -258,8 +254,7 @@ def test_encoder_biases_are_kept_by_latents(architecture, head, variant, impleme
     with torch.no_grad():
         assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
         weights = [item(**batch, output_attentions=True).attentions for item in (exact, plain)]
-    for layer_weights, expected_weights in zip(*weights, strict=True):
-        torch.testing.assert_close(layer_weights, expected_weights, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", BERT_VARIANTS[:-1])

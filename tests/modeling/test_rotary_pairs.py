@@ -40,9 +40,9 @@ def test_outputs_and_gradients_equal_transformers(row, fields, implementation, h
     assert_near(actual.logits[real], expected.logits[real])
     for result in (expected, actual):
         nn.functional.cross_entropy(result.logits[real], batch["labels"][real]).backward()
-    gradients = {name: parameter.grad for name, parameter in upstream.named_parameters()}
-    for name, parameter in variant_model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
+    models = (variant_model, upstream)
+    gradients = ({name: parameter.grad for name, parameter in model.named_parameters()} for model in models)
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
 
 
 @EVERY_ROW

@@ -88,5 +88,4 @@ def test_gradient_checkpointing_repeats_the_dropout():
         for tensor in inputs:
             if tensor is not None:
                 tensor.grad = None
-    for plain, again in zip(*gradients, strict=True):
-        assert torch.equal(plain, again)
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)

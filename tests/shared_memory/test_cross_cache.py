@@ -52,10 +52,8 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
         assert not any(reads) and reads
         torch.testing.assert_close(actual.logits, expected.logits, atol=1e-9, rtol=1e-9)
         layers = get_cache(actual).cross_attention_cache.layers
-        assert all(
-            type(layer) is EncoderOutputsLayer and layer.encoder_outputs is layers[0].encoder_outputs
-            for layer in layers
-        )
+        assert {type(layer) for layer in layers} == {EncoderOutputsLayer}
+        assert all(layer.encoder_outputs is layers[0].encoder_outputs for layer in layers)
         reads.clear()
         shared(**batch, decoder_input_ids=IDS[:, :1])
         assert all(reads) and reads

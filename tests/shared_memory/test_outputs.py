@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from fixtures.caches import get_cache, with_cache
+from fixtures.decoding import decode_in_pieces
 from fixtures.upstream_seq2seq import FAMILIES, make_source_batch, make_tiny_model
 
 from hf_attn_variants import share_memory
@@ -49,9 +50,7 @@ def generate(model, batch, **options):
 
 def assert_same(actual, expected_output):
     assert torch.equal(actual.sequences, expected_output.sequences)
-    assert len(actual.scores) == len(expected_output.scores)
-    for actual_scores, expected in zip(actual.scores, expected_output.scores, strict=True):
-        torch.testing.assert_close(actual_scores, expected, **TOLERANCE)
+    torch.testing.assert_close(actual.scores, expected_output.scores, **TOLERANCE)
     if "sequences_scores" in expected_output:
         torch.testing.assert_close(actual.sequences_scores, expected_output.sequences_scores, **TOLERANCE)
 
@@ -75,30 +74,17 @@ def test_stepwise_logits_equal_transformers(name, implementation, padded, rows, 
     if FAMILIES[name].implementation == "eager" and implementation == "sdpa":
         pytest.skip("the model of Transformers supports only eager attention")
     upstream, shared = make_pair(name, dtype, attn_implementation=implementation)
-    batch, tolerance = (
-        make_batch(name, rows, padded=padded, dtype=dtype),
-        FLOAT32 if dtype == torch.float32 else TOLERANCE,
-    )
+    batch = make_batch(name, rows, padded=padded, dtype=dtype)
+    tolerance = FLOAT32 if dtype == torch.float32 else TOLERANCE
     targets = torch.randint(4, 60, (rows, 6), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = upstream(**batch, decoder_input_ids=targets).logits
         torch.testing.assert_close(shared(**batch, decoder_input_ids=targets).logits, expected, **tolerance)
-        expected_steps, actual_steps = (
-            steps_of(model, batch, targets.split([2, 1, 1, 2], dim=1)) for model in (upstream, shared)
-        )
-    torch.testing.assert_close(actual_steps, expected_steps, **tolerance)
-
-
-def steps_of(model, batch, pieces):
-    """Return the logits of a text that is passed in pieces."""
-    outputs, cache, logits = model.get_encoder()(**batch), None, []
-    mask = {name: value for name, value in batch.items() if name == "attention_mask"}
-    for ids in pieces:
-        inputs = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
-        piece = model(**inputs, use_cache=True, **with_cache(cache))
-        cache = get_cache(piece)
-        logits.append(piece.logits)
-    return torch.cat(logits, 1)
+        mask, steps = {name: item for name, item in batch.items() if name == "attention_mask"}, []
+        for model in (shared, upstream):
+            memory = model.get_encoder()(**batch)
+            steps.append(decode_in_pieces(model, targets, [2, 1, 1, 2], encoder_outputs=memory, **mask)[0])
+    torch.testing.assert_close(*steps, **tolerance)
 
 
 def test_fully_padded_row_equals_transformers(form):
@@ -115,15 +101,11 @@ def test_fully_padded_row_equals_transformers(form):
                 expected, actual = (model(decoder_input_ids=ids, **options).logits for model in (upstream, shared))
             torch.testing.assert_close(actual, expected, **TOLERANCE)
             for number in (1, 3):
-                expected_generation, actual_generation = (
-                    generate(
-                        model,
-                        {**options, "encoder_outputs": transformers.modeling_outputs.BaseModelOutput(outputs[0])},
-                        num_beams=number,
-                    )
-                    for model in (upstream, shared)
-                )
-                assert_same(actual_generation, expected_generation)
+                results = []
+                for model in (shared, upstream):
+                    options["encoder_outputs"] = transformers.modeling_outputs.BaseModelOutput(outputs[0])
+                    results.append(generate(model, options, num_beams=number))
+                assert_same(*results)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -149,9 +131,7 @@ def test_attention_weights_equal_transformers(name, num_beams, form):
     options = {"output_attentions": True, "num_beams": num_beams}
     expected_output, actual_output = (generate(model, batch, **options) for model in (upstream, shared))
     assert_same(actual_output, expected_output)
-    for step_weights, expected in zip(actual_output.cross_attentions, expected_output.cross_attentions, strict=True):
-        for layer_weights, expected_weights in zip(step_weights, expected, strict=True):
-            torch.testing.assert_close(layer_weights, expected_weights, **TOLERANCE)
+    torch.testing.assert_close(actual_output.cross_attentions, expected_output.cross_attentions, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
@@ -269,10 +249,8 @@ def test_caches_can_be_exchanged_with_transformers(form):
 def test_base_models_and_other_heads_share_memory(form):
     for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
         model_class = getattr(transformers, cls)
-        upstream, shared = (
-            make_tiny_model(name, model_class).double(),
-            share_memory(make_tiny_model(name, model_class).double()),
-        )
+        upstream, shared = (make_tiny_model(name, model_class).double() for _ in range(2))
+        share_memory(shared)
         assert any(isinstance(module, SharedMemoryMixin) for _, module in iterate_cross_attentions(shared))
         batch = make_batch(name)
         if "Sequence" in cls:

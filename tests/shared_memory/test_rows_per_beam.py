@@ -37,6 +37,7 @@ MODELS = {
         family, cross_talking_heads="both", talking_heads_init="identity"
     ),
 }
+EACH_SHARING_MODEL = pytest.mark.parametrize("name", [name for name in MODELS if "talking heads" not in name])
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
 
@@ -44,6 +45,12 @@ each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
 def get_cross_attention_layers(model, **options):
     result = model.generate(**make_source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
     return get_cache(result).cross_attention_cache.layers
+
+
+def expand_inputs(model, batch, rows=2):
+    """Return the encoder outputs and the mask of a batch, with several rows per sentence, as `generate` makes them."""
+    inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
+    return model._expand_inputs_for_generation(expand_size=rows, is_encoder_decoder=True, **inputs)[1]
 
 
 def as_subclass(model, **methods):
@@ -131,7 +138,7 @@ def test_candidates_can_be_expanded_after_the_first_step(family, make):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+@EACH_SHARING_MODEL
 def test_attentions_share_rows_between_beams(name, mode):
     expected = make_tiny_model("t5").generate(**make_source_batch("t5"), **BEAMS)
     model = MODELS[name]("t5")
@@ -141,12 +148,10 @@ def test_attentions_share_rows_between_beams(name, mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+@EACH_SHARING_MODEL
 def test_modified_encoder_outputs_have_one_row_per_beam(name, mode):
     def changed(model):
-        batch = make_source_batch("t5")
-        inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
-        _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
+        more = expand_inputs(model, make_source_batch("t5"))
         more["encoder_outputs"][0][1] *= 2
         return model(**more, decoder_input_ids=torch.full((6, 1), 3), use_cache=True).logits
 
@@ -154,16 +159,15 @@ def test_modified_encoder_outputs_have_one_row_per_beam(name, mode):
         torch.testing.assert_close(changed(MODELS[name]("t5")), changed(make_tiny_model("t5")), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
+@EACH_SHARING_MODEL
 def test_modified_beam_index_selects_other_rows(name):
     """Check an index tensor that first stays within sentences, and is then overwritten with one that does not."""
     ids = torch.randint(3, 20, (6, 2), generator=torch.Generator().manual_seed(0))
     logits = []
     for model in (make_tiny_model("t5"), MODELS[name]("t5")):
-        batch, rows = make_source_batch("t5"), torch.tensor([1, 0, 3, 2, 5, 4])
+        rows = torch.tensor([1, 0, 3, 2, 5, 4])
         with torch.no_grad():
-            inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
-            _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
+            more = expand_inputs(model, make_source_batch("t5"))
             cache = get_cache(model(**more, decoder_input_ids=ids, use_cache=True))
             for order in ([1, 0, 3, 2, 5, 4], [4, 5, 0, 1, 2, 3]):
                 rows.copy_(torch.tensor(order))
