@@ -4,11 +4,11 @@ import pytest
 import torch
 from architectures import T5
 from fixtures.caches import get_cache
+from fixtures.decoding import make_prompt
 from relatives import ENCODER_DECODERS, UMT5
 
-BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
 ARCHITECTURES = {"t5": (T5, "num_layers", "num_decoder_layers"), "umt5": (UMT5, "num_layers", "num_decoder_layers")}
-ARCHITECTURES["bart"] = (BART, "encoder_layers", "decoder_layers")
+ARCHITECTURES["bart"] = (ENCODER_DECODERS[0], "encoder_layers", "decoder_layers")
 VARIANTS = {
     "mha": {},
     "mqa": {"num_key_value_heads": 1},
@@ -45,11 +45,6 @@ def make_model(architecture, encoder, decoder, **fields):
     return row.make_model(get_head(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
 
 
-def make_source(architecture):
-    row = ARCHITECTURES[architecture][0]
-    return {name: value for name, value in row.make_batch(get_head(row)).items() if name != "decoder_input_ids"}
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,9 +54,11 @@ def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture
     if "static" in search and variant in ("elu", "hybrid"):
         pytest.skip("kernels do not use static caches")
     model, options = make_model(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
-    actual = model.generate(**make_source(architecture), **options)
+    row = ARCHITECTURES[architecture][0]
+    prompt = make_prompt(row, get_head(row))
+    actual = model.generate(**prompt, **options)
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
-    expected = model.generate(**make_source(architecture), **plain, use_cache=False)
+    expected = model.generate(**prompt, **plain, use_cache=False)
     assert torch.equal(actual.sequences, expected.sequences)
     pair = get_cache(actual)
     assert [len(item.layers) for item in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
@@ -75,10 +72,10 @@ def test_unequal_depths_generate_the_tokens_of_transformers(architecture, depths
     upstream = row.make_upstream_model(get_head(row), **dict(zip(names, depths, strict=True)))
     model = make_model(architecture, *depths)
     model.load_state_dict(upstream.state_dict())
-    options = OPTIONS | SEARCHES[search]
+    options, prompt = OPTIONS | SEARCHES[search], make_prompt(row, get_head(row))
     # The cache of Transformers has as many layers as the encoder, so a deeper decoder cannot use it.
-    expected = upstream.generate(**make_source(architecture), **options, use_cache=depths[0] > depths[1])
-    assert torch.equal(model.generate(**make_source(architecture), **options).sequences, expected.sequences)
+    expected = upstream.generate(**prompt, **options, use_cache=depths[0] > depths[1])
+    assert torch.equal(model.generate(**prompt, **options).sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -49,17 +49,15 @@ def test_unsharing_restores_the_model_exactly(name):
     for name_now, weight in model.state_dict().items():
         assert weight.data_ptr() == weights[name_now].data_ptr()
     for _, module in iterate_cross_attentions(model):
-        assert type(module).__name__ == type(module).original_class.__name__ and isinstance(
-            module, type(module).original_class
-        )
+        original_class = type(module).original_class
+        assert type(module).__name__ == original_class.__name__ and isinstance(module, original_class)
     model.generate(**batch, **BEAMS)
     assert share_memory(model) is model  # a second time changes nothing
     assert share_memory(model, False) is model
     assert describe_modules(model) == before
     again = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(again.sequences, expected.sequences)
-    for step_scores, expected_scores in zip(again.scores, expected.scores, strict=True):
-        assert torch.equal(step_scores, expected_scores)
+    torch.testing.assert_close(again.scores, expected.scores, atol=0, rtol=0)
     assert share_memory(model, False) is model
 
 
@@ -128,9 +126,8 @@ def test_copies_and_pickles_share_independently(name, form):
         assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION_METHOD].module is item
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
         share_memory(item, False)
-        assert not any(
-            isinstance(module, SharedMemoryMixin) for module in item.modules()
-        ) and EXPANSION_METHOD not in vars(item)
+        assert not any(isinstance(module, SharedMemoryMixin) for module in item.modules())
+        assert EXPANSION_METHOD not in vars(item)
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
 
@@ -139,11 +136,10 @@ def test_deleted_sharing_model_is_freed_immediately():
     """Check that `del` frees the model without garbage collection, as needed for GPU memory."""
     gc.disable()
     try:
-        for change in (lambda model: model, share_memory):
-            model = change(make_tiny_model("t5"))
-            result = weakref.ref(model)
-            del model
-            assert result() is None
+        model = share_memory(make_tiny_model("t5"))
+        result = weakref.ref(model)
+        del model
+        assert result() is None
     finally:
         gc.enable()
 
@@ -164,9 +160,8 @@ def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
         result.append((model.state_dict(), trainer.predict(rows).predictions))
     (weights, tokens), (shared_weights, shared_tokens) = result
     assert all(torch.equal(shared_weights[key], weight) for key, weight in weights.items())
-    assert (shared_tokens == tokens).all() and not torch.equal(
-        next(iter(weights.values())), next(iter(make_tiny_model(name).state_dict().values()))
-    )
+    key, first = next(iter(weights.items()))
+    assert (shared_tokens == tokens).all() and not torch.equal(make_tiny_model(name).state_dict()[key], first)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
@@ -328,6 +323,7 @@ ERRORS = {
         lambda: transformers.BartForCausalLM(make_tiny_model("bart").config),
         "BartForCausalLM",
     ),
+    "encoder of BART": (lambda: make_tiny_model("bart").get_encoder(), "BartEncoder"),
     "path": (lambda: "runs/a", "`model`"),
     "no model": (lambda: torch.nn.Linear(2, 2), "`model`"),
     "wrapped": (lambda: torch.compile(make_tiny_model("t5")), "`model`"),
@@ -431,13 +427,3 @@ def test_later_change_of_implementation_uses_transformers_forward(source_form):
     transformers.AttentionMaskInterface.register("spying", transformers.masking_utils.sdpa_mask)
     model.set_attn_implementation("spying")
     assert torch.equal(model.generate(**batch, **BEAMS), expected) and 9 in seen
-
-
-def test_unknown_cross_attention_raises_an_error():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]
-    model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts))
-    with pytest.raises(ValueError, match="EncoderDecoderModel"):
-        share_memory(model.eval())
-    with pytest.raises(ValueError, match="BartEncoder"):
-        share_memory(make_tiny_model("bart").get_encoder())
