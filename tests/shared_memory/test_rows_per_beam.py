@@ -134,7 +134,7 @@ def test_candidates_can_be_expanded_after_the_first_step(family, make):
             cache.batch_select_indices(torch.tensor([1, 2, 5]))
             rows = torch.tensor([[5], [6], [7]])
             logits.append(model(**inputs, decoder_input_ids=rows, **with_cache(cache)).logits)
-    torch.testing.assert_close(logits[:2], logits[2:], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[:2], logits[2:], atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
