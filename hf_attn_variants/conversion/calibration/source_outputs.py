@@ -165,7 +165,7 @@ class SourceOutputs:
         """The original model's loss in nats per token, or None if it was not measured."""
         return _compute_loss(self._source_outputs)
 
-    def compare_with(self, model: PreTrainedModel) -> Quality:
+    def compare_with(self, model: Any) -> Quality:
         """Measure the quality of a converted model, which must have the same class as the original model."""
         training, generation = model.training, getattr(model, "generation_config", None)
         model.generation_config = copy.deepcopy(self._generation)
