@@ -35,7 +35,7 @@ def draw(folder: Path = FOLDER) -> None:
 
 
 def draw_losses() -> Figure:
-    """Draw the loss and the time of a training step of each row, sorted by loss. The band is the seed range of MHA."""
+    """Draw each row's loss and its time per training step, sorted by loss. The band is the seed range of MHA."""
     report, timing = load_report(), load_timing()["rows"]
     losses = {}
     for model in MODELS:

@@ -136,8 +136,9 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 # The number of rows for which the weight layout is optimized. Other layouts (1 to 2048 rows) were equally fast with
 # torch 2.13 and AMX.
 LAYOUT_ROWS = 16
-# The number of rows for which bfloat16 and float32 products are timed. The arithmetic takes most of the time, so that
-# the result does not depend on noise: bfloat16 took 1.7 to 1.9 times as long as float32 on an Intel Xeon without AMX.
+# The number of rows in the products that compare the speed of bfloat16 and float32. With this many rows, arithmetic
+# takes most of the time, so the result is not affected by noise. On an Intel Xeon without AMX, bfloat16 took up to 1.9
+# times as long as float32.
 BFLOAT16_TIMED_ROWS = 256
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
@@ -200,7 +201,7 @@ def supports_bfloat16() -> bool:
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def has_fast_bfloat16() -> bool:
-    """Return whether bfloat16 products are correct on this processor and faster than in float32."""
+    """Return whether bfloat16 products are correct and faster than float32 products on this processor."""
     if not supports_bfloat16():
         return False
     states, weight = torch.full((BFLOAT16_TIMED_ROWS, 512), 0.5), torch.full((512, 512), 0.5)

@@ -64,12 +64,15 @@ def option(
 
 
 def fixed_option(help: str, default: Any = MISSING, **arguments: Any) -> Any:
-    """Define a field whose value must be the same in a resumed run. Takes the other arguments of `option`."""
+    """Define a field whose value must not change when a run is resumed. See `option` for the arguments."""
     return option(help, default, resume=ALWAYS_COMPARED, **arguments)
 
 
 def dev_option(help: str, default: Any = MISSING, **arguments: Any) -> Any:
-    """Define a field that affects the dev scores. Its value must be the same if a run with best weights resumes."""
+    """Define a field that affects the dev scores.
+
+    Its value must not change when a run that keeps the best weights is resumed. See `option` for the arguments.
+    """
     return option(help, default, resume=WITH_BEST_WEIGHTS, **arguments)
 
 
