@@ -3,8 +3,9 @@
 import threading
 
 import pytest
-from faults.test_kills import convert_to, log_of, read_contents, remove_names, train
+from faults.test_kills import convert_to, read_contents, remove_names, train
 from fixtures.glue.tiny_bert import make_tiny_bert
+from fixtures.linear_loop import log_without_times
 from fixtures.processes import run_processes
 
 from hf_attn_variants import cli
@@ -56,7 +57,7 @@ def test_simultaneous_trainings_into_one_folder_are_not_mixed(bert, tmp_path):
     assert sorted(statuses) == [0, 1], outputs
     refused = outputs[statuses.index(1)].splitlines()[-1]
     assert "is not empty" in refused or "is in use" in refused, refused
-    assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
+    assert log_without_times(tmp_path / "out") == log_without_times(tmp_path / "whole")
     result, expected = read_contents(tmp_path / "out"), read_contents(tmp_path / "whole")
     assert result.keys() == expected.keys() and result["model.safetensors"] == expected["model.safetensors"]
 
