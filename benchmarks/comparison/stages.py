@@ -272,7 +272,7 @@ def _curve_stage(data: Path, budget: Budget) -> Stage:
     }
     variants: dict[str, dict[str, Any]] = {}
     for name, method in CURVE_METHODS.items():
-        variants[name] = {"convert": method | (text if method["method"] == "calibrated" else {})}
+        variants[name] = {"convert": method | (text if method["method"] != "mean" else {})}
     variants["weighted grouping"]["multi_head_model"] = _curve_model(data)
     content = {
         "title": "curve",

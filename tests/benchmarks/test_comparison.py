@@ -58,6 +58,12 @@ def test_stages_share_their_flags_and_train_the_head_rows_with_two_seeds(tmp_pat
     assert bert.content["flags"] == mechanisms.content["flags"] and bert.content["flags"]["plugin"] == "plugin.py"
 
 
+def test_curve_gives_text_to_the_methods_that_use_it(tmp_path):
+    *_, curve = iterate_stages(tmp_path, tmp_path, BUDGETS["small"], None)
+    has_text = {name: "calibration_file" in row["convert"] for name, row in curve.content["variants"].items()}
+    assert [name for name, found in has_text.items() if found] == ["similarity grouping (aligned)", "calibrated"]
+
+
 def make_stage(tmp_path, losses):
     """Return a stage with one more row than there are results, and the folder of its sweep."""
     runs = {
