@@ -52,7 +52,7 @@ def open_file(path: Path) -> BinaryIO:
     """
     check_regular_file(path)
     if path.suffix == COMPRESSED_SUFFIX:
-        # Damaged .gz data is not reported here, but by the code that reads the file, which knows the line.
+        # Damaged .gz data is reported later, when the file is read.
         with _LimitedFile(path) as file, suppress(gzip.BadGzipFile):
             buffer = bytearray(BUFFER_BYTES)
             while file.tell() < CHECKED_BYTES and file.readinto(memoryview(buffer)):
@@ -212,7 +212,7 @@ def has_carriage_return_line_endings(file: BinaryIO) -> bool:
     """
     try:
         head = file.read(INSPECTED_BYTES)
-    except gzip.BadGzipFile:  # reported with the line by the code that reads the file
+    except gzip.BadGzipFile:  # reported by the code that reads the file
         head = b""
     file.seek(0)
     return len(LONE_RETURN.findall(head)) > head.count(b"\n")
@@ -264,15 +264,15 @@ TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamW
 SPARE_BYTES = 16 * 2**20
 
 
-def load_json(path: Path, encoding: str = "utf-8", max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file and return its value.
+def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file (UTF-8, UTF-16 or UTF-32, with or without a byte order mark) and return its value.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: if the file does not contain valid JSON.
     """
     try:
-        return parse_json(read_file(path, max_bytes).decode(encoding))
+        return parse_json(read_file(path, max_bytes))
     except ValueError as error:
         message = str(error).rstrip(".")
         raise ValueError(f"{path} must be a JSON file: {message}.") from error
@@ -505,13 +505,16 @@ def _find_existing_ancestor(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def save_plot(path: Path, make_figure: Callable[[], Any], **options: Any) -> None:
+def save_plot(path: Path, make_figure: Callable[[], Any], **options: Any) -> bool:
     """Save a plot as a PNG file, or log a warning if it cannot be rendered.
 
     Args:
         path: the file.
         make_figure: a function that returns a Matplotlib figure.
         options: keyword arguments for `savefig`.
+
+    Returns:
+        True if the plot was saved, and False otherwise.
 
     Raises:
         OSError: if the file cannot be written.
@@ -522,5 +525,6 @@ def save_plot(path: Path, make_figure: Callable[[], Any], **options: Any) -> Non
     except Exception as error:  # from Matplotlib's parsers or fonts, or because of a lack of memory
         reason = " ".join(str(error).split())[:200]
         logger.warning("Could not save %s (%s: %s). All other files were written.", path, type(error).__name__, reason)
-        return
+        return False
     atomic_write(path, image.getvalue())
+    return True

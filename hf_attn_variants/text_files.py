@@ -115,7 +115,9 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
             logger.warning(message, place, spaced_cells[0])
         if len(cells) != len(header):
-            rule = "A tab always separates cells." if is_tsv else f"Quote cells with the separator {separator!r}."
+            rule = f"Put a cell that contains the separator {separator!r} in quotes."
+            if is_tsv:
+                rule = "A tab always separates cells."
             names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "

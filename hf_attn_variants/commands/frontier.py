@@ -144,12 +144,12 @@ def main(args: argparse.Namespace) -> Any:
     command = chosen and _format_convert_command(chosen, args)
     results = frontier.to_dict() | {"chosen": chosen and {"name": chosen.name, "command": command}}
     picture = output_dir / FRONTIER_PNG
-    save_plot(picture, lambda: _plot_frontier(frontier, args.loss), dpi=130)
+    is_drawn = save_plot(picture, lambda: _plot_frontier(frontier, args.loss), dpi=130)
     saved.finish(results)
     if args.json:
         print(json.dumps(results, indent=2))
     else:
-        files = f"Plot and numbers: {picture}, " if picture.exists() else "Numbers: "
+        files = f"Plot and numbers: {picture}, " if is_drawn else "Numbers: "
         _print_frontier(frontier, chosen, args, f"{files}{saved.path}.")
     return frontier
 

@@ -202,7 +202,7 @@ def test_failed_plot_gives_a_warning(tmp_path, caplog):
     def draw():
         raise RuntimeError("no\nfont")
 
-    files.save_plot(tmp_path / "a.png", draw)
+    assert not files.save_plot(tmp_path / "a.png", draw)
     assert "a.png (RuntimeError: no font)" in caplog.text
     assert not list(tmp_path.iterdir())
 

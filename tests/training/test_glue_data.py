@@ -134,6 +134,14 @@ def test_hub_columns_are_mapped_to_the_official_columns(monkeypatch):
     assert splits["test_matched"].data.column_names == ["text1", "text2", "index"]
 
 
+def test_missing_hub_column_error_names_the_local_option(monkeypatch):
+    rows = Dataset.from_dict({"text": ["a"], "label": [1], "idx": [0]})
+    hub = DatasetDict({"train": rows, "validation": rows})
+    monkeypatch.setattr("hf_attn_variants.training.engine.tables.load_dataset", lambda name, task: hub)
+    with pytest.raises(ValueError, match=r"no column sentence in .*'text'.* --data_dir"):
+        load_glue(get_task("cola"), with_train=False)
+
+
 def test_unreachable_hub_error_names_the_local_option(monkeypatch):
     def fail(*_):
         raise ConnectionError("offline")

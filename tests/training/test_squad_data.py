@@ -19,6 +19,13 @@ def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
     assert hash_questions(read_squad(packed)) == hash_questions(questions) != hash_questions(questions[1:])
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_squad_files_can_have_a_byte_order_mark(tmp_path, encoding):
+    plain, marked = write_questions(tmp_path / "dev.json"), tmp_path / "marked.json"
+    marked.write_text(plain.read_text(), encoding=encoding)
+    assert read_squad(marked) == read_squad(plain)
+
+
 def test_unanswerable_questions_need_squad_version_2(tmp_path):
     questions = read_squad(write_questions(tmp_path / "dev.json", version_2=True))
     assert [q.id for q in questions if not q.answers] == ["0-none", "1-none"]

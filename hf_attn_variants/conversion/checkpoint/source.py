@@ -220,7 +220,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} must contain {CONFIG_NAME}. Pass the folder of a Transformers checkpoint.")
-    config = load_json(path, "utf-8-sig")
+    config = load_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{path} must contain `model_type`. Pass the folder of a Transformers checkpoint.")
     architectures = config.get("architectures") or []

@@ -193,7 +193,13 @@ def load_glue(
 def _convert_hub_split(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
     """Convert a split from the Hub to a `ClassificationSplit`, which requires other column names."""
     for i, names in enumerate(task.text_columns):
-        data = data.rename_columns({name: f"text{i + 1}" for name in names if name in data.column_names})
+        columns = [name for name in names if name in data.column_names]
+        if not columns:
+            raise ValueError(
+                f"{HUB_DATASET}, {task.name}, {split}: There is no column {'|'.join(names)} in {data.column_names}. "
+                "Set --data_dir to a folder with the TSV files."
+            )
+        data = data.rename_column(columns[0], f"text{i + 1}")
     if "idx" in data.column_names:
         data = data.rename_column("idx", "index")
     if split in task.test_splits and "label" in data.column_names:
