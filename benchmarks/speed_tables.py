@@ -458,9 +458,13 @@ DECODER_ENGINES = {
 }
 
 
-@register_table("int8_decoder", columns=["model, batch, beams", *DECODER_ENGINES.values()])
-def generation_in_engines(report: dict[str, Any]) -> Rows:
-    yield from _iterate_engine_rows(report, DECODER_ENGINES)
+@register_table(
+    "epyc_int8_decoder", "int8_decoder", columns=["processor", "model, batch, beams", *DECODER_ENGINES.values()]
+)
+def generation_in_engines(epyc: dict[str, Any], xeon: dict[str, Any]) -> Rows:
+    for processor, report in (("AMD EPYC", epyc), ("Intel Xeon", xeon)):
+        for row in _iterate_engine_rows(report, DECODER_ENGINES):
+            yield [processor, *row]
 
 
 @register_table(

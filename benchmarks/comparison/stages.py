@@ -113,7 +113,7 @@ def iterate_stages(data: Path, work: Path, budget: Budget, plugin: str | None) -
     yield from _task_stages(data, work, budget, common)
     for name, base in MODELS.items():
         original = str(_trained(work, f"{name}-heads", list_head_rows()[0].name, SEEDS[0]))
-        yield _conversion_stage(base, name, original, recipes[name], data)
+        yield _conversion_stage(base, name, original, recipes[name], data, common)
     yield _curve_stage(data, budget)
 
 
@@ -200,7 +200,9 @@ def _task_stages(data: Path, work: Path, budget: Budget, common: Mapping[str, An
             yield Stage(f"bert-{task}-{seed}", content, {})
 
 
-def _conversion_stage(base: BaseModel, name: str, original: str, recipe: dict[str, Any], data: Path) -> Stage:
+def _conversion_stage(
+    base: BaseModel, name: str, original: str, recipe: dict[str, Any], data: Path, common: dict[str, str]
+) -> Stage:
     """Return the conversions of the multi-head model, each followed by a share of its training steps."""
     steps = round(SHARE * recipe["max_train_steps"])
     flags = recipe | {
@@ -222,7 +224,7 @@ def _conversion_stage(base: BaseModel, name: str, original: str, recipe: dict[st
         fields = {key: value for key, value in row.fields.items() if not key.endswith("talking_heads_init")}
         reason = row.unsupported
         for options in () if reason else (text, {}):
-            convert = {"model_name_or_path": original, **fields, **options}
+            convert = {"model_name_or_path": original, **fields, **options, **common}
             if (reason := _find_problem(convert)) is None:
                 variants[row.name] = {"convert": convert}
                 break

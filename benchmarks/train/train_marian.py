@@ -47,6 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=5e-4)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--bf16", action="store_true", help="faster on processors with fast bfloat16 products")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     for step, batch in enumerate(iterate_batches(list(zip(*ids, strict=True)), args), 1):
         sources, targets = (pad(side, padding) for side in zip(*batch, strict=True))
         shifted = torch.cat([targets.new_full((len(targets), 1), padding), targets[:, :-1]], 1)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             logits = model(sources, attention_mask=sources.ne(padding), decoder_input_ids=shifted).logits
         loss = cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=padding, label_smoothing=0.1

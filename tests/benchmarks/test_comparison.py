@@ -58,6 +58,13 @@ def test_stages_share_their_flags_and_train_the_head_rows_with_two_seeds(tmp_pat
     assert bert.content["flags"] == mechanisms.content["flags"] and bert.content["flags"]["plugin"] == "plugin.py"
 
 
+def test_conversions_load_the_plugin(tmp_path):
+    stages = iterate_stages(tmp_path, tmp_path, BUDGETS["small"], "plugin.py")
+    for name in MODELS:
+        variants = next(stage for stage in stages if stage.name == f"{name}-converted").content["variants"]
+        assert {row["convert"]["plugin"] for row in variants.values() if "convert" in row} == {"plugin.py"}
+
+
 def test_curve_gives_text_to_the_methods_that_use_it(tmp_path):
     *_, curve = iterate_stages(tmp_path, tmp_path, BUDGETS["small"], None)
     has_text = {name: "calibration_file" in row["convert"] for name, row in curve.content["variants"].items()}
