@@ -467,6 +467,12 @@ def generation_in_engines(epyc: dict[str, Any], xeon: dict[str, Any]) -> Rows:
             yield [processor, *row]
 
 
+@register_table("onnx_translation", columns=["model", "unchanged translations", "BLEU, float32", "BLEU, int8"])
+def translations_of_int8_graphs(report: dict[str, Any]) -> Rows:
+    for row in report["rows"]:
+        yield [row["model"], f"{row['equal']:.1%}", *(f"{row['bleu'][name]:.2f}" for name in ("float32", "int8"))]
+
+
 @register_table(
     "onnx_latency", columns=["batch, length", "opset", "MHA (12), ms", "GQA-4, ms", "MQA, ms", "speed of MQA"]
 )
