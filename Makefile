@@ -85,7 +85,7 @@ matrix-newest: install
 
 dist: install
 	@test -z "$(TAG)" || test "$(TAG)" = "v$$($(BIN)/python -c \
-		'from hf_attn_variants.command_line import get_package_version; print(get_package_version())')" || \
+		'from hf_attn_variants.command_parser import get_package_version; print(get_package_version())')" || \
 		{ echo "TAG=$(TAG) must be the version in hf_attn_variants/modeling/variant_names.py."; exit 2; }
 	@rm -rf dist && mkdir -p dist build
 	@$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > build/sdist.log 2>&1 || \

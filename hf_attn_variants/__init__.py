@@ -51,7 +51,7 @@ def _get_attribute(name: str) -> Any:
     if name in _FUNCTIONS:
         return getattr(importlib.import_module(_FUNCTIONS[name], __name__), name)
     if _IS_COMMAND and name == "__version__":
-        from .command_line import get_package_version
+        from .command_parser import get_package_version
 
         return get_package_version()
     # Python also calls this function with the name of each submodule before it imports that submodule.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import MODEL_NAMES, CommandParser, find_readme, get_package_version
+from .command_parser import MODEL_NAMES, CommandParser, find_readme, get_package_version
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
@@ -81,7 +81,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
 
     def run_command() -> None:
         module = load_command(command) if isinstance(command, str) else command
-        # The parsers of the commands read the program name from `sys.argv[0]` (`command_line.get_program_name`).
+        # The parsers of the commands read the program name from `sys.argv[0]` (`command_parser.get_program_name`).
         original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
             args = module.parse_args(argv)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .command_line import find_closest_name
+from .command_parser import find_closest_name
 from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_endings, parse_json
 
 logger = logging.getLogger(__name__)

@@ -87,7 +87,7 @@ class Job:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments."""
-    from hf_attn_variants.command_line import CommandParser
+    from hf_attn_variants.command_parser import CommandParser
 
     parser = CommandParser(
         prog="python scripts/quickstart.py",
@@ -146,7 +146,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     """
     import transformers
 
-    from hf_attn_variants.inspection.tables import print_text
+    from hf_attn_variants.inspection.text_tables import print_text
 
     # Warnings about the new classification head, and about files that are read and written, are expected.
     transformers.logging.set_verbosity_error()
@@ -395,7 +395,7 @@ def _format_scores(scores: Sequence[float] | None) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]], metric: str, seeds: int) -> None:
-    from hf_attn_variants.inspection.tables import print_table
+    from hf_attn_variants.inspection.text_tables import print_table
 
     ranges = f", mean and half the range of {seeds} seeds" * (seeds > 1)
     header = ["model", "parameters", "projections, MFLOP per token", "converted", "and distilled"]

@@ -241,7 +241,7 @@ def test_layer_checks_detect_violations(tmp_path):
 
 def list_light_modules():
     """Return the modules that run before a command line is checked, and so import neither torch nor Transformers."""
-    names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_line", "errors"))]
+    names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_parser", "errors"))]
     names += [name for name in MODULES if name.startswith(f"{PACKAGE}.commands.")]
     # The settings of a task are in the `__init__.py` of its folder.
     settings = [name for name in MODULES if re.search(r"\.training\.(\w+|engine\.settings)$", name)]

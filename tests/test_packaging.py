@@ -19,7 +19,7 @@ from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from markdown_links import find_links
 
 import hf_attn_variants
-from hf_attn_variants.command_line import get_package_version
+from hf_attn_variants.command_parser import get_package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tracked files that are useful only in a clone.
@@ -186,7 +186,7 @@ def test_messages_name_subcommands_instead_of_scripts():
     """Check that messages name subcommands, because the wheel contains no scripts."""
     # A parser prints the name of the script that calls it. Another test checks modeling/.
     package = (ROOT / "hf_attn_variants").rglob("*.py")
-    paths = [path for path in package if path.name != "command_line.py" and "modeling" not in path.parts]
+    paths = [path for path in package if path.name != "command_parser.py" and "modeling" not in path.parts]
     for path in paths:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef)

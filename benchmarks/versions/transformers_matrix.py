@@ -32,7 +32,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from hf_attn_variants.command_line import get_package_version
+from hf_attn_variants.command_parser import get_package_version
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.variant_names import NEWEST_TESTED
 

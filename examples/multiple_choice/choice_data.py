@@ -19,8 +19,13 @@ from hf_attn_variants.text_files import (
     make_missing_column_error,
 )
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_in_memory_dataset, parse_label_cell
-from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import DatasetSplit, map_class_ids_to_names
+from hf_attn_variants.training.engine.dataset_splits import (
+    UNKNOWN_LABELS,
+    DatasetSplit,
+    map_class_ids_to_names,
+    read_splits,
+    resolve_label_column,
+)
 
 # Common column names. Columns with these names do not need a flag. Choices may also be in ending0, ending1, and so on.
 COMMON_NAMES = {
@@ -64,7 +69,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
         ValueError: If a column is missing or ambiguous, or if a row is not valid. The message contains the location of
             the row.
     """
-    sources = tables.read_splits(settings)
+    sources = read_splits(settings)
     first = next(iter(sources.values())).first
     names, columns = list_column_names(first.values), _find_columns(first, settings)
     if columns["answer_column"] is None and {*sources} != {"test"}:
@@ -110,7 +115,7 @@ def _find_numbered_columns(stem: str, names: Sequence[str]) -> tuple[str, ...]:
 
 def _read_rows(name: str, source: DatasetSplit, columns: dict[str, Any]) -> list[ChoiceRow]:
     """Read the questions in a split."""
-    answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
+    answer_column = resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.get_class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
@@ -121,7 +126,7 @@ def _read_rows(name: str, source: DatasetSplit, columns: dict[str, Any]) -> list
         rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
     # If the answers of a test split are not public, all its rows on the Hub have the same answer.
-    if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN_LABELS:
+    if name == "test" and len(answers) == 1 and answers <= UNKNOWN_LABELS:
         rows = [replace(row, answer=None) for row in rows]
     return rows
 

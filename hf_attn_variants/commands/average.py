@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser
+from ..command_parser import CommandParser
 
 EXAMPLE = """\
 example:
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """
     from ..files import atomic_write
     from ..inspection.scores import GLUE_METRICS, compute_model_scores, read_runs
-    from ..inspection.tables import print_table, print_text
+    from ..inspection.text_tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)
     models = compute_model_scores(runs)

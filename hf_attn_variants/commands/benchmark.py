@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, Flag, add_checkpoint_argument, add_flags, parse_with_checkpoint
+from ..command_parser import CommandParser, Flag, add_checkpoint_argument, add_flags, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 from ..training.engine.settings import parse_json_flag
 
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> Any:
 
     from ..errors import convert_to_value_error
     from ..inspection.costs import read_checkpoint_config
-    from ..inspection.tables import print_text
+    from ..inspection.text_tables import print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _print_conditions(args: argparse.Namespace, table: Any) -> None:
-    from ..inspection.tables import print_text
+    from ..inspection.text_tables import print_text
 
     threads, load = table.machine["threads"], table.machine["load_average"]
     load_text = f", load {load[0]:.1f} at the end" if load else ""
@@ -173,7 +173,7 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
 
 def _report_serving(args: argparse.Namespace, table: Any) -> None:
     from ..files import save_plot
-    from ..inspection.tables import print_text
+    from ..inspection.text_tables import print_text
     from ..serving.measure import plot_serving, recommend_engine
 
     if args.plot is not None:
@@ -193,7 +193,7 @@ def _report_serving(args: argparse.Namespace, table: Any) -> None:
 
 
 def _print_serving(table: Any) -> None:
-    from ..inspection.tables import print_table
+    from ..inspection.text_tables import print_table
 
     workload, decodes = table.load, table.load.max_new_tokens is not None
     header = ["engine", "ms per batch", "tokens/s", "speed", *["ms to the first token"] * decodes, "peak MiB"]
@@ -213,7 +213,7 @@ def _format_num_beams(num_beams: int) -> str:
 
 
 def _print_speed_table(table: Any) -> None:
-    from ..inspection.tables import print_table
+    from ..inspection.text_tables import print_table
 
     header = ["variant", "ms per generation", "tokens/s", "speed"]
     rows = [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import (
+from ..command_parser import (
     MODEL_NAMES,
     CommandParser,
     Flag,

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..command_line import (
+from ..command_parser import (
     CommandParser,
     Flag,
     add_checkpoint_argument,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import (
+from ..command_parser import (
     CommandParser,
     Flag,
     add_checkpoint_argument,
@@ -195,7 +195,7 @@ def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held
 
 def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:
     from ..inspection.held_out import MEASURES
-    from ..inspection.tables import print_table, print_text
+    from ..inspection.text_tables import print_table, print_text
 
     has_cross_cache = "cross" in (frontier.source.kv_cache_bytes_per_token or {})
     size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if has_cross_cache else "")

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..command_line import MODEL_NAMES, CommandParser, Flag, add_checkpoint_argument, add_flags, parse_with_checkpoint
+from ..command_parser import (
+    MODEL_NAMES,
+    CommandParser,
+    Flag,
+    add_checkpoint_argument,
+    add_flags,
+    parse_with_checkpoint,
+)
 
 EXAMPLE = """\
 examples:
@@ -75,7 +82,7 @@ def main(args: argparse.Namespace) -> Any:
         OSError: if the configuration cannot be read.
     """
     from ..inspection.costs import compute_cost_table, read_checkpoint_config
-    from ..inspection.tables import print_table, print_text
+    from ..inspection.text_tables import print_table, print_text
 
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     names = ("batch_size", "length", "source_length", "dtype", "num_beams", "memory")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
+from ..command_parser import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 
 EXAMPLE = """\
 example (--dry_run only lists the files and prints the model card):

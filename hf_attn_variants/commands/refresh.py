@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
+from ..command_parser import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..files import CARD_NAME, CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 
 EXAMPLE = """\

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser
+from ..command_parser import CommandParser
 from . import load_command
 
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "sweep_results.json", "sweep_results.md", "sweep_results.png"

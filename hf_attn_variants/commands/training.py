@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
+from ..command_parser import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 from ..training.classification import ClassificationSettings
 from ..training.engine.settings import NewModelSettings, TrainingSettings, get_field_types, group_fields
 from ..training.glue import GlueSettings

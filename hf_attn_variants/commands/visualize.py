@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
+from ..command_parser import CommandParser, add_checkpoint_argument, get_program_name, parse_with_checkpoint
 from ..files import check_output_dir
 
 HTML_FILE = "attention_maps.html"

@@ -32,7 +32,7 @@ from ..inspection.costs import (
     list_used_fields,
     make_variant_config,
 )
-from ..inspection.tables import describe_talking_projections, format_layers, get_talking_heads_by_prefix
+from ..inspection.text_tables import describe_talking_projections, format_layers, get_talking_heads_by_prefix
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.composition import get_requested_extensions
 from ..modeling.fields.field_table import FIELD_TEXTS, PLACE_WORDINGS, VARIANT_FIELDS, get_card_text, look_up_field

@@ -47,7 +47,7 @@ from ..modeling.mechanisms.talking_heads import (
 from ..modeling.ops.variant_attention import VariantAttention
 from ..native.native_model import NativeModelMixin
 from ..registration import get_variant_config_class, get_variant_model_class
-from .tables import describe_talking_projections, select_place_prefixes
+from .text_tables import describe_talking_projections, select_place_prefixes
 
 
 def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:

@@ -384,7 +384,7 @@ def test_nonempty_output_folder_raises_before_slow_imports(command, tmp_path, ca
 
 
 def test_tilde_after_an_equals_sign_is_expanded(monkeypatch):
-    from hf_attn_variants.command_line import CommandParser
+    from hf_attn_variants.command_parser import CommandParser
 
     monkeypatch.setenv("HOME", "/somewhere")
     parser = CommandParser()

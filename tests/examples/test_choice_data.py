@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_variants.text_files import TableRow
 from hf_attn_variants.training.classification.data import ClassificationSplit
-from hf_attn_variants.training.engine import tables
+from hf_attn_variants.training.engine import dataset_splits
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_hub_swag_has_label_names_and_unlabeled_test_rows(monkeypatch):
     row = {name: name for name in texts}
     splits = {"train": [{**row, "label": 3}], "validation": [{**row, "label": 0}], "test": [{**row, "label": -1}]}
     hub = DatasetDict({name: Dataset.from_list(rows, features=features) for name, rows in splits.items()})
-    monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
+    monkeypatch.setattr(dataset_splits, "load_dataset", lambda name, config: hub)
     result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
     assert result["train"].data["label"][:] == [3] and result["validation"].data["label"][:] == [0]
     assert "label" not in result["test"].data.column_names and len(result["test"]) == 1
@@ -86,7 +86,7 @@ def test_nested_choices_are_read(monkeypatch):
     )
     row = {"question": "Why?", "choices": {"text": ["so", "not"], "label": ["A", "B"]}, "answerKey": "B"}
     hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
-    monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
+    monkeypatch.setattr(dataset_splits, "load_dataset", lambda name, config: hub)
     result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
     assert get_rows(result["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 

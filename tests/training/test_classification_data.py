@@ -23,7 +23,7 @@ from hf_attn_variants.training.classification.data import (
     load_classification_data,
     parse_label_cell,
 )
-from hf_attn_variants.training.engine import tables
+from hf_attn_variants.training.engine import dataset_splits
 
 parse_args = classify.parse_args
 
@@ -452,7 +452,7 @@ def test_evaluation_uses_the_labels_of_the_model(load):
 @pytest.fixture
 def load_source(monkeypatch):
     def call(splits, *flags, config=NO_CLASSIFIER):
-        monkeypatch.setattr(tables, "load_dataset", lambda name, config: DatasetDict(splits))
+        monkeypatch.setattr(dataset_splits, "load_dataset", lambda name, config: DatasetDict(splits))
         argv = ["model", "--output_dir", "out", "--dataset_name", "me/data", *flags]
         return load_classification_data(parse_args(argv), config)
 
@@ -504,7 +504,7 @@ def test_unavailable_dataset_raises_an_os_error(monkeypatch):
     def fail(name, config):
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(tables, "load_dataset", fail)
+    monkeypatch.setattr(dataset_splits, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
     with pytest.raises(OSError, match=r"nowhere/none could not be loaded \(RuntimeError: no network\)"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)

@@ -110,7 +110,7 @@ def test_evaluation_needs_no_training_split(tmp_path, glue, monkeypatch):
     assert list(load_glue(get_task("cola"), str(tmp_path), with_train=False)) == ["validation"]
     rows = Dataset.from_dict({"sentence": ["a"], "label": [1], "idx": [0]})
     hub = DatasetDict({"train": rows, "validation": rows})
-    monkeypatch.setattr("hf_attn_variants.training.engine.tables.load_dataset", lambda name, task: hub)
+    monkeypatch.setattr("hf_attn_variants.training.engine.dataset_splits.load_dataset", lambda name, task: hub)
     assert list(load_glue(get_task("cola"), with_train=False)) == ["validation"]
 
 
@@ -128,7 +128,7 @@ def test_hub_columns_are_mapped_to_the_official_columns(monkeypatch):
             for name in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
         }
     )
-    monkeypatch.setattr("hf_attn_variants.training.engine.tables.load_dataset", lambda name, task: hub)
+    monkeypatch.setattr("hf_attn_variants.training.engine.dataset_splits.load_dataset", lambda name, task: hub)
     splits = load_glue(get_task("mnli"))
     assert splits["train"].data[0] == {"text1": "a", "text2": "b", "label": 2, "index": 5}
     assert splits["test_matched"].data.column_names == ["text1", "text2", "index"]
@@ -137,7 +137,7 @@ def test_hub_columns_are_mapped_to_the_official_columns(monkeypatch):
 def test_missing_hub_column_error_names_the_local_option(monkeypatch):
     rows = Dataset.from_dict({"text": ["a"], "label": [1], "idx": [0]})
     hub = DatasetDict({"train": rows, "validation": rows})
-    monkeypatch.setattr("hf_attn_variants.training.engine.tables.load_dataset", lambda name, task: hub)
+    monkeypatch.setattr("hf_attn_variants.training.engine.dataset_splits.load_dataset", lambda name, task: hub)
     with pytest.raises(ValueError, match=r"no column sentence in .*'text'.* --data_dir"):
         load_glue(get_task("cola"), with_train=False)
 
@@ -146,7 +146,7 @@ def test_unreachable_hub_error_names_the_local_option(monkeypatch):
     def fail(*_):
         raise ConnectionError("offline")
 
-    monkeypatch.setattr("hf_attn_variants.training.engine.tables.load_dataset", fail)
+    monkeypatch.setattr("hf_attn_variants.training.engine.dataset_splits.load_dataset", fail)
     with pytest.raises(OSError, match="--data_dir"):
         load_glue(get_task("rte"))
 

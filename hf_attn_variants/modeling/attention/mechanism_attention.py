@@ -21,7 +21,7 @@ from ..ops.beams import repeat_for_beams, select_first_beams
 from ..ops.flex_windows import windowed_attention
 from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_blocks
 from ..ops.memory_efficient_attention import talking_heads_attention
-from ..ops.padded_rows import roll_padded_rows
+from ..ops.padded_rows import KEEP_ROWS, roll_padded_rows
 from ..ops.softmax_attention import attention_with_weights, fused_attention
 from ..ops.variant_attention import VariantAttention, get_attention_kwargs, is_exporting, should_return_weights
 
@@ -205,13 +205,16 @@ def _needs_explicit_weights(module: VariantAttention, query: Tensor, mask: Tenso
     return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
 
 
-# Padded rows are rolled before keys are compressed.
-MECHANISM_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "eager": roll_padded_rows(compress_keys_and_values(eager_attention_with_mechanisms)),
-    "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_attention_with_mechanisms)),
+FUNCTIONS = {"eager": eager_attention_with_mechanisms, "sdpa": sdpa_attention_with_mechanisms}
+# For modules that depend on positions, such as those that compress keys. Padded rows are rolled before compression.
+POSITION_FUNCTIONS = {
+    name: roll_padded_rows(compress_keys_and_values(function)) for name, function in FUNCTIONS.items()
 }
 
 
-def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def attend_with_mechanisms(
+    implementation: str, module: VariantAttention, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Call the "eager" or "sdpa" function with the given arguments, and return the outputs and weights."""
-    return MECHANISM_FUNCTIONS[implementation](*args, **kwargs)
+    functions = FUNCTIONS if module.padding_rule == KEEP_ROWS else POSITION_FUNCTIONS
+    return functions[implementation](module, *args, **kwargs)

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from .variant_attention import VariantAttention, is_traced
 
-__all__ = ["find_text_spans", "get_row_roller", "is_boolean_key_mask", "roll_padded_rows", "set_padding_rule"]
+__all__ = [
+    "KEEP_ROWS",
+    "find_text_spans",
+    "get_row_roller",
+    "is_boolean_key_mask",
+    "roll_padded_rows",
+    "set_padding_rule",
+]
 
 # The rules for left-padded rows: KEEP_ROWS if attention does not depend on positions, ROLL_ROWS if the rows must be
 # rolled, and BY_PATTERN if the pattern receives the position of the first token in each row.

@@ -18,7 +18,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
 from ...text_files import describe_row_location, get_column_text, get_column_value, list_column_names
-from ..engine import tables
+from ..engine.dataset_splits import (
+    UNKNOWN_LABELS,
+    DatasetSplit,
+    fill_in_training_columns,
+    find_missing_training_column,
+    map_class_ids_to_names,
+    read_splits,
+    resolve_label_column,
+)
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
 # The label of a row as text, a tuple of several labels, or None if the row has no label.
@@ -554,7 +562,7 @@ class UnencodedSplit:
 
 def _read_rows(
     name: str,
-    source: tables.DatasetSplit,
+    source: DatasetSplit,
     text_columns: Sequence[str],
     label_column: str | None,
     separator: str | None,
@@ -577,7 +585,7 @@ def _read_rows(
             rows.columns.setdefault(column, []).append(value)
         if label_column is not None:
             value = get_column_value(record.values, label_column)
-            value = value if names is None else tables.map_class_ids_to_names(value, names)
+            value = value if names is None else map_class_ids_to_names(value, names)
             rows.cells.append(parse_label_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
         message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
@@ -597,15 +605,15 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         ValueError: If a file has invalid content or lacks a column, or if the labels have different types. The message
             names the file, the row and the column.
     """
-    sources = tables.read_splits(settings)
+    sources = read_splits(settings)
     first = next(iter(sources.values())).first
     columns = {"text_columns": (), "label_column": ("label_separator",)}
-    absent_label_column = tables.find_missing_training_column(settings, first.values, "label_column")
-    settings = tables.fill_in_training_columns(settings, first.values, columns, ("threshold",))
+    absent_label_column = find_missing_training_column(settings, first.values, "label_column")
+    settings = fill_in_training_columns(settings, first.values, columns, ("threshold",))
     text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
-        column = tables.resolve_label_column(name, source, label_column, "--label_column")
+        column = resolve_label_column(name, source, label_column, "--label_column")
         read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
         names_by_split = (source.get_class_names(label_column) for source in sources.values())
@@ -627,7 +635,9 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 
 
 def _resolve_columns(
-    first_split: tuple[str, tables.DatasetSplit], settings: ClassificationSettings, absent_label_column: str | None
+    first_split: tuple[str, DatasetSplit],
+    settings: ClassificationSettings,
+    absent_label_column: str | None,
 ) -> tuple[tuple[str, ...], str | None]:
     """Return the text columns and the label column, from the settings or from common column names.
 
@@ -653,7 +663,7 @@ def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
     """
     distinct = set(cells)
     return distinct <= {None, ()} or (
-        len(distinct) == 1 and distinct <= tables.UNKNOWN_LABELS and not distinct & {*scheme.names}
+        len(distinct) == 1 and distinct <= UNKNOWN_LABELS and not distinct & {*scheme.names}
     )
 
 

@@ -21,6 +21,7 @@ from ...files import CURVES_FILE, LOG_FILE, RESULTS_NAME, atomic_write, save_plo
 from ...model_folder import ModelHistory
 from ...modeling.mechanisms.clipped_softmax import ClippedSoftmax
 from .dataloaders import EpochSampler, EvalBatches, TextDataset, TrainingBatchSource, create_dataloader
+from .dataset_splits import warn_about_max_length
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
@@ -35,7 +36,6 @@ from .session import (
     start_run,
 )
 from .settings import TrainingSettings, count_training_steps
-from .tables import warn_about_max_length
 
 
 def _check_outputs_finite(outputs: Sequence[Tensor], name: str) -> None:

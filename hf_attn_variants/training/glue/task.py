@@ -15,8 +15,8 @@ from ...files import has_carriage_return_line_endings, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
 from ..classification.data import ClassificationSplit, make_in_memory_dataset
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
+from ..engine.dataset_splits import load_dataset_splits
 from ..engine.settings import check_metric_for_best_model
-from ..engine.tables import load_dataset_splits
 from . import GlueSettings
 
 logger = logging.getLogger(__name__)

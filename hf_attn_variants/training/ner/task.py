@@ -15,9 +15,9 @@ from ...files import WHITESPACE, is_blank
 from ...text_files import read_lines, read_table_rows
 from ..engine import models
 from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
+from ..engine.dataset_splits import find_split_files
 from ..engine.finetune import FineTuningTask
 from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_cross_entropy_objective
-from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ...files import check_regular_file, has_carriage_return_line_endings, is_blank, iterate_lines, open_file
 from ...text_files import is_table, read_table_rows
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.tables import find_split_files
+from ..engine.dataset_splits import find_split_files
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from ...model_properties import get_decoder_start_token
 from ..classification.data import ClassificationSplit
 from ..engine import models, optimization
 from ..engine.dataloaders import TextDataset, hash_texts, make_source_target_collator
+from ..engine.dataset_splits import fill_in_training_columns, find_split_files, load_dataset_splits, read_dataset_rows
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.session import show_progress
 from ..engine.settings import SPLITS, check_dev_settings, check_metric_for_best_model, is_greater_better
-from ..engine.tables import fill_in_training_columns, find_split_files, load_dataset_splits, read_dataset_rows
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import load_squad, score_answer

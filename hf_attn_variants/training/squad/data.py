@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import MAX_BYTES, is_unicode, load_json
 from ...modeling.mechanisms.patterns.window_pattern import GLOBAL_MASK_ARGUMENT as GLOBAL_MASK
+from ..engine.dataset_splits import load_dataset_splits
 from ..engine.models import check_max_length
-from ..engine.tables import load_dataset_splits
 from . import SquadSettings
 
 logger = logging.getLogger(__name__)
