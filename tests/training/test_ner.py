@@ -218,7 +218,12 @@ def test_overwriting_removes_old_predictions(run, tiny_bert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("Rome", r"bad\.txt.*line 2.*'Rome'"), ("Rome NN LOC", "line 2.*'Rome NN LOC'")]
+    ("line", "message"),
+    [
+        ("Rome", r"bad\.txt.*line 2.*'Rome'"),
+        ("Rome NN LOC", "line 2.*'Rome NN LOC'"),
+        ("Rome B-", "line 2.*'Rome B-'"),
+    ],
 )
 def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
     (tmp_path / "bad.txt").write_text(f"Ann B-PER\n{line}\n")

@@ -112,7 +112,7 @@ def _drop_unknown_tags(sentences: list[Sentence], location: str, reason: str | N
 
 def _is_tag(tag: str) -> bool:
     """Return whether a text is an entity tag or "O"."""
-    return tag == "O" or tag[:2] in ("B-", "I-")
+    return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
 
 
 def _split_columns(line: str) -> list[str]:
