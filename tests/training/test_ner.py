@@ -231,6 +231,17 @@ def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
         read_conll(tmp_path / "bad.txt")
 
 
+@pytest.mark.parametrize("separator", [" ", "\t"])
+def test_column_with_word_numbers_raises_an_error(tmp_path, separator):
+    path = tmp_path / "t.txt"
+    rows = ["1 Ann B-PER", "2 left O", "", "1 Bob B-PER"]
+    path.write_text("\n".join(rows).replace(" ", separator))
+    with pytest.raises(ValueError, match=r"t\.txt: .*the first column numbers the words.*Remove this column"):
+        read_conll(path)
+    path.write_text("\n".join([*rows, "", "7 wins O"]))
+    assert [words for words, _ in read_conll(path)] == [["1", "2"], ["1"], ["7"]]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -42,8 +42,9 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not text, if a line has no tag or an invalid tag, or if two lines have different
-            numbers of space-separated columns. The message names the file and the line.
+        ValueError: If the file is not text, if a line has no tag or an invalid tag, if two lines have different
+            numbers of space-separated columns, or if the first column contains the positions of the words. The message
+            names the file and, for errors in a line, the line.
     """
     sentences: list[Sentence] = [([], [])]
     first: tuple[int, int] | None = None  # the number and the columns of the first line with space-separated columns
@@ -85,9 +86,20 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         tags.append(cells[-1] if is_tagged else UNTAGGED)
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must contain at least one sentence, but is empty.")
+    _check_words(path, sentences)
     if needs_tags:
         return sentences
     return _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
+
+
+def _check_words(path: str, sentences: list[Sentence]) -> None:
+    """Check that the words of a file are not the numbers 1, 2, 3, ... in every sentence, as in CoNLL-U files."""
+    numbers = list(map(str, range(1, 1 + max(len(words) for words, _ in sentences))))
+    if len(numbers) > 1 and all(words == numbers[: len(words)] for words, _ in sentences):
+        raise ValueError(
+            f"{path}: Each line must start with a word, but the first column numbers the words in every sentence. "
+            "Remove this column."
+        )
 
 
 def _drop_unknown_tags(sentences: list[Sentence], location: str, reason: str | None) -> list[Sentence]:
