@@ -6,7 +6,7 @@ import json
 import pytest
 from fixtures.squad import CONTEXTS, make_questions, write_questions
 
-from hf_attn_variants.training.squad.data import check_answers_exist, hash_questions, read_squad
+from hf_attn_variants.training.squad.data import check_answers_exist, hash_questions, load_squad, read_squad
 
 
 def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
@@ -32,6 +32,16 @@ def test_unanswerable_questions_need_squad_version_2(tmp_path):
     check_answers_exist("dev.json", questions, version_2=True)
     with pytest.raises(ValueError, match=r"dev.json: 2 questions have no answer .* 0-none.*--version_2_with_negative"):
         check_answers_exist("dev.json", questions, version_2=False)
+
+
+@pytest.mark.parametrize("text", ["red house", "北京大学"])
+def test_log_names_the_units_of_f1_for_scripts_without_spaces(tmp_path, caplog, text):
+    path = tmp_path / "dev.json"
+    qa = {"id": "1", "question": "?", "answers": [{"text": text, "answer_start": 0}]}
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": text, "qas": [qa]}]}]}))
+    with caplog.at_level("INFO", "hf_attn_variants"):
+        load_squad({"validation_file": path, "test_file": None}, from_hub=False, with_train=False)
+    assert ("F1 compares characters" in caplog.text) == (text == "北京大学")
 
 
 def test_squad_test_file_needs_no_answers(tmp_path):
