@@ -70,6 +70,7 @@ def change(path, edit):
         (lambda p: p[0]["qas"][1]["answers"][0].update(answer_start=900), r"\(id 0-1\).*'Tom'.*900"),
         (lambda p: p[0]["qas"][1]["answers"].clear(), r"\(id 0-1\).*is_impossible"),
         (lambda p: p[0]["qas"][1].update(id="0-0"), "got 0-0 twice"),
+        (lambda p: p[0]["qas"][1].update(answers={"text": ["x"]}), r"a list \"answers\".*got {'text': \['x'\]}"),
         (lambda p: p[1].pop("context"), r'paragraphs\[1\].*"context".*qas'),
         (lambda p: p.clear(), "at least one question"),
     ],
@@ -85,6 +86,7 @@ def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
     [
         (b"", ValueError, r"bad\.json.*JSON"),
         (b"{", ValueError, r"bad\.json.*JSON"),
+        (b'{"context": "x"}\n{"context": "x"}', ValueError, "line 2.* a single JSON object in the SQuAD format"),
         (b'[{"context": "x"}]', ValueError, '"data".*JSON'),
         (b'{"rows": []}', ValueError, '"data"'),
         (None, OSError, r"bad\.json"),

@@ -73,7 +73,11 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
             context. The message names the file and the question.
     """
     path = Path(path)
-    questions = list(_read_questions(path, load_json(path, max_bytes=MAX_BYTES), has_answers))
+    try:
+        content = load_json(path, max_bytes=MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{error} It must contain a single JSON object in the SQuAD format.") from error
+    questions = list(_read_questions(path, content, has_answers))
     if not questions:
         raise ValueError(f"{path} must contain at least one question, but has none.")
     _check_ids(str(path), questions)
@@ -101,6 +105,8 @@ def _get_value(parent: Any, key: str, kind: type, location: str) -> Any:
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, kind):
         invalid_value = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        if value is not None:
+            invalid_value = f"{value!r:.60}"
         name = "a list" if kind is list else "text"
         raise ValueError(f'{location} must contain {name} "{key}" in the SQuAD format, got {invalid_value}.')
     if isinstance(value, str) and not is_unicode(value):
