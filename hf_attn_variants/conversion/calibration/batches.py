@@ -259,6 +259,14 @@ def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any)
     return replace(calibration, whole_length=untruncated_length, cut_share=share)
 
 
+def limit_length(config: PreTrainedConfig, calibration: Calibration, length: int) -> int:
+    """Return a maximum number of tokens, limited to the model's number of positions (half of them for audio)."""
+    positions = get_max_input_length(config)
+    if positions is None:
+        return length
+    return min(length, positions if calibration.audio is None else positions // 2)
+
+
 def make_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> tuple[list[Batch], list[Batch]]:
@@ -467,7 +475,7 @@ def _tokenize_examples(
     check_texts(tokenizer, texts, encoded)
     positions = get_max_input_length(config)
     if should_join_passages(type(model), config, calibration):
-        longest = min(calibration.passage_length, positions or calibration.passage_length)
+        longest = limit_length(config, calibration, calibration.passage_length)
         special = _get_special_token_ids(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, split):  # joined separately, so that no fitting passage contains a held-out text
