@@ -509,11 +509,16 @@ def _tokenize_examples(
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Raise `ValueError` if the decoder needs target texts but none are set."""
+    """Raise `ValueError` if the decoder needs target texts but none are set, or if no decoder reads the targets."""
     reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
             f"`target_texts` (--calibration_target_file) is required for {name} because it cannot generate targets."
+        )
+    if calibration.target_texts is not None and not reads.is_target:
+        raise ValueError(
+            "`target_texts` (--calibration_target_file, --calibration_target_column) is not supported for "
+            f"{name} because it has no decoder that reads targets. Remove it."
         )
 
 
