@@ -288,7 +288,8 @@ tokens. "No answer" is represented by the position of the first token, such as [
 all_results.json (exact match and F1, computed as in the official scripts), train_log.jsonl, training_curves.png,
 predictions_dev.json (for the official scripts), predictions_nbest_dev.json and, for v2.0,
 predictions_null_odds_dev.json. With --test_file, it also contains the predictions for the test split. For v2.0,
-eval_best_f1 is computed with the best threshold on the dev set.""",
+eval_best_f1 is computed with the best threshold on the dev set. If the answers are in a script without spaces, such as
+Chinese or Thai, F1 compares characters and all punctuation is ignored, as in MLQA (arXiv:1910.07475).""",
 )
 
 seq2seq = TrainingCommand(

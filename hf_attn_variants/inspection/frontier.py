@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..conversion.calibration.batches import set_length_statistics
+from ..conversion.calibration.batches import limit_length, set_length_statistics
 from ..conversion.calibration.calibrate import calibrate
 from ..conversion.calibration.methods import Calibrated
 from ..conversion.calibration.source_outputs import load_processor, make_source_loader_for_model
@@ -484,7 +484,7 @@ def measure_frontier(
         text = make_held_out_set(source, calibration.processor, held_out)
         losses = text.compute_losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    settings = _describe_calibration(attentions.calibration, seed)
+    settings = _describe_calibration(source.config, attentions.calibration, seed)
     header = (checkpoint, type(source).__name__, text.measure, len(losses), settings)
     _check_loss(losses, checkpoint, saved_rows)
     timer = _make_timer(source, length, source_length, saved_rows)
@@ -508,13 +508,13 @@ def measure_frontier(
     return frontier
 
 
-def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
+def _describe_calibration(config: Any, calibration: Calibration, seed: int) -> dict[str, Any]:
     """Return the calibration settings for the report."""
     return {
         "count": len(calibration.examples),
         "fit_steps": calibration.get_fit_option("fit_steps"),
         "targets": calibration.target_texts is not None,
-        "max_length": calibration.length,
+        "max_length": limit_length(config, calibration, calibration.length),
         "seed": seed,
     }
 

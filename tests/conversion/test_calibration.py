@@ -230,9 +230,11 @@ def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
 def test_report_and_card_describe_the_calibration_text(tmp_path):
     make_bert().save_pretrained(tmp_path / "source")
     result = {}
-    for name, calibration_data in (("text", make_calibration(max_length=48)), ("none", None)):
+    long = make_calibration(max_length=100_000, passages=True)  # the model has 512 positions
+    for name, calibration_data in (("text", make_calibration(max_length=48)), ("long", long), ("none", None)):
         convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=calibration_data)
         result[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
+    assert result["long"]["calibration"]["max_length"] == result["long"]["calibration"]["passage_length"] == 512
     settings = result["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)

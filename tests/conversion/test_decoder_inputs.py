@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixtures.calibrations import make_calibration
+from fixtures.calibrations import make_bert, make_calibration, make_texts
 from fixtures.multilingual import LANGUAGES, TOKENIZERS
 from fixtures.tiny_t5 import make_lines_of_words
 from transformers import (
@@ -49,6 +49,11 @@ def test_encoder_decoder_without_a_head_needs_targets():
             convert(model, 2, calibration=make_calibration())
         converted = convert(model, 2, calibration=make_calibration(target_texts=make_calibration().texts))
         assert converted.config.num_key_value_heads == 2
+
+
+def test_targets_for_an_encoder_raise_an_error():
+    with pytest.raises(ValueError, match=r"`target_texts` .* is not supported for .*Bert"):
+        convert(make_bert(), 2, calibration=make_calibration(target_texts=make_texts(seed=1)))
 
 
 def test_generated_targets_use_the_requested_language(tmp_path, monkeypatch):

@@ -192,6 +192,12 @@ def test_tag_without_training_examples_gives_a_warning(run, tmp_path, caplog):
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "'a b'"),
         ({"tokens": ["a"], "ner_tags": [3]}, "names for its numbers"),
         ({"tokens": [""][:0], "ner_tags": [""][:0]}, "."),
+        ({"tokens": ["a", 5], "ner_tags": ["O", "O"]}, r"row 1: Column 'tokens' .*'a', 5"),
+        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "row 1: Column 'tokens' .*None"),
+        ({"tokens": ["\ud83d"], "ner_tags": ["O"]}, "row 1: Column 'tokens' .*ud83d"),
+        ({"tokens": "ab", "ner_tags": "OO"}, "row 1: Column 'tokens' .*'ab'"),
+        ({"tokens": ["a", "b"], "ner_tags": "OO"}, "row 1: Column 'ner_tags' .*'OO'"),
+        ({"tokens": ["a"], "tags": ["O"]}, r"no column 'ner_tags'.*are tokens, tags\."),
     ],
 )
 def test_invalid_ner_dataset_raises_an_error(tmp_path, row, message):
@@ -218,12 +224,28 @@ def test_overwriting_removes_old_predictions(run, tiny_bert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("Rome", r"bad\.txt.*line 2.*'Rome'"), ("Rome NN LOC", "line 2.*'Rome NN LOC'")]
+    ("line", "message"),
+    [
+        ("Rome", r"bad\.txt.*line 2.*'Rome'"),
+        ("Rome NN LOC", "line 2.*'Rome NN LOC'"),
+        ("Rome B-", "line 2.*'Rome B-'"),
+    ],
 )
 def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
     (tmp_path / "bad.txt").write_text(f"Ann B-PER\n{line}\n")
     with pytest.raises(ValueError, match=message):
         read_conll(tmp_path / "bad.txt")
+
+
+@pytest.mark.parametrize("separator", [" ", "\t"])
+def test_column_with_word_numbers_raises_an_error(tmp_path, separator):
+    path = tmp_path / "t.txt"
+    rows = ["1 Ann B-PER", "2 left O", "", "1 Bob B-PER"]
+    path.write_text("\n".join(rows).replace(" ", separator))
+    with pytest.raises(ValueError, match=r"t\.txt: .*the first column numbers the words.*Remove this column"):
+        read_conll(path)
+    path.write_text("\n".join([*rows, "", "7 wins O"]))
+    assert [words for words, _ in read_conll(path)] == [["1", "2"], ["1"], ["7"]]
 
 
 @pytest.mark.parametrize(
@@ -244,8 +266,14 @@ def test_ner_rejects_invalid_flags(flags, message):
         ner.parse_args(["m", "--output_dir", "o", *flags])
 
 
-def test_dataset_without_tags_error_names_the_requirement(tmp_path):
+def test_dataset_without_words_error_names_the_columns(tmp_path):
     for split in ("train", "validation"):
-        (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(OSError, match="splits train and validation and the columns tokens and ner_tags"):
+        (tmp_path / f"{split}.txt").write_text("a\n")
+    with pytest.raises(ValueError, match=r"\(train\): there is no column 'tokens'. The columns are text\."):
         load_sentences(ner.parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
+
+
+def test_invalid_words_of_a_test_split_raise_an_error_before_training(tmp_path):
+    write_lines(tmp_path / "test.jsonl", [{"tokens": "Ann left"}])
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 1, row 1: Column 'tokens' .*'Ann left'"):
+        write_dataset(tmp_path, [{"tokens": ["Ann"], "ner_tags": ["O"]}])

@@ -77,6 +77,7 @@ def test_squad_is_read_and_scored_as_text(tmp_path):
     assert dev.references[0] == ("the red house",)
     scores = data.score(["red house", "Bob", "dog", "wales", "20 miles"], dev.references)
     assert scores == pytest.approx({"exact_match": 60.0, "f1": 100 * (3 + 2 / 3) / 5})
+    assert data.score(["北京大学。"], [("北京大学的学生",)])["f1"] == pytest.approx(100 * 8 / 11)
 
 
 def test_text_to_text_evaluation_needs_no_training_split(tmp_path, glue):

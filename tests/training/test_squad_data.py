@@ -6,7 +6,7 @@ import json
 import pytest
 from fixtures.squad import CONTEXTS, make_questions, write_questions
 
-from hf_attn_variants.training.squad.data import check_answers_exist, hash_questions, read_squad
+from hf_attn_variants.training.squad.data import check_answers_exist, hash_questions, load_squad, read_squad
 
 
 def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
@@ -32,6 +32,16 @@ def test_unanswerable_questions_need_squad_version_2(tmp_path):
     check_answers_exist("dev.json", questions, version_2=True)
     with pytest.raises(ValueError, match=r"dev.json: 2 questions have no answer .* 0-none.*--version_2_with_negative"):
         check_answers_exist("dev.json", questions, version_2=False)
+
+
+@pytest.mark.parametrize("text", ["red house", "北京大学"])
+def test_log_names_the_units_of_f1_for_scripts_without_spaces(tmp_path, caplog, text):
+    path = tmp_path / "dev.json"
+    qa = {"id": "1", "question": "?", "answers": [{"text": text, "answer_start": 0}]}
+    path.write_text(json.dumps({"data": [{"paragraphs": [{"context": text, "qas": [qa]}]}]}))
+    with caplog.at_level("INFO", "hf_attn_variants"):
+        load_squad({"validation_file": path, "test_file": None}, from_hub=False, with_train=False)
+    assert ("F1 compares characters" in caplog.text) == (text == "北京大学")
 
 
 def test_squad_test_file_needs_no_answers(tmp_path):
@@ -60,6 +70,7 @@ def change(path, edit):
         (lambda p: p[0]["qas"][1]["answers"][0].update(answer_start=900), r"\(id 0-1\).*'Tom'.*900"),
         (lambda p: p[0]["qas"][1]["answers"].clear(), r"\(id 0-1\).*is_impossible"),
         (lambda p: p[0]["qas"][1].update(id="0-0"), "got 0-0 twice"),
+        (lambda p: p[0]["qas"][1].update(answers={"text": ["x"]}), r"a list \"answers\".*got {'text': \['x'\]}"),
         (lambda p: p[1].pop("context"), r'paragraphs\[1\].*"context".*qas'),
         (lambda p: p.clear(), "at least one question"),
     ],
@@ -75,6 +86,7 @@ def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
     [
         (b"", ValueError, r"bad\.json.*JSON"),
         (b"{", ValueError, r"bad\.json.*JSON"),
+        (b'{"context": "x"}\n{"context": "x"}', ValueError, "line 2.* a single JSON object in the SQuAD format"),
         (b'[{"context": "x"}]', ValueError, '"data".*JSON'),
         (b'{"rows": []}', ValueError, '"data"'),
         (None, OSError, r"bad\.json"),

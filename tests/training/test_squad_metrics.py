@@ -49,6 +49,25 @@ def test_best_of_several_answers_counts():
     assert result == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
 
 
+@pytest.mark.parametrize(
+    ("prediction", "truth", "exact", "f1"),
+    [
+        ("《三国演义》。", "三国演义", 1, 1),
+        ("北京大学", "北京大学的学生", 0, 8 / 11),
+        ("東京 タワー", "東京タワー", 1, 1),
+        ("ภาษา", "ภาษาไทย", 0, 8 / 11),
+        ("维生素A型", "维生素 Vitamin a", 0, 8 / 10),  # words in other scripts are compared as a whole
+    ],
+)
+def test_scores_for_scripts_without_spaces_compare_characters(prediction, truth, exact, f1):
+    question = [make_question("a", truth)]
+    expected = pytest.approx([100 * exact, 100 * f1])
+    result = compute_squad_metrics(question, {"a": prediction})
+    assert [result["exact_match"], result["f1"]] == expected
+    result = compute_squad_metrics(question, {"a": prediction}, {"a": 0.0})
+    assert [result["exact"], result["f1"]] == [result["best_exact"], result["best_f1"]] == expected
+
+
 def test_version_2_scores_empty_answers_and_the_best_threshold():
     questions = [make_question("a", "Tom"), make_question("b", "red house"), make_question("c"), make_question("d")]
     texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}

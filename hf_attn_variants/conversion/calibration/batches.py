@@ -259,6 +259,14 @@ def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any)
     return replace(calibration, whole_length=untruncated_length, cut_share=share)
 
 
+def limit_length(config: PreTrainedConfig, calibration: Calibration, length: int) -> int:
+    """Return a maximum number of tokens, limited to the model's number of positions (half of them for audio)."""
+    positions = get_max_input_length(config)
+    if positions is None:
+        return length
+    return min(length, positions if calibration.audio is None else positions // 2)
+
+
 def make_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> tuple[list[Batch], list[Batch]]:
@@ -467,7 +475,7 @@ def _tokenize_examples(
     check_texts(tokenizer, texts, encoded)
     positions = get_max_input_length(config)
     if should_join_passages(type(model), config, calibration):
-        longest = min(calibration.passage_length, positions or calibration.passage_length)
+        longest = limit_length(config, calibration, calibration.passage_length)
         special = _get_special_token_ids(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, split):  # joined separately, so that no fitting passage contains a held-out text
@@ -501,11 +509,16 @@ def _tokenize_examples(
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Raise `ValueError` if the decoder needs target texts but none are set."""
+    """Raise `ValueError` if the decoder needs target texts but none are set, or if no decoder reads the targets."""
     reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
             f"`target_texts` (--calibration_target_file) is required for {name} because it cannot generate targets."
+        )
+    if calibration.target_texts is not None and not reads.is_target:
+        raise ValueError(
+            "`target_texts` (--calibration_target_file, --calibration_target_column) is not supported for "
+            f"{name} because it has no decoder that reads targets. Remove it."
         )
 
 

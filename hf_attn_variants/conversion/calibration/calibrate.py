@@ -18,6 +18,7 @@ receives in the original model. Each pass over the batches records the inputs of
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -45,6 +46,7 @@ from .batches import (
     check_source_loss,
     check_targets,
     check_token_count,
+    limit_length,
     make_batches,
     make_untruncated_batches,
     set_length_statistics,
@@ -212,8 +214,11 @@ class CalibrationRun:
     def get_report_settings(self) -> dict[str, Any]:
         """Return the calibration settings for the report."""
         calibration = self.calibration
+        limit = partial(limit_length, self._plan.config, calibration)
         are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)
-        return calibration.get_report_settings(self._plan.method, calibration.passage_length if are_passages else None)
+        passage_length = limit(calibration.passage_length) if are_passages else None
+        settings = calibration.get_report_settings(self._plan.method, passage_length)
+        return settings | {"max_length": limit(calibration.length)}
 
     def compute_source_outputs(self) -> SourceOutputs:
         """Compute the original model's outputs on the untruncated held-out examples."""

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
-from ...files import WHITESPACE, is_blank
-from ...text_files import read_lines, read_table_rows
+from ...files import WHITESPACE, is_blank, is_unicode
+from ...text_files import TableRow, make_missing_column_error, read_lines, read_table_rows
 from ..engine import models
 from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
-from ..engine.dataset_splits import find_split_files
+from ..engine.dataset_splits import find_split_files, read_dataset_rows
 from ..engine.finetune import FineTuningTask
 from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_cross_entropy_objective
 from . import ENTITY_METRICS, NerSettings
@@ -42,8 +42,9 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not text, if a line has no tag or an invalid tag, or if two lines have different
-            numbers of space-separated columns. The message names the file and the line.
+        ValueError: If the file is not text, if a line has no tag or an invalid tag, if two lines have different
+            numbers of space-separated columns, or if the first column contains the positions of the words. The message
+            names the file and, for errors in a line, the line.
     """
     sentences: list[Sentence] = [([], [])]
     first: tuple[int, int] | None = None  # the number and the columns of the first line with space-separated columns
@@ -85,9 +86,20 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         tags.append(cells[-1] if is_tagged else UNTAGGED)
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must contain at least one sentence, but is empty.")
+    _check_words(path, sentences)
     if needs_tags:
         return sentences
     return _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
+
+
+def _check_words(path: str, sentences: list[Sentence]) -> None:
+    """Check that the words of a file are not the numbers 1, 2, 3, ... in every sentence, as in CoNLL-U files."""
+    numbers = list(map(str, range(1, 1 + max(len(words) for words, _ in sentences))))
+    if len(numbers) > 1 and all(words == numbers[: len(words)] for words, _ in sentences):
+        raise ValueError(
+            f"{path}: Each line must start with a word, but the first column numbers the words in every sentence. "
+            "Remove this column."
+        )
 
 
 def _drop_unknown_tags(sentences: list[Sentence], location: str, reason: str | None) -> list[Sentence]:
@@ -112,7 +124,7 @@ def _drop_unknown_tags(sentences: list[Sentence], location: str, reason: str | N
 
 def _is_tag(tag: str) -> bool:
     """Return whether a text is an entity tag or "O"."""
-    return tag == "O" or tag[:2] in ("B-", "I-")
+    return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
 
 
 def _split_columns(line: str) -> list[str]:
@@ -140,26 +152,44 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     name, names = settings.dataset_name, None
     try:
-        source: Any = {
-            split: [record.values for path in paths for record in read_table_rows(Path(path))]
-            for split, paths in (find_split_files(settings) or {}).items()
-        } or load_dataset(name, settings.dataset_config_name)
-        if hasattr(source["validation"], "features"):
-            names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None if tags are names
-        selected = {split: source[split] for split in splits if split != "test" or split in source}
-        loaded = {
-            split: [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
-            for split, rows in selected.items()
+        split_files = find_split_files(settings)
+        source: Any = split_files or load_dataset(name, settings.dataset_config_name)
+        loaded: dict[str, list[TableRow]] = {
+            split: [record for path in source[split] for record in read_table_rows(Path(path))]
+            if split_files
+            else [*read_dataset_rows(f"{name} ({split})", source[split])]
+            for split in splits
+            if split != "test" or split in source
         }
+        if not split_files:
+            tags = source["validation"].features.get("ner_tags")
+            names = getattr(getattr(tags, "feature", None), "names", None)  # None if tags are names
     except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(
-            f"--dataset_name {name} could not be loaded with the splits train and validation and the columns tokens "
-            f"and ner_tags ({type(error).__name__}: {error}). Use files instead."
+            f"--dataset_name {name} could not be loaded with the splits train and validation "
+            f"({type(error).__name__}: {error}). Use files instead."
         ) from error
+    sentences = {
+        split: [sentence for record in records if (sentence := _read_row(record, split != "test"))[0]]
+        for split, records in loaded.items()
+    }
     return {
         split: _convert_tags_to_names(rows, names, f"{name} ({split})", split != "test")
-        for split, rows in loaded.items()
+        for split, rows in sentences.items()
     }
+
+
+def _read_row(record: TableRow, needs_tags: bool) -> tuple[list[str], list[Any]]:
+    """Return the words and the tags in a row of a `datasets` source. Empty columns result in empty lists."""
+    row = record.values
+    if missing := [name for name in ("tokens", "ner_tags")[: 1 + needs_tags] if name not in row]:
+        raise make_missing_column_error(record.header_location, row, missing[0], None)
+    words, tags = row["tokens"] or [], row.get("ner_tags") or []
+    if not isinstance(words, list) or not all(isinstance(word, str) and is_unicode(word) for word in words):
+        raise ValueError(f"{record.place}: Column 'tokens' must contain a list of words, got {words!r:.60}.")
+    if not isinstance(tags, list):
+        raise ValueError(f"{record.place}: Column 'ner_tags' must contain a list of tags, got {tags!r:.60}.")
+    return words, tags
 
 
 def _convert_tags_to_names(
@@ -189,7 +219,7 @@ def _read_tags(words: list[str], tags: list[Any], names: list[str] | None) -> li
     if len(words) != len(tags):
         raise ValueError(f"There must be exactly one tag per word in {' '.join(words)[:60]!r}")
     if names:
-        if not all(0 <= tag < len(names) for tag in tags):
+        if not all(isinstance(tag, int) and 0 <= tag < len(names) for tag in tags):
             raise ValueError(f"Tags must be numbers from 0 to {len(names) - 1}")
         tags = [names[tag] for tag in tags]
     for word, tag in zip(words, tags, strict=True):

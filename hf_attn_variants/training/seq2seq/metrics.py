@@ -85,11 +85,11 @@ def _count_scripts(texts: Iterable[str]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for character, count in characters.items():
         if character.isalpha():
-            counts["ASCII" if character.isascii() else _get_unspaced_script(character)] += count
+            counts["ASCII" if character.isascii() else get_unspaced_script(character)] += count
     return counts
 
 
-def _get_unspaced_script(character: str) -> str:
+def get_unspaced_script(character: str) -> str:
     """Return the script of a letter if the script has no spaces between words, and "" otherwise."""
     name = unicodedata.name(character, "")
     return next((script for script in UNSPACED_SCRIPTS if name.startswith(script)), "")
@@ -105,7 +105,7 @@ class UnicodeTokenizer:
             is_word = unicodedata.category(character)[0] in "LMN"
             if not is_word:
                 parts.append(" ")
-            elif not character.isascii() and _get_unspaced_script(character):
+            elif not character.isascii() and get_unspaced_script(character):
                 parts.append(f" {character} ")
             else:
                 parts.append(character)

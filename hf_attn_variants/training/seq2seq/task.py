@@ -29,7 +29,7 @@ from ..engine.session import show_progress
 from ..engine.settings import SPLITS, check_dev_settings, check_metric_for_best_model, is_greater_better
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
-from ..squad.data import load_squad, score_answer
+from ..squad.data import choose_normalization, load_squad, score_answer
 from . import DEFAULT_COLUMNS, SQUAD, Seq2SeqSettings
 from .metrics import TEXT_METRICS, get_text_metric, resolve_bleu_tokenizer, score_texts
 
@@ -325,7 +325,10 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
         splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
 
     def compute_scores(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
+        normalize = choose_normalization(text for row in references for text in row)
+        scores = np.array(
+            [score_answer(text, row, normalize=normalize) for text, row in zip(texts, references, strict=True)]
+        )
         return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
 
     return Seq2SeqData(splits, compute_scores, METRIC_NAMES[False], "f1", {"task_name": SQUAD})

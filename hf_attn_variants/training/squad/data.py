@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ...files import MAX_BYTES, is_unicode, load_json
 from ...modeling.mechanisms.patterns.window_pattern import GLOBAL_MASK_ARGUMENT as GLOBAL_MASK
 from ..engine.dataset_splits import load_dataset_splits
 from ..engine.models import check_max_length
+from ..seq2seq.metrics import choose_bleu_tokenizer, get_unspaced_script
 from . import SquadSettings
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,11 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
             context. The message names the file and the question.
     """
     path = Path(path)
-    questions = list(_read_questions(path, load_json(path, max_bytes=MAX_BYTES), has_answers))
+    try:
+        content = load_json(path, max_bytes=MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{error} It must contain a single JSON object in the SQuAD format.") from error
+    questions = list(_read_questions(path, content, has_answers))
     if not questions:
         raise ValueError(f"{path} must contain at least one question, but has none.")
     _check_ids(str(path), questions)
@@ -99,6 +105,8 @@ def _get_value(parent: Any, key: str, kind: type, location: str) -> Any:
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, kind):
         invalid_value = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        if value is not None:
+            invalid_value = f"{value!r:.60}"
         name = "a list" if kind is list else "text"
         raise ValueError(f'{location} must contain {name} "{key}" in the SQuAD format, got {invalid_value}.')
     if isinstance(value, str) and not is_unicode(value):
@@ -169,6 +177,9 @@ def load_squad(
             splits[name] = load_squad_from_hub(split, version_2)
         if name != "test" and name in splits:
             check_answers_exist(path or f"The {split} split of the Hub", splits[name], version_2)
+    answers = (answer.text for question in splits.get("dev", ()) for answer in question.answers)
+    if choose_normalization(answers) is normalize_unspaced_answer:
+        logger.info("F1 compares characters instead of words because the dev answers are in a script without spaces.")
     return splits
 
 
@@ -558,6 +569,7 @@ def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = frozenset(string.punctuation)
+Normalization = Callable[[str], str]
 
 
 def normalize_answer(text: str) -> str:
@@ -572,12 +584,34 @@ def normalize_answer(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", without_punctuation).split())
 
 
-def compute_exact_match(prediction: str, reference: str) -> float:
+def normalize_unspaced_answer(text: str) -> str:
+    """Lowercase a text, remove punctuation, and put spaces around the characters of scripts without spaces.
+
+    This is the normalization of Chinese answers in MLQA (arXiv 1910.07475).
+
+    Example:
+        ```python
+        normalize_unspaced_answer("《三国》2。")  # "三 国 2"
+        ```
+    """
+    kept = [c for c in text.lower() if c not in PUNCTUATION and not unicodedata.category(c).startswith("P")]
+    return " ".join("".join(f" {c} " if get_unspaced_script(c) else c for c in kept).split())
+
+
+def choose_normalization(answers: Iterable[str]) -> Normalization:
+    """Return the function that normalizes answers in the script of the correct answers."""
+    # BLEU uses another tokenizer only for scripts without spaces.
+    return normalize_answer if choose_bleu_tokenizer(answers) == "13a" else normalize_unspaced_answer
+
+
+def compute_exact_match(prediction: str, reference: str, normalize: Normalization = normalize_answer) -> float:
     """Return 1.0 if two answers are the same after normalization, and 0.0 otherwise."""
-    return float(normalize_answer(prediction) == normalize_answer(reference))
+    return float(normalize(prediction) == normalize(reference))
 
 
-def compute_token_f1(prediction: str, reference: str, score_if_both_empty: float = 0.0) -> float:
+def compute_token_f1(
+    prediction: str, reference: str, score_if_both_empty: float = 0.0, normalize: Normalization = normalize_answer
+) -> float:
     """Compute the F1 score over the words of two normalized answers, from 0 to 1.
 
     Args:
@@ -585,23 +619,29 @@ def compute_token_f1(prediction: str, reference: str, score_if_both_empty: float
         reference: The correct answer.
         score_if_both_empty: The value to return if neither answer contains words, which is 0 in the official v1.1
             script and 1 in the v2.0 script.
+        normalize: The function that normalizes the answers and separates their words with spaces.
     """
-    predicted_words, true_words = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    predicted_words, true_words = normalize(prediction).split(), normalize(reference).split()
     if not predicted_words or not true_words:
         return score_if_both_empty if predicted_words == true_words else 0.0
     common = sum((Counter(predicted_words) & Counter(true_words)).values())
     return 2 * common / (len(predicted_words) + len(true_words))
 
 
-def score_answer(prediction: str, references: Sequence[str], score_if_both_empty: float = 0.0) -> tuple[float, float]:
+def score_answer(
+    prediction: str,
+    references: Sequence[str],
+    score_if_both_empty: float = 0.0,
+    normalize: Normalization = normalize_answer,
+) -> tuple[float, float]:
     """Compute the best exact match and the best F1 over all correct answers.
 
     If there are no correct answers, the empty string counts as correct.
     """
     references = references or [""]
     return (
-        max(compute_exact_match(prediction, reference) for reference in references),
-        max(compute_token_f1(prediction, reference, score_if_both_empty) for reference in references),
+        max(compute_exact_match(prediction, reference, normalize) for reference in references),
+        max(compute_token_f1(prediction, reference, score_if_both_empty, normalize) for reference in references),
     )
 
 
@@ -647,6 +687,9 @@ def compute_squad_metrics(
 ) -> dict[str, float]:
     """Compute exact match and F1, from 0 to 100, as in the official scripts.
 
+    If the correct answers are in a script without spaces, the answers are normalized as in MLQA
+    (`normalize_unspaced_answer`).
+
     Args:
         questions: The questions.
         predictions: Maps question ids to the predicted answers.
@@ -669,7 +712,10 @@ def compute_squad_metrics(
     references = {q.id: [answer.text for answer in q.answers] for q in questions}
     if null_odds is not None:
         return _compute_squad_v2_metrics(references, predictions, null_odds, no_answer_threshold)
-    exact, f1 = _compute_means([score_answer(predictions[key], right) for key, right in references.items()])
+    normalize = choose_normalization(text for right in references.values() for text in right)
+    exact, f1 = _compute_means(
+        [score_answer(predictions[key], right, normalize=normalize) for key, right in references.items()]
+    )
     return {"exact_match": exact, "f1": f1}
 
 
@@ -680,11 +726,10 @@ def _compute_squad_v2_metrics(
     no_answer_threshold: float,
 ) -> dict[str, float]:
     """Compute the metrics for v2.0."""
+    normalize = choose_normalization(text for right in references.values() for text in right)
     # As in the official script, correct answers that are empty after normalization are ignored.
     raw = {
-        key: score_answer(
-            predictions[key], [text for text in right if normalize_answer(text)], score_if_both_empty=1.0
-        )
+        key: score_answer(predictions[key], list(filter(normalize, right)), 1.0, normalize)
         for key, right in references.items()
     }
     has_answer = {key: bool(right) for key, right in references.items()}
