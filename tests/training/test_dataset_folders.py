@@ -1,5 +1,9 @@
 """Check that a local folder as `--dataset_name` gives the same rows as its files as `--train_file`."""
 
+import bz2
+import lzma
+import zipfile
+
 import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from fixtures.data_files import write_lines
@@ -48,6 +52,20 @@ def test_dataset_folder_gives_the_same_pretraining_text(tmp_path, name):
     [source] = open_text_splits(TextSettings(dataset_name=str(tmp_path))).train
     assert [text for _, text in source.read_articles()] == TEXTS
     assert list(source.read_articles(3)) == [(3, "1.0"), (4, "7")]
+
+
+@pytest.mark.parametrize("name", ["train.csv.bz2", "train.tsv.xz", "train.zip"])
+def test_unsupported_compression_in_a_dataset_folder_raises_an_error(tmp_path, name):
+    table = b"text,label\na,01\nb,1\n"
+    if name == "train.zip":
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("train.csv", table)
+    else:
+        (tmp_path / name).write_bytes((lzma if name.endswith(".xz") else bz2).compress(table))
+    with pytest.raises(ValueError, match=rf"{name}: A table in a folder must be one of .*\.csv.* with gzip"):
+        load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
+    with pytest.raises(ValueError, match=name):
+        open_text_splits(TextSettings(dataset_name=str(tmp_path)))
 
 
 def test_options_in_a_dataset_readme_are_used(tmp_path):

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datasets import ClassLabel, load_dataset, load_dataset_builder
+from datasets import ClassLabel, DatasetBuilder, load_dataset, load_dataset_builder
+from datasets.packaged_modules.csv.csv import Csv
 
 from ...files import RESULTS_NAME, get_suffix
 from ...model_folder import read_json
@@ -42,23 +43,40 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     Returns:
         A dictionary from split names to paths. None if the source is not such a folder, or if the folder's README.md
         defines how files are read.
+
+    Raises:
+        ValueError: If the folder contains CSV or TSV files with an unsupported compression.
     """
+    builder = _open_folder(settings)
+    if builder is None:
+        return None
+    options, defaults = vars(builder.config), vars(type(builder.config)())
+    files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
+    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
+    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
+        return None
+    paths = [Path(path) for split_files in files.values() for path in split_files]
+    if not paths or not all(path.is_file() for path in paths):
+        return None
+    unreadable = next((path for path in paths if get_suffix(path) not in suffixes), None)
+    if unreadable is not None and isinstance(builder, Csv):
+        raise ValueError(
+            f"{unreadable}: A table in a folder must be one of {', '.join(TABLE_SUFFIXES)}, optionally with .gz. "
+            "Decompress the file, or compress it with gzip."
+        )
+    return files if unreadable is None else None
+
+
+def _open_folder(settings: Any) -> DatasetBuilder | None:
+    """Return the `datasets` builder for a local folder, or None if there is no folder or it has no builder."""
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
         return None
     try:
         with tempfile.TemporaryDirectory() as cache:
-            builder = load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
-            options, defaults = vars(builder.config), vars(type(builder.config)())
-            files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
+            return load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
     except Exception:  # the error is reported by the code that loads the folder later
         return None
-    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
-    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
-        return None
-    paths = [Path(path) for split_files in files.values() for path in split_files]
-    is_readable = all(path.is_file() and get_suffix(path) in suffixes for path in paths)
-    return files if paths and is_readable else None
 
 
 def load_dataset_splits(
