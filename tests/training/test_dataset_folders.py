@@ -19,6 +19,7 @@ from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
 parse_args = classify.parse_args
 
 OUT = ("m", "--output_dir", "o")
+COLUMNS = ("--source_column", "text", "--target_column", "label")
 TEXTS = ["None", '"We go', "NA", "1.0", "7"]
 
 
@@ -66,6 +67,21 @@ def test_unsupported_compression_in_a_dataset_folder_raises_an_error(tmp_path, n
         load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
     with pytest.raises(ValueError, match=name):
         open_text_splits(TextSettings(dataset_name=str(tmp_path)))
+
+
+def test_files_of_different_types_in_a_split_raise_an_error(tmp_path):
+    rows = [["text", "label"], ["a", "x"], ["b", "y"]]
+    for name in ("train/a.csv", "train/b.csv", "validation/a.csv"):
+        write(tmp_path, name, rows)
+    write(tmp_path, "train/notes.txt", [["collected in May"]])
+    argv = [*OUT, "--dataset_name", str(tmp_path)]
+    assert len(load_classification_data(parse_args(argv), BertConfig()).splits["train"]) == 4
+    write_lines(tmp_path / "train/c.jsonl", [{"text": "c", "label": "x"}])
+    with pytest.raises(ValueError, match=r"c\.jsonl would be omitted from the split 'train'"):
+        load_classification_data(parse_args(argv), BertConfig())
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: train/*.csv}\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    assert len(load_seq2seq_data(seq2seq.parse_args([*argv, "--metrics", "chrf", *COLUMNS])).splits["train"]) == 4
 
 
 def test_options_in_a_dataset_readme_are_used(tmp_path):

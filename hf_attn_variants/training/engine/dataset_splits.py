@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from datasets import ClassLabel, DatasetBuilder, load_dataset, load_dataset_builder
 from datasets.packaged_modules.csv.csv import Csv
+from huggingface_hub import DatasetCard
 
 from ...files import RESULTS_NAME, get_suffix
 from ...model_folder import read_json
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 # The fields in the configuration of a `datasets` builder that do not affect how files are read.
 IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
+# The types of data files that only `datasets` can read.
+BINARY_SUFFIXES = (".parquet", ".arrow")
+
 
 def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
     """Find the files of each split if `--dataset_name` is a folder of files that this package can read.
@@ -45,7 +49,8 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
         defines how files are read.
 
     Raises:
-        ValueError: If the folder contains CSV or TSV files with an unsupported compression.
+        ValueError: If the folder contains CSV or TSV files with an unsupported compression, or if a split contains
+            data files of different types.
     """
     builder = _open_folder(settings)
     if builder is None:
@@ -64,6 +69,10 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
             f"{unreadable}: A table in a folder must be one of {', '.join(TABLE_SUFFIXES)}, optionally with .gz. "
             "Decompress the file, or compress it with gzip."
         )
+    data_suffixes = {*TABLE_SUFFIXES, *BINARY_SUFFIXES, *suffixes}
+    if unreadable is not None:
+        data_suffixes.remove(".json")  # in other folders, a .json file usually contains metadata
+    _check_file_types(Path(settings.dataset_name).expanduser(), files, data_suffixes)
     return files if unreadable is None else None
 
 
@@ -77,6 +86,31 @@ def _open_folder(settings: Any) -> DatasetBuilder | None:
             return load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
     except Exception:  # the error is reported by the code that loads the folder later
         return None
+
+
+def _check_file_types(folder: Path, files: Mapping[str, Sequence[str]], suffixes: set[str]) -> None:
+    """Check that `datasets` selects all data files of a split. It silently omits files with a less common type.
+
+    Args:
+        folder: The folder. If its README.md selects files, nothing is checked.
+        files: The selected files of each split.
+        suffixes: The suffixes of data files.
+
+    Raises:
+        ValueError: If a data file of a split is not selected.
+    """
+    card = folder / "README.md"
+    if card.is_file() and DatasetCard.load(card).data.get("configs"):
+        return
+    with tempfile.TemporaryDirectory() as cache:  # the builder for text selects files of all types
+        all_files = load_dataset_builder("text", data_dir=str(folder), cache_dir=cache).config.data_files
+    for split, paths in all_files.items():
+        for path in sorted(set(paths).difference(files.get(str(split), paths))):
+            if suffixes.intersection(suffix.lower() for suffix in Path(path).suffixes):
+                raise ValueError(
+                    f"{path} would be omitted from the split {str(split)!r} because other files have another suffix. "
+                    "Convert or rename it, or move it out of the folder."
+                )
 
 
 def load_dataset_splits(
