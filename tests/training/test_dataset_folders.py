@@ -19,6 +19,7 @@ from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
 parse_args = classify.parse_args
 
 OUT = ("m", "--output_dir", "o")
+WORDS = ("--problem_type", "single_label_classification")
 COLUMNS = ("--source_column", "text", "--target_column", "label")
 TEXTS = ["None", '"We go', "NA", "1.0", "7"]
 
@@ -53,6 +54,33 @@ def test_dataset_folder_gives_the_same_pretraining_text(tmp_path, name):
     [source] = open_text_splits(TextSettings(dataset_name=str(tmp_path))).train
     assert [text for _, text in source.read_articles()] == TEXTS
     assert list(source.read_articles(3)) == [(3, "1.0"), (4, "7")]
+
+
+def write_features(folder, label):
+    (folder / "README.md").write_text(
+        f"---\ndataset_info:\n  features:\n  - {{name: text, dtype: string}}\n  - {{name: label, dtype: {label}}}\n---\n"
+    )
+
+
+def test_declared_columns_of_a_dataset_folder_are_read_as_text(tmp_path):
+    texts = ["a", "None", '"b', "c"]
+    write(tmp_path, "train.tsv", [["text", "label"], *zip(texts, ["01", "1", "NA", "1"], strict=True)], "\t")
+    write_features(tmp_path, "string")
+    data = load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path), *WORDS]), BertConfig())
+    assert data.splits["train"].data["text1"][:] == texts and data.scheme.names == ("01", "1", "NA")
+
+
+def test_declared_class_names_of_a_dataset_folder_are_used(tmp_path):
+    argv = [*OUT, "--dataset_name", str(tmp_path)]
+    write_features(tmp_path, "{class_label: {names: {'0': bad, '1': good, '2': fair}}}")
+    write(tmp_path, "train.csv", [["text", "label"], ["None", "1"], ["b", " 0"], ["c", "good"]])
+    write(tmp_path, "test.csv", [["text", "label"], ["a", "-1"], ["b", "-1"]])
+    data = load_classification_data(parse_args(argv), BertConfig())
+    assert data.scheme.names == ("bad", "good", "fair") and data.splits["train"].data["label"][:] == [1, 0, 1]
+    assert "label" not in data.splits["test"].data.column_names
+    write(tmp_path, "train.csv", [["text", "label"], ["a", "1"], ["b", "3"]])
+    with pytest.raises(ValueError, match=r"line 3, row 2, column 'label': .* 'fair', got '3'"):
+        load_classification_data(parse_args(argv), BertConfig())
 
 
 @pytest.mark.parametrize("name", ["train.csv.bz2", "train.tsv.xz", "train.zip"])

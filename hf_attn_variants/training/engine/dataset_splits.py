@@ -46,7 +46,7 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
 
     Returns:
         A dictionary from split names to paths. None if the source is not such a folder, or if the folder's README.md
-        defines how files are read.
+        defines how files are read. CSV files are read as text even if README.md declares the types of their columns.
 
     Raises:
         ValueError: If the folder contains CSV or TSV files with an unsupported compression, or if a split contains
@@ -58,7 +58,9 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     options, defaults = vars(builder.config), vars(type(builder.config)())
     files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
     changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
-    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
+    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t"):
+        return None
+    if builder.info.features is not None and not isinstance(builder, Csv):
         return None
     paths = [Path(path) for split_files in files.values() for path in split_files]
     if not paths or not all(path.is_file() for path in paths):
@@ -202,13 +204,14 @@ def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
 def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, DatasetSplit]:
     """Read the splits called `names` from the `datasets` source `source`."""
     files = find_split_files(settings)
+    builder = _open_folder(settings)
     splits: Any = load_dataset_splits(source, settings.dataset_config_name) if files is None else files
     sources = {}
     for name in names:
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
-            sources[name] = DatasetSplit(_read_file_rows(files[split]))
+            sources[name] = DatasetSplit(_read_file_rows(files[split]), builder and builder.info.features)
         elif files is None and split in splits and len(splits[split]):
             rows = read_dataset_rows(f"{source} ({split})", splits[split])
             sources[name] = DatasetSplit(rows, splits[split].features)
@@ -259,9 +262,18 @@ def _check_label_column(column: str, flag: str, first: TableRow, records: Iterat
 
 
 def map_class_ids_to_names(value: Any, names: Sequence[str]) -> Any:
-    """Convert a class number, or each class number in a list, to its label name. Other values become None."""
+    """Convert a class number, or each class number in a list, to its label name.
+
+    The cells of a CSV table are texts, which can be class numbers, -1 (an unknown class), or any other text. Other
+    texts are returned unchanged. All other values become None.
+    """
     if isinstance(value, list):
         return [map_class_ids_to_names(item, names) for item in value]
+    if isinstance(value, str):
+        text = value.strip()
+        if text in names or text not in map(str, range(-1, len(names))):
+            return value
+        value = int(text)
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
