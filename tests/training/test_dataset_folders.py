@@ -57,9 +57,8 @@ def test_dataset_folder_gives_the_same_pretraining_text(tmp_path, name):
 
 
 def write_features(folder, label):
-    (folder / "README.md").write_text(
-        f"---\ndataset_info:\n  features:\n  - {{name: text, dtype: string}}\n  - {{name: label, dtype: {label}}}\n---\n"
-    )
+    columns = f"  - {{name: text, dtype: string}}\n  - {{name: label, dtype: {label}}}\n"
+    (folder / "README.md").write_text(f"---\ndataset_info:\n  features:\n{columns}---\n")
 
 
 def test_declared_columns_of_a_dataset_folder_are_read_as_text(tmp_path):
@@ -110,6 +109,16 @@ def test_files_of_different_types_in_a_split_raise_an_error(tmp_path):
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: train/*.csv}\n---\n"
     (tmp_path / "README.md").write_text(card)
     assert len(load_seq2seq_data(seq2seq.parse_args([*argv, "--metrics", "chrf", *COLUMNS])).splits["train"]) == 4
+
+
+@pytest.mark.parametrize("separator", [";", "\\t", "|"])
+def test_declared_separator_of_a_dataset_folder_is_detected(tmp_path, separator):
+    card = f'---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: "{separator}"\n---\n'
+    (tmp_path / "README.md").write_text(card)
+    rows = [["text", "label"], ["a, b", "01"], ["None", "1"]]
+    write(tmp_path, "train.csv", rows, separator.replace("\\t", "\t"))
+    data = load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
+    assert data.splits["train"].data["text1"][:] == ["a, b", "None"] and data.scheme.names == ("01", "1")
 
 
 def test_options_in_a_dataset_readme_are_used(tmp_path):

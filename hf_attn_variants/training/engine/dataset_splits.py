@@ -15,6 +15,7 @@ from huggingface_hub import DatasetCard
 from ...files import RESULTS_NAME, get_suffix
 from ...model_folder import read_json
 from ...text_files import (
+    OTHER_SEPARATORS,
     TABLE_SUFFIXES,
     TableRow,
     describe_row_location,
@@ -58,7 +59,7 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     options, defaults = vars(builder.config), vars(type(builder.config)())
     files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
     changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
-    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t"):
+    if changed - {"sep"} or options.get("sep") not in (None, ",", *OTHER_SEPARATORS):
         return None
     if builder.info.features is not None and not isinstance(builder, Csv):
         return None
