@@ -49,6 +49,8 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         ("a.csv", "source,target\na\rb,c\n", "line 2, row 1: A carriage return"),
         ("a.tsv", "source\ttarget\na\rb\tc\n", "line 2, row 1: A carriage return"),
         ("a.csv", "source,target,source\na,b,c\n", "line 1, the header: two columns have the name 'source'"),
+        ("a.csv", 'source,target\na,b\n"source",target\nc,d\n', "line 3, row 2: the row repeats the header"),
+        ("a.tsv", "source\ttarget\na\tb\n\ufeffsource\ttarget\n", "line 3, row 2: the row repeats the header"),
         ("a.jsonl", '{"source": "a\\ud800", "target": "b"}\n', "row 1: Column 'source' contains an incomplete"),
         (
             "a.jsonl",
