@@ -274,6 +274,18 @@ def test_second_file_without_the_label_column_is_named(load, second):
         load(files)
 
 
+@pytest.mark.parametrize("second", ["text_pair", "Text_Pair "])
+def test_second_texts_that_the_first_row_lacks_raise_an_error(load, second):
+    rows = [{"text": "b", "label": 2}, {"text": "a", second: "q", "label": 1}, {"text": "c", "label": 1}]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    for files in ({"train.jsonl": "".join(lines)}, {"train1.jsonl": lines[0] + lines[2], "train2.jsonl": lines[1]}):
+        with pytest.raises(ValueError, match=rf"line \d, row \d: column '{second}' contains text in this row"):
+            load(files)
+        assert load(files, "--text_columns", "text").splits["train"].data["text1"][0] == "b"
+    table = {"train.csv": f"text,{second}\na,x\nb,y\n"}
+    assert load(table, "--label_column", second).text_columns == ("text",)
+
+
 def test_pairs_nested_columns_and_unusual_names_are_read(load):
     rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
     result = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
