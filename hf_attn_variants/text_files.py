@@ -168,7 +168,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     lines = enumerate(itertools.chain(begin, remaining_lines), start=1)
     if begin and begin[-1].lstrip().startswith("["):
         try:
-            values = parse_json("\n".join(line for _, line in lines))
+            values = parse_json("\n".join(line for _, line in lines), unique_keys=True)
         except ValueError as error:
             message = str(error).rstrip(".")
             raise ValueError(f"{path} must be a JSON list: {message}.") from error
@@ -178,7 +178,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         if is_blank(line):
             continue
         try:
-            yield number, parse_json(line)
+            yield number, parse_json(line, unique_keys=True)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "

@@ -57,6 +57,8 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
             '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
             "line 3, row 2: there is no column 'target'. The columns are source",
         ),
+        ("a.jsonl", '{"source": "a", "target": "b", "target": "c"}\n', "line 1: The key 'target' occurs twice"),
+        ("a.json", '[{"target": "b", "source": {"a": 1, "a": 2}}]', "a.json must be a JSON list: The key 'a' occurs"),
         ("a.csv.gz", "source,target\n", "not a complete gzip"),
     ],
 )

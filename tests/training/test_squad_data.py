@@ -77,6 +77,7 @@ def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
         (b"{", ValueError, r"bad\.json.*JSON"),
         (b'[{"context": "x"}]', ValueError, '"data".*JSON'),
         (b'{"rows": []}', ValueError, '"data"'),
+        (b'{"data": [], "data": []}', ValueError, r"bad\.json.*The key 'data' occurs twice"),
         (None, OSError, r"bad\.json"),
     ],
 )

@@ -71,7 +71,7 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
             context. The message names the file and the question.
     """
     path = Path(path)
-    questions = list(_read_questions(path, load_json(path, max_bytes=MAX_BYTES), has_answers))
+    questions = list(_read_questions(path, load_json(path, MAX_BYTES, unique_keys=True), has_answers))
     if not questions:
         raise ValueError(f"{path} must contain at least one question, but has none.")
     _check_ids(str(path), questions)
