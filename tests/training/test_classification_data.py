@@ -2,6 +2,7 @@
 
 import json
 import logging
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,6 +123,7 @@ def test_up_to_two_hundred_labels_are_classes():
         ([1, "b", True], None, ("1", "b", "True")),
         (3, None, "3"),
         (0.5, None, "0.5"),
+        (Decimal("1.50"), None, "1.50"),
         (False, None, "False"),
     ],
 )

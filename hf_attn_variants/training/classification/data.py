@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any, Self
 
 from datasets import Dataset
@@ -99,7 +100,7 @@ def _to_label_text(value: Any, location: str) -> str:
     """Convert a single label to text."""
     if isinstance(value, str) and is_unicode(value):
         return value.strip()
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, bool | int) or (isinstance(value, float | Decimal) and math.isfinite(value)):
         return str(value)
     invalid_value = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
     raise ValueError(f"{location}: A label must be text or a finite number, got {invalid_value}.")
