@@ -139,10 +139,11 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         files = {split: getattr(settings, f"{split}_file") for split in splits}
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     name, names = settings.dataset_name, None
+    local_files = find_split_files(settings) or {}
     try:
         source: Any = {
             split: [record.values for path in paths for record in read_table_rows(Path(path))]
-            for split, paths in (find_split_files(settings) or {}).items()
+            for split, paths in local_files.items()
         } or load_dataset(name, settings.dataset_config_name)
         if hasattr(source["validation"], "features"):
             names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None if tags are names
