@@ -14,6 +14,7 @@ import string
 import tempfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -264,33 +265,38 @@ TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamW
 SPARE_BYTES = 16 * 2**20
 
 
-def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES, unique_keys: bool = False) -> Any:
     """Read a JSON file (UTF-8, UTF-16 or UTF-32, with or without a byte order mark) and return its value.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file does not contain valid JSON.
+        ValueError: if the file does not contain valid JSON, or if `unique_keys` is True and a key is repeated.
     """
     try:
-        return parse_json(read_file(path, max_bytes))
+        return parse_json(read_file(path, max_bytes), unique_keys)
     except ValueError as error:
         message = str(error).rstrip(".")
         raise ValueError(f"{path} must be a JSON file: {message}.") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
     """Parse JSON and return its value.
 
+    Args:
+        text: the JSON.
+        unique_keys: whether a repeated key in an object is an error. If False, the last value is used, as in the
+            `json` module.
+
     Raises:
-        ValueError: if the text is not valid JSON, or lists and objects are nested more than `MAX_NESTING` levels deep.
-            (The limit in the `json` module depends on the Python version.)
+        ValueError: if the text is not valid JSON, a key is repeated, or lists and objects are nested more than
+            `MAX_NESTING` levels deep. (The limit in the `json` module depends on the Python version.)
 
     Example:
         >>> parse_json('{"num_key_value_heads": 4}')
         {'num_key_value_heads': 4}
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_make_object if unique_keys else None)
     except RecursionError as error:
         raise ValueError(f"Lists and objects must not be nested this deeply ({error}).") from error
     containers = [value]
@@ -304,6 +310,15 @@ def parse_json(text: str | bytes) -> Any:
         if not containers:
             return value
     raise ValueError(f"Lists and objects must not be nested more than {MAX_NESTING} levels deep.")
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, or raise ValueError if a key is repeated."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"The key {key!r:.60} occurs twice in an object. Rename or remove one of the two.")
+    return values
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

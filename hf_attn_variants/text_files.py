@@ -71,8 +71,8 @@ def read_table_rows(path: Path) -> Iterator[TableRow]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not a table, a row does not match the header or contains an unclosed quote, or a
-            column name occurs twice.
+        ValueError: if the file is not a table, a row does not match the header, repeats the header or contains an
+            unclosed quote, or a column name occurs twice.
     """
     suffix = get_suffix(path)
     if suffix not in TABLE_SUFFIXES:
@@ -114,6 +114,9 @@ def _read_csv_rows(path: Path, is_tsv: bool) -> Iterator[TableRow]:
             has_warned = True
             message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
             logger.warning(message, place, spaced_cells[0])
+        # A single cell may be equal to its header by chance.
+        if len(header) > 1 and cells[1:] == header[1:] and cells[0].removeprefix("\ufeff") == header[0]:
+            raise ValueError(f"{place}: the row repeats the header. Remove this row.")
         if len(cells) != len(header):
             rule = f"Put a cell that contains the separator {separator!r} in quotes."
             if is_tsv:
@@ -165,7 +168,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     lines = enumerate(itertools.chain(begin, remaining_lines), start=1)
     if begin and begin[-1].lstrip().startswith("["):
         try:
-            values = parse_json("\n".join(line for _, line in lines))
+            values = parse_json("\n".join(line for _, line in lines), unique_keys=True)
         except ValueError as error:
             message = str(error).rstrip(".")
             raise ValueError(f"{path} must be a JSON list: {message}.") from error
@@ -175,7 +178,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         if is_blank(line):
             continue
         try:
-            yield number, parse_json(line)
+            yield number, parse_json(line, unique_keys=True)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "

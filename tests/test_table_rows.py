@@ -49,12 +49,16 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         ("a.csv", "source,target\na\rb,c\n", "line 2, row 1: A carriage return"),
         ("a.tsv", "source\ttarget\na\rb\tc\n", "line 2, row 1: A carriage return"),
         ("a.csv", "source,target,source\na,b,c\n", "line 1, the header: two columns have the name 'source'"),
+        ("a.csv", 'source,target\na,b\n"source",target\nc,d\n', "line 3, row 2: the row repeats the header"),
+        ("a.tsv", "source\ttarget\na\tb\n\ufeffsource\ttarget\n", "line 3, row 2: the row repeats the header"),
         ("a.jsonl", '{"source": "a\\ud800", "target": "b"}\n', "row 1: Column 'source' contains an incomplete"),
         (
             "a.jsonl",
             '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
             "line 3, row 2: there is no column 'target'. The columns are source",
         ),
+        ("a.jsonl", '{"source": "a", "target": "b", "target": "c"}\n', "line 1: The key 'target' occurs twice"),
+        ("a.json", '[{"target": "b", "source": {"a": 1, "a": 2}}]', "a.json must be a JSON list: The key 'a' occurs"),
         ("a.csv.gz", "source,target\n", "not a complete gzip"),
     ],
 )

@@ -12,6 +12,7 @@ from choice_settings import ANSWER_FORMATS
 from hf_attn_variants.files import is_blank, parse_json
 from hf_attn_variants.text_files import (
     TableRow,
+    check_unused_column,
     get_column_text,
     get_column_value,
     has_column,
@@ -118,7 +119,11 @@ def _read_rows(name: str, source: DatasetSplit, columns: dict[str, Any]) -> list
     answer_column = resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.get_class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
+    absent = {name for flag in texts if texts[flag] is None for name in COMMON_NAMES[flag]}
+    absent -= {*texts.values(), *columns["choices_columns"], answer_column}
     for record in source.records:
+        for column in sorted(absent.intersection(record.values)):
+            check_unused_column(record.values, column, record.place)
         context, question = (texts[flag] and get_column_text(record, texts[flag], f"--{flag}") for flag in texts)
         value = get_column_value(record.values, answer_column) if answer_column else None
         value = value if names is None else map_class_ids_to_names(value, names)

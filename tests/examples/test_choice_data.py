@@ -1,5 +1,6 @@
 """Check tables of questions with choices: columns, answer formats, numbers of choices, and errors."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,13 @@ def test_csv_lists_are_json_and_contexts_are_optional(load):
     assert result.answer_format == "text"
     with pytest.raises(ValueError, match=r"line 2, row 1: choices must contain .* 2 choices.* \"\['a', 'b'\]\""):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
+
+
+def test_context_that_the_first_row_lacks_raises_an_error(load):
+    row = {"question": "Who?", "choices": ["a", "b"], "answer": "a"}
+    rows = [json.dumps(row), json.dumps(row | {"context": "A cat."})]
+    with pytest.raises(ValueError, match="line 2, row 2: column 'context' contains text in this row, but not"):
+        load({"train.jsonl": "\n".join(rows)})
 
 
 def test_numbered_columns_are_choices(load):

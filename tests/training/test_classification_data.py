@@ -2,6 +2,7 @@
 
 import json
 import logging
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,6 +123,7 @@ def test_up_to_two_hundred_labels_are_classes():
         ([1, "b", True], None, ("1", "b", "True")),
         (3, None, "3"),
         (0.5, None, "0.5"),
+        (Decimal("1.50"), None, "1.50"),
         (False, None, "False"),
     ],
 )
@@ -272,6 +274,18 @@ def test_second_file_without_the_label_column_is_named(load, second):
     files = {"train1.csv": "text,label\na,good\nb,bad\n", "train2.csv": second, "dev.csv": "text,label\na,good\n"}
     with pytest.raises(ValueError, match=r"train2.csv, line 1, the header: .*no column 'label'"):
         load(files)
+
+
+@pytest.mark.parametrize("second", ["text_pair", "Text_Pair "])
+def test_second_texts_that_the_first_row_lacks_raise_an_error(load, second):
+    rows = [{"text": "b", "label": 2}, {"text": "a", second: "q", "label": 1}, {"text": "c", "label": 1}]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    for files in ({"train.jsonl": "".join(lines)}, {"train1.jsonl": lines[0] + lines[2], "train2.jsonl": lines[1]}):
+        with pytest.raises(ValueError, match=rf"line \d, row \d: column '{second}' contains text in this row"):
+            load(files)
+        assert load(files, "--text_columns", "text").splits["train"].data["text1"][0] == "b"
+    table = {"train.csv": f"text,{second}\na,x\nb,y\n"}
+    assert load(table, "--label_column", second).text_columns == ("text",)
 
 
 def test_pairs_nested_columns_and_unusual_names_are_read(load):

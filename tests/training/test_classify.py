@@ -379,6 +379,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ((*FILES, "--class_weights", '{"a": 0}'), "--class_weights.*'a': 0"),
         ((*FILES, "--class_weights", '{"a": "2"}'), "--class_weights.*'a'"),
         ((*FILES, "--class_weights", '{"a": 3'), "not valid JSON: "),
+        ((*FILES, "--class_weights", '{"a": 3, "a": 1}'), "not valid JSON: The key 'a' occurs twice"),
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "must be one of loss, accuracy, f1_macro, .* got 'bleu'"),
         ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "of loss, f1"),

@@ -89,6 +89,7 @@ def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
         (b'{"context": "x"}\n{"context": "x"}', ValueError, "line 2.* a single JSON object in the SQuAD format"),
         (b'[{"context": "x"}]', ValueError, '"data".*JSON'),
         (b'{"rows": []}', ValueError, '"data"'),
+        (b'{"data": [], "data": []}', ValueError, r"bad\.json.*The key 'data' occurs twice"),
         (None, OSError, r"bad\.json"),
     ],
 )

@@ -8,8 +8,9 @@ import re
 import unicodedata
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any, Self
 
 from datasets import Dataset
@@ -17,7 +18,14 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
-from ...text_files import describe_row_location, get_column_text, get_column_value, list_column_names
+from ...text_files import (
+    TableRow,
+    check_unused_column,
+    describe_row_location,
+    get_column_text,
+    get_column_value,
+    list_column_names,
+)
 from ..engine.dataset_splits import (
     UNKNOWN_LABELS,
     DatasetSplit,
@@ -92,7 +100,7 @@ def _to_label_text(value: Any, location: str) -> str:
     """Convert a single label to text."""
     if isinstance(value, str) and is_unicode(value):
         return value.strip()
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, bool | int) or (isinstance(value, float | Decimal) and math.isfinite(value)):
         return str(value)
     invalid_value = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
     raise ValueError(f"{location}: A label must be text or a finite number, got {invalid_value}.")
@@ -613,6 +621,8 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
     read = {}
     for name, source in sources.items():
+        if settings.text_columns is None and len(text_columns) == 1:
+            source.records = _check_second_texts(text_columns[0], label_column, source.records)
         column = resolve_label_column(name, source, label_column, "--label_column")
         read[name] = _read_rows(name, source, text_columns, column, settings.label_separator)
     if settings.only_evaluates:
@@ -654,6 +664,17 @@ def _resolve_columns(
     if label is None and (absent_label_column is None or name != "test"):
         label = find_label_column(record.values, record.header_location, texts, required=name != "test")
     return texts, label
+
+
+def _check_second_texts(text_column: str, label_column: str | None, records: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield the rows. If the first row has a single text, no other row may have the second text of a pair."""
+    name = text_column.strip().lower()
+    others = {other for pair in PAIR_COLUMNS if name in pair for other in pair} - {name}
+    for record in records:
+        for column in record.values:
+            if column != label_column and column.strip().lower() in others:
+                check_unused_column(record.values, column, record.place)
+        yield record
 
 
 def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from datasets import ClassLabel, load_dataset, load_dataset_builder
+from datasets import ClassLabel, DatasetBuilder, load_dataset, load_dataset_builder
+from datasets.packaged_modules.csv.csv import Csv
+from huggingface_hub import DatasetCard
 
 from ...files import RESULTS_NAME, get_suffix
 from ...model_folder import read_json
 from ...text_files import (
+    OTHER_SEPARATORS,
     TABLE_SUFFIXES,
     TableRow,
     describe_row_location,
@@ -26,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # The fields in the configuration of a `datasets` builder that do not affect how files are read.
 IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
+
+# The types of data files that only `datasets` can read.
+BINARY_SUFFIXES = (".parquet", ".arrow")
 
 
 def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
@@ -41,24 +47,73 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
 
     Returns:
         A dictionary from split names to paths. None if the source is not such a folder, or if the folder's README.md
-        defines how files are read.
+        defines how files are read. CSV files are read as text even if README.md declares the types of their columns.
+
+    Raises:
+        ValueError: If the folder contains CSV or TSV files with an unsupported compression, or if a split contains
+            data files of different types.
     """
+    builder = _open_folder(settings)
+    if builder is None:
+        return None
+    options, defaults = vars(builder.config), vars(type(builder.config)())
+    files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
+    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
+    if changed - {"sep"} or options.get("sep") not in (None, ",", *OTHER_SEPARATORS):
+        return None
+    if builder.info.features is not None and not isinstance(builder, Csv):
+        return None
+    paths = [Path(path) for split_files in files.values() for path in split_files]
+    if not paths or not all(path.is_file() for path in paths):
+        return None
+    unreadable = next((path for path in paths if get_suffix(path) not in suffixes), None)
+    if unreadable is not None and isinstance(builder, Csv):
+        raise ValueError(
+            f"{unreadable}: A table in a folder must be one of {', '.join(TABLE_SUFFIXES)}, optionally with .gz. "
+            "Decompress the file, or compress it with gzip."
+        )
+    data_suffixes = {*TABLE_SUFFIXES, *BINARY_SUFFIXES, *suffixes}
+    if unreadable is not None:
+        data_suffixes.remove(".json")  # in other folders, a .json file usually contains metadata
+    _check_file_types(Path(settings.dataset_name).expanduser(), files, data_suffixes)
+    return files if unreadable is None else None
+
+
+def _open_folder(settings: Any) -> DatasetBuilder | None:
+    """Return the `datasets` builder for a local folder, or None if there is no folder or it has no builder."""
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
         return None
     try:
         with tempfile.TemporaryDirectory() as cache:
-            builder = load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
-            options, defaults = vars(builder.config), vars(type(builder.config)())
-            files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
+            return load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
     except Exception:  # the error is reported by the code that loads the folder later
         return None
-    changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
-    if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
-        return None
-    paths = [Path(path) for split_files in files.values() for path in split_files]
-    is_readable = all(path.is_file() and get_suffix(path) in suffixes for path in paths)
-    return files if paths and is_readable else None
+
+
+def _check_file_types(folder: Path, files: Mapping[str, Sequence[str]], suffixes: set[str]) -> None:
+    """Check that `datasets` selects all data files of a split. It silently omits files with a less common type.
+
+    Args:
+        folder: The folder. If its README.md selects files, nothing is checked.
+        files: The selected files of each split.
+        suffixes: The suffixes of data files.
+
+    Raises:
+        ValueError: If a data file of a split is not selected.
+    """
+    card = folder / "README.md"
+    if card.is_file() and DatasetCard.load(card).data.get("configs"):
+        return
+    with tempfile.TemporaryDirectory() as cache:  # the builder for text selects files of all types
+        all_files = load_dataset_builder("text", data_dir=str(folder), cache_dir=cache).config.data_files
+    for split, paths in all_files.items():
+        for path in sorted(set(paths).difference(files.get(str(split), paths))):
+            if suffixes.intersection(suffix.lower() for suffix in Path(path).suffixes):
+                raise ValueError(
+                    f"{path} would be omitted from the split {str(split)!r} because other files have another suffix. "
+                    "Convert or rename it, or move it out of the folder."
+                )
 
 
 def load_dataset_splits(
@@ -150,13 +205,14 @@ def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
 def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, DatasetSplit]:
     """Read the splits called `names` from the `datasets` source `source`."""
     files = find_split_files(settings)
+    builder = _open_folder(settings)
     splits: Any = load_dataset_splits(source, settings.dataset_config_name) if files is None else files
     sources = {}
     for name in names:
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
-            sources[name] = DatasetSplit(_read_file_rows(files[split]))
+            sources[name] = DatasetSplit(_read_file_rows(files[split]), builder and builder.info.features)
         elif files is None and split in splits and len(splits[split]):
             rows = read_dataset_rows(f"{source} ({split})", splits[split])
             sources[name] = DatasetSplit(rows, splits[split].features)
@@ -207,9 +263,18 @@ def _check_label_column(column: str, flag: str, first: TableRow, records: Iterat
 
 
 def map_class_ids_to_names(value: Any, names: Sequence[str]) -> Any:
-    """Convert a class number, or each class number in a list, to its label name. Other values become None."""
+    """Convert a class number, or each class number in a list, to its label name.
+
+    The cells of a CSV table are texts, which can be class numbers, -1 (an unknown class), or any other text. Other
+    texts are returned unchanged. All other values become None.
+    """
     if isinstance(value, list):
         return [map_class_ids_to_names(item, names) for item in value]
+    if isinstance(value, str):
+        text = value.strip()
+        if text in names or text not in map(str, range(-1, len(names))):
+            return value
+        value = int(text)
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 

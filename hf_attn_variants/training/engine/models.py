@@ -660,7 +660,7 @@ def parse_config_overrides(text: str) -> dict[str, Any]:
         {'num_layers': 2, 'feed_forward_proj': 'gated-gelu'}
     """
     if text.lstrip().startswith("{"):
-        return parse_json(text)
+        return parse_json(text, unique_keys=True)
     values = {}
     for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))

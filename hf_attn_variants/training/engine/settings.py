@@ -80,10 +80,10 @@ def parse_json_flag(text: str) -> Any:
     """Parse the value of a flag as JSON.
 
     Raises:
-        ArgumentTypeError: If the text is not valid JSON.
+        ArgumentTypeError: If the text is not valid JSON, or if it contains a repeated key.
     """
     try:
-        return parse_json(text)
+        return parse_json(text, unique_keys=True)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"The value is not valid JSON: {error}") from None
 

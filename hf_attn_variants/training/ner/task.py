@@ -151,8 +151,8 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
         files = {split: getattr(settings, f"{split}_file") for split in splits}
         return {split: read_conll(path, split != "test") for split, path in files.items() if path is not None}
     name, names = settings.dataset_name, None
+    split_files = find_split_files(settings)
     try:
-        split_files = find_split_files(settings)
         source: Any = split_files or load_dataset(name, settings.dataset_config_name)
         loaded: dict[str, list[TableRow]] = {
             split: [record for path in source[split] for record in read_table_rows(Path(path))]

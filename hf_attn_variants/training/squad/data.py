@@ -74,7 +74,7 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
     """
     path = Path(path)
     try:
-        content = load_json(path, max_bytes=MAX_BYTES)
+        content = load_json(path, MAX_BYTES, unique_keys=True)
     except ValueError as error:
         raise ValueError(f"{error} It must contain a single JSON object in the SQuAD format.") from error
     questions = list(_read_questions(path, content, has_answers))
