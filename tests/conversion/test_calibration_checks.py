@@ -81,6 +81,8 @@ def test_repeated_or_unknown_text_gives_a_warning(caplog):
     assert "unknown to the tokenizer" in get_logged_warnings(caplog, make_language(), rows)
     with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
         get_logged_warnings(caplog, make_language(), [[2] * 12] * 200)
+    with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
+        get_logged_warnings(caplog, make_language(20), [[0, 2, 1]] * 20)
 
 
 def test_source_with_chance_level_predictions_gives_a_warning(caplog):
