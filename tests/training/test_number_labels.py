@@ -75,3 +75,8 @@ def test_formatted_numbers_can_be_classes(labels):
 
 def test_formatted_numbers_can_be_regression_targets():
     assert infer_kind(["1.5", "1000", "-2e3"]) == REGRESSION
+
+
+def test_whole_numbers_with_an_exponent_are_ambiguous():
+    with pytest.raises(ValueError, match="'1e0' is written with a decimal point or an exponent"):
+        infer_kind(["1e0", "1e1", "1e2"] * 2)

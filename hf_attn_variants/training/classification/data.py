@@ -180,7 +180,7 @@ def _find_ambiguous_label(words: Sequence[str], numbers: Sequence[str]) -> tuple
         )
     if decimal_numbers and all(float(text).is_integer() for text in numbers):
         return decimal_numbers[0], (
-            "is written with a decimal point, but all labels are whole numbers. Set --problem_type to "
+            "is written with a decimal point or an exponent, but all labels are whole numbers. Set --problem_type to "
             f"{SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers on a scale."
         )
     if words and all(text.startswith("[") and text.endswith("]") for text in words):
