@@ -135,6 +135,12 @@ class ConversionPlan:
         """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
         return [module for module in self.modules if module.is_reduced]
 
+    @property
+    def is_unchanged(self) -> bool:
+        """True if all fields of the converted model have the same values as in the original model."""
+        before, after = (config.to_dict() | {"architectures": None} for config in (self.source_config, self.config))
+        return before == after
+
     def convert(
         self,
         module: AttentionModule,
