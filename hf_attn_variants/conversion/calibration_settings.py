@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from ..files import is_blank, is_unicode
 if TYPE_CHECKING:
     import torch
     from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # Maximum number of examples sampled from a text file, and from a folder of audio files. Fewer audio files are needed
 # because Whisper encodes each recording as 1,500 positions.
@@ -34,6 +37,8 @@ MIN_TEXTS = 2
 # A tenth of the examples is held out, but at least LEAST_HELD_OUT examples, unless that is more than a quarter.
 # With 200 examples, a share of 5 % has a confidence interval of about ±3 percentage points.
 HELD_OUT_SHARE, MIN_HELD_OUT_EXAMPLES = 0.1, 200
+# Share of repeated texts that triggers a warning.
+WARN_REPEATED_SHARE = 0.25
 FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
 
@@ -50,7 +55,8 @@ class Calibration:
     tokens, and their lengths are distributed evenly on a logarithmic scale.
 
     Args:
-        texts: At least two examples. For models that read pairs of texts, the examples must be pairs of strings.
+        texts: At least two different examples. For models that read pairs of texts, the examples must be pairs of
+            strings. Repeated examples are dropped, so that no held-out text is also used for fitting.
         target_texts: For encoder-decoders, the decoder's text for each example. If None, the model generates it
             greedily.
         tokenizer: The model's tokenizer. If None, it is loaded from the checkpoint folder. Required for models in
@@ -119,7 +125,7 @@ class Calibration:
         if isinstance(self.audio, str) or len(self.examples) < MIN_TEXTS:
             raise ValueError(
                 f"`{'texts' if is_text else 'audio'}` in `Calibration` must be a list of at least {MIN_TEXTS} "
-                "examples. One is used for fitting, and one is held out to measure errors."
+                "different examples. One is used for fitting, and one is held out to measure errors."
             )
         if self.batch_size is None:
             object.__setattr__(self, "batch_size", BATCH_SIZE if is_text else AUDIO_BATCH_SIZE)
@@ -155,6 +161,22 @@ class Calibration:
                     f"{len(self.target_texts)} targets for {len(rows)} texts."
                 )
             _check_unicode("target_texts", self.target_texts)
+        self._drop_repeated_texts()
+
+    def _drop_repeated_texts(self) -> None:
+        """Keep only the first of several equal texts, so that no held-out text is also used for fitting."""
+        count = len(self.texts)
+        rows = sorted({text: i for i, text in reversed(list(enumerate(self.texts)))}.values())
+        if len(rows) == count:
+            return
+        level = logging.WARNING if len(rows) < (1 - WARN_REPEATED_SHARE) * count else logging.INFO
+        message = (
+            "Only %d of the %d calibration texts are different. The others are dropped. Provide more varied texts."
+        )
+        logger.log(level, message, len(rows), count)
+        for name in ("texts", "target_texts"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, [values[i] for i in rows])
 
     @property
     def resolved_batch_size(self) -> int:

@@ -538,6 +538,11 @@ class ConversionRequest:
         plan = make(fields=fields)
         if (warning := self._get_quality_loss_warning(plan)) is not None and reader is not None:
             logger.warning(warning)
+        if reader is not None and plan.is_unchanged and not any(map(self.fields.get, POSITION_FIELDS)):
+            logger.warning(
+                "The conversion does not change the model because the model already has the requested values. Request "
+                "other values, such as fewer key/value heads."
+            )
         if reader is None:
             self._should_calibrate(plan)  # raises an error if calibration is not possible
         return plan

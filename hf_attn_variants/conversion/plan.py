@@ -13,6 +13,7 @@
 
 import copy
 import hashlib
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ from .attention_tensors import (
     project_onto_latent,
     repeat_heads,
 )
+from .calibration_settings import Calibration
 from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 
@@ -132,6 +134,12 @@ class ConversionPlan:
     def reduced_modules(self) -> list[AttentionModule]:
         """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
         return [module for module in self.modules if module.is_reduced]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if all fields of the converted model have the same values as in the original model."""
+        before, after = (config.to_dict() | {"architectures": None} for config in (self.source_config, self.config))
+        return before == after
 
     def convert(
         self,
@@ -325,8 +333,8 @@ def _check_fields(
         if name not in known_names:
             if is_native(config["model_type"]):
                 config_class.check_field_names([name])
-            similar = find_closest_match(name, known_names) or config_class.get_kv_heads_fields()[0]
-            raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. Did you mean `{similar}`?")
+            advice = _suggest_argument(name, config_class)
+            raise ValueError(f"`{name}` is not a field of {config['model_type']!r} models. {advice}")
         if name in config_class.get_from_scratch_fields():
             raise ValueError(f"`{name}` is only supported for models that are trained from scratch. Remove it.")
     if not changes and not is_changed:
@@ -351,6 +359,17 @@ def _check_fields(
         raise ValueError(
             "A checkpoint with `quantization_config` cannot be converted. Convert the original model, then quantize."
         )
+
+
+def _suggest_argument(name: str, config_class: type[AttnVariantConfigMixin]) -> str:
+    """Return advice on an argument of `convert` that is not a field: the most similar field or argument."""
+    from .conversions import convert  # not at the top because `conversions` imports this module
+
+    if name in Calibration.__dataclass_fields__:
+        return f"Set it in `Calibration(..., {name}=...)`."
+    groups = config_class.get_variant_fields(), tuple(inspect.signature(convert).parameters)
+    matches = filter(None, (find_closest_match(name, names) for names in groups))
+    return f"Did you mean `{next(matches, config_class.get_kv_heads_fields()[0])}`?"
 
 
 def _make_new_config(

@@ -16,12 +16,14 @@ from ..model_folder import read_json
 # {task: metrics whose mean is the score}.
 GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
 # Arguments that can differ between two runs because they affect neither training nor the scores on the dev set.
+# Tasks have several spellings, so runs are compared by the task in their results instead of `task_name`.
 FREE_ARGUMENTS = frozenset(
-    "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
+    "seed task_name output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
     "resume_from_checkpoint with_tracking report_to disable_tqdm push_to_hub hub_model_id hub_private_repo hub_token "
     "test_file test_source_file test_target_file skip_predict per_device_eval_batch_size "
     "dataloader_num_workers".split()
 )
+DATA_HASHES = {"hash of the training data", "hash of the dev data"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class GlueRun:
         score: The score on the dev set, from 0 to 1.
         rows: The number of rows in the dev set.
         metrics: The metrics whose mean is the score.
-        settings: The recorded training settings, except `FREE_ARGUMENTS`.
+        settings: The recorded training settings, except `FREE_ARGUMENTS`, and the hashes of the data if the
+            run recorded them.
     """
 
     folder: Path
@@ -153,7 +156,10 @@ def _check_compatible(runs: Sequence[GlueRun]) -> None:
                     "only one of them."
                 )
         first = models.setdefault((run.task, run.model), run)
-        for name in sorted(first.settings.keys() & run.settings.keys()):
+        shared = first.settings.keys() & run.settings.keys()
+        if shared & DATA_HASHES:  # the same data can have several paths
+            shared = {name for name in shared if not name.endswith(("_dir", "_file"))}
+        for name in sorted(shared):
             if first.settings[name] != run.settings[name]:
                 raise ValueError(
                     f"{first.folder} and {run.folder} are not two seeds of one model: `{name}` is "
@@ -194,6 +200,7 @@ def _read_run(folder: Path) -> GlueRun | str:
         )
     score = statistics.fmean(results[name] for name in names)
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
+    settings |= results.get("data_hashes", {})
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
     return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), tuple(names), settings)

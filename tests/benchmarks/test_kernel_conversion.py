@@ -45,7 +45,7 @@ def test_kernel_benchmark_has_rows_before_and_after_the_fit(tmp_path, monkeypatc
 
 @pytest.mark.thorough
 def test_token_matching_layers_and_distillation_have_separate_rows(tmp_path, monkeypatch):
-    source, lines = make_tiny_bert(tmp_path / "source"), ["the cat saw the cat and a dog"] * 300
+    source, lines = make_tiny_bert(tmp_path / "source"), [f"the cat saw the cat and a dog {i}" for i in range(300)]
 
     class Tiny:
         uptraining, batch_size = ("--objective", "distill", "--max_length", "16"), 4

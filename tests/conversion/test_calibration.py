@@ -242,7 +242,7 @@ def test_report_and_card_describe_the_calibration_text(tmp_path):
     assert result["none"]["calibration"] is None
     assert "calibration used" not in str(generate_model_card(tmp_path / "none", "me/x"))
     assert settings["held_out"] == 128
-    pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).get_report_settings(Aligned(), None)
+    pairs = Calibration([("a", "b"), ("a", "c")], target_texts=["c", "d"]).get_report_settings(Aligned(), None)
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
@@ -282,7 +282,7 @@ def test_one_tenth_of_the_texts_is_held_out(count, num_held_out):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        *(("texts", texts) for texts in ([], ["a long text " * 1200], [("a", "pair")])),
+        *(("texts", texts) for texts in ([], ["a long text " * 1200], [("a", "pair")], ["a text"] * 200)),
         *(("target_texts", texts) for texts in (["one"], "x" * 512)),
         *(("fit_learning_rate", rate) for rate in (0, -0.1, math.nan, math.inf)),
     ],
@@ -300,7 +300,7 @@ def test_errors_of_a_model_and_its_calibration():
         (make_bert(), {"method": "calibrated"}, "`method`"),
         (make_bert(), {"method": "mean", "calibration": make_calibration()}, "`method`"),
         (make_bert(), {"calibration": make_calibration(tokenizer=None)}, "`tokenizer`"),
-        (make_bert(), {"calibration": Calibration(["short"] * 2, tokenizer=WordTokenizer())}, "tokens in 2 lines"),
+        (make_bert(), {"calibration": Calibration(["short", "text"], tokenizer=WordTokenizer())}, "tokens in 2 lines"),
         (BertModel(BertConfig(**sizes)), {"calibration": make_calibration(max_length=64)}, "`max_length`"),
         (make_bert(), {"calibration": make_calibration(tokenizer=unpadded)}, "padding token"),
         (convert_model(make_bert(), talking_heads="both"), {"calibration": make_calibration()}, "talking heads"),

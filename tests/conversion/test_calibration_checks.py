@@ -8,7 +8,7 @@ import pytest
 import torch
 from fixtures.speech import HEAD, make_feature_extractor, save_whisper_checkpoint
 
-from hf_attn_variants.conversion import convert
+from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.conversion.calibration.batches import (
     check_audio,
     check_source_loss,
@@ -73,11 +73,16 @@ def test_code_identifiers_in_text_give_no_warning(caplog):
 
 
 def test_repeated_or_unknown_text_gives_a_warning(caplog):
-    assert "Only 50 of the 200 calibration texts are different" in get_logged_warnings(caplog, make_language(50) * 4)
+    targets = list(map(str, range(200)))
+    repeated = Calibration(make_language(50) * 4, targets)
+    assert (repeated.texts, repeated.target_texts) == (make_language(50), targets[:50])
+    assert "Only 50 of the 200 calibration texts are different" in caplog.text
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in make_language()]
     assert "unknown to the tokenizer" in get_logged_warnings(caplog, make_language(), rows)
     with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
         get_logged_warnings(caplog, make_language(), [[2] * 12] * 200)
+    with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
+        get_logged_warnings(caplog, make_language(20), [[0, 2, 1]] * 20)
 
 
 def test_source_with_chance_level_predictions_gives_a_warning(caplog):

@@ -133,3 +133,24 @@ def test_convert_with_an_output_folder_is_convert_checkpoint(tmp_path):
     assert report.layers == other.layers
     for path in (tmp_path / "a").iterdir():
         assert path.name == REPORT_NAME or path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ({"methd": "mean"}, "Did you mean `method`"),
+        ({"kv_heads": 2}, "Did you mean `num_key_value_heads`"),
+        ({"fit_steps": 0}, r"Set it in `Calibration\(..., fit_steps=...\)`"),
+    ],
+)
+def test_unknown_argument_error_suggests_an_argument(argument, advice):
+    with pytest.raises(ValueError, match=f"`{next(iter(argument))}` is not a field of 'bert' models. {advice}"):
+        convert(BERT.make_upstream_model("BertModel"), 1, **argument)
+
+
+def test_conversion_that_changes_nothing_gives_a_warning(caplog):
+    model = BERT.make_upstream_model("BertModel")
+    convert(model, 1, method="mean")
+    assert "does not change the model" not in caplog.text
+    convert(model, model.config.num_attention_heads)
+    assert "does not change the model" in caplog.text

@@ -39,6 +39,11 @@ def make_source_outputs(model, **changes):
     return model, compute_source_outputs(model, calibration_data)
 
 
+def make_texts_with_equal_tokens(text, count):
+    """Return different texts for which `WordTokenizer` returns the same tokens."""
+    return ["".join(chr(ord(letter) + (WORDS - 2) * i) for letter in text) for i in range(count)]
+
+
 def compute_source_outputs(model, calibration_data):
     calibration_data = set_length_statistics(calibration_data, calibration_data.tokenizer, model.config)
     held_out = make_untruncated_batches(
@@ -120,7 +125,8 @@ def test_generation_without_an_end_is_counted():
 
 def test_identical_examples_are_inconclusive():
     model, calibration_data = convert(make_bert(), num_key_value_heads=4).eval(), make_calibration()
-    calibration_data = dataclasses.replace(calibration_data, texts=[calibration_data.texts[0]] * 40)
+    texts = make_texts_with_equal_tokens(calibration_data.texts[0], 40)
+    calibration_data = dataclasses.replace(calibration_data, texts=texts)
     result = compute_source_outputs(model, calibration_data).compare_with(model)
     assert result.alike and result.value is None and result.verdict == "inconclusive"
     assert str(result) == "the original model gives all examples the same embedding, so the models cannot be compared"
@@ -227,7 +233,7 @@ def test_tagger_without_tags_is_outside_tolerance():
 
 def test_majority_classifier_is_outside_tolerance():
     calibration_data = make_calibration()
-    texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
+    texts = [*make_texts_with_equal_tokens("b" * 12, 366), *make_texts_with_equal_tokens("k" * 12, 34)]
     rare = calibration_data.tokenizer(["k"], max_length=9)["input_ids"][0][0]
     upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
     model = convert(upstream, num_key_value_heads=4).eval()

@@ -76,7 +76,7 @@ def test_decoder_only_models_are_calibrated_on_text(encoder):
     torch.manual_seed(0)
     sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
     decoder = BartForCausalLM(BartConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes))
-    texts = [f"{word} text" for word in ("the", "a", "good", "bad")] * 40
+    texts = [f"{word} text {i}" for word in ("the", "a", "good", "bad") for i in range(40)]
     calibration = Calibration(texts, tokenizer=tokenizer, fit_steps=0)
     converted = convert(decoder, kv_lora_rank=8, calibration=calibration)
     attention = converted.model.decoder.layers[0]

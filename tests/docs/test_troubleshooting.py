@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.data_files import edit_json
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, BertConfig, configuration_utils
 
 from hf_attn_variants import AttnVariantBertModel, cli, convert
 
@@ -62,6 +62,13 @@ class User:
         edit_json(Path("bert-gqa4/config.json"), model_type="not_registered")
         return self.raised(AutoModel.from_pretrained, "bert-gqa4")
 
+    def transformers_class(self):
+        self.shelf.put("bert-gqa4", Path("bert-gqa4"))
+        warnings = []
+        self.monkeypatch.setattr(configuration_utils.logger, "warning", warnings.append)
+        BertConfig.from_pretrained("bert-gqa4")  # `BertModel.from_pretrained` calls this function
+        return warnings[0]
+
     def no_tokenizer(self):
         convert("bert", 4, method="mean").save_pretrained("saved")
         return self.raised(AutoTokenizer.from_pretrained, "saved")
@@ -80,7 +87,7 @@ class User:
         return self.convert("t5", "--num_key_value_heads", 2)
 
     def little_text(self):
-        Path("lines.txt").write_text("a dog sees the cat\n" * 3)
+        Path("lines.txt").write_text("a dog sees the cat\nthe cat sees a dog\n")
         return self.convert("bert", "--num_key_value_heads", 4, "--calibration_file", "lines.txt")
 
     def full_folder(self):
@@ -106,8 +113,16 @@ class User:
         return self.printed("classify", "bert", "--train_file", "table.parquet", "--output_dir", "out")
 
 
-MISTAKES = [User.missing_folder, User.missing_config, User.other_architecture, User.no_remote_code, User.no_tokenizer]
-MISTAKES += [User.not_converted, User.misspelled_field, User.no_divisor, User.no_text, User.little_text]
+MISTAKES = [User.missing_folder, User.missing_config, User.other_architecture, User.no_remote_code]
+MISTAKES += [
+    User.transformers_class,
+    User.no_tokenizer,
+    User.not_converted,
+    User.misspelled_field,
+    User.no_divisor,
+    User.no_text,
+    User.little_text,
+]
 MISTAKES += [User.full_folder, User.wrong_flag, User.missing_extra, User.wrong_column, User.wrong_format]
 
 

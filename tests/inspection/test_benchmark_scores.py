@@ -14,11 +14,12 @@ GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()
 
 @pytest.fixture
 def write(tmp_path):
-    def call(name, task, seed=1, model="./bert", dataset=None, arguments=None, **scores):
+    def call(name, task, seed=1, model="./bert", dataset=None, arguments=None, data_hashes=None, **scores):
         folder = tmp_path / name
         folder.mkdir()
         results = {f"eval_{key}": value for key, value in scores.items()} | {"task_name": task, "seed": seed}
         results |= {"dataset": dataset} if dataset else {}
+        results |= {"data_hashes": data_hashes} if data_hashes else {}
         results["arguments"] = {"model_name_or_path": model, "max_eval_samples": None, **(arguments or {})}
         (folder / "all_results.json").write_text(json.dumps(results))
         return folder
@@ -145,3 +146,17 @@ def test_runs_with_different_settings_are_not_seeds_of_one_model(write, name, va
     ]
     with pytest.raises(ValueError, match=rf"rte0.*rte1.*`{name}` is {values[0]} .* {values[1]} "):
         average(*folders)
+
+
+def test_runs_are_compared_by_the_content_of_their_data(write):
+    def write_run(seed, train_hash, **arguments):
+        hashes = {"hash of the training data": train_hash} if train_hash else None
+        return write(f"rte{seed}", "rte", seed, accuracy=0.6, arguments=arguments, data_hashes=hashes)
+
+    first = write_run(1, "a", data_dir="g", task_name="rte")
+    second = write_run(2, "a", data_dir="./g", task_name="RTE")
+    assert average(first, second)["glue"][0]["tasks"]["rte"]["seeds"].keys() == {1, 2}
+    with pytest.raises(ValueError, match=r"`hash of the training data` is 'a' .* 'b' "):
+        average(first, write_run(3, "b", data_dir="g", task_name="rte"))
+    with pytest.raises(ValueError, match=r"`data_dir` is 'g' .* 'h' "):
+        average(first, write_run(4, None, data_dir="h", task_name="rte"))

@@ -38,7 +38,8 @@ def test_quickstart_runs_for_every_kind_of_task(quickstart, tmp_path, capsys, ta
     if task == "cola":  # single sentences; the other tasks use the embedded pairs
         shutil.copytree(FIXTURES / "CoLA", tmp_path / "CoLA")
         rows = (FIXTURES / "CoLA" / "train.tsv").read_text()
-        (tmp_path / "CoLA" / "train.tsv").write_text(rows * 20)  # enough text for a calibration
+        texts = "".join(rows.replace("\n", f" {i}\n") for i in range(20))  # enough text for a calibration
+        (tmp_path / "CoLA" / "train.tsv").write_text(texts)
         arguments += ["--data_dir", str(tmp_path / "CoLA")]
     rows = quickstart.main(quickstart.parse_args(arguments))
     assert [row["model"] for row in rows] == ["multi-head", "1 heads, averaged", "1 heads, calibrated"]

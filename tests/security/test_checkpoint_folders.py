@@ -61,7 +61,7 @@ def folder(plain, tmp_path):
 def call(plain, tmp_path, capsys):
     """Run a command of COMMANDS on a folder; return its status and its one-line error."""
     lines, data, out = tmp_path / "lines.txt", tmp_path / "data.json", tmp_path / "out"
-    lines.write_text("a cat sat on the mat\n" * 40)
+    lines.write_text("".join(f"a cat sat on the mat {i}\n" for i in range(40)))
     data.write_text('{"text": "a"}\n')
 
     def run(name, folder, *more):

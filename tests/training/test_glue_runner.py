@@ -48,6 +48,7 @@ def test_regression_task_trains_and_writes_all_outputs(run):
     assert {*names.split()} <= results.keys()
     saved = json.loads((out / "all_results.json").read_text())
     assert saved["eval_pearson"] == results["eval_pearson"]
+    assert saved["data_hashes"].keys() == {"hash of the training data", "hash of the dev data"}
     assert saved["arguments"]["learning_rate"] == 1e-2 and saved["versions"]["torch"] == torch.__version__
     records = log_of(out)
     losses = [record["loss"] for record in records if "loss" in record]

@@ -25,6 +25,9 @@ def infer_kind(labels):
         ["(1.50)", "\u22122.25"],
         ["12,34,567.00", "1,00,000.00"],
         ["£1,234", "£7"],
+        ["0.5/5", "1.0/5", "4.5/5"],
+        ["7/10", "8/10", "10/10"],
+        ["5 kg", "5.5kg", "12 KG"],
     ],
 )
 def test_formatted_numbers_are_parsed(labels):
@@ -60,6 +63,10 @@ def test_unique_labels_raise_an_error(labels):
         [f"class {i}" for i in range(10)] * 2,
         ["10", "20"] * 5,
         ["$", "%", "5 stars"] * 4,
+        ["1/2", "1/4", "3/4"] * 2,
+        ["5/5", "4/5"] * 2,
+        ["grade3", "level-1", "topic_12", "covid19", "3-4"] * 2,
+        ["1 star", "2 stars", "3 stars", "3d", "4k"] * 2,
     ],
 )
 def test_formatted_numbers_can_be_classes(labels):
@@ -68,3 +75,8 @@ def test_formatted_numbers_can_be_classes(labels):
 
 def test_formatted_numbers_can_be_regression_targets():
     assert infer_kind(["1.5", "1000", "-2e3"]) == REGRESSION
+
+
+def test_whole_numbers_with_an_exponent_are_ambiguous():
+    with pytest.raises(ValueError, match="'1e0' is written with a decimal point or an exponent"):
+        infer_kind(["1e0", "1e1", "1e2"] * 2)

@@ -54,6 +54,7 @@ def test_field_type_determines_the_flag_parser():
     [
         ({"max_length": 0}, "--max_length must be at least 1, got 0"),
         ({"learning_rate": float("nan")}, "--learning_rate must be at least 0, got nan"),
+        ({"seed": 99999999999999}, "--seed must be from 0 to 4294967295"),
         ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps must be at least 1"),

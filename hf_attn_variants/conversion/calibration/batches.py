@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Recommended number of fitting tokens per hidden-state element. The output regression has one unknown per element.
 TOKENS_PER_DIMENSION = 8
-# The language is only checked if there are at least this many tokens.
+# The language and small shares of unknown tokens are only checked if there are at least this many tokens.
 MIN_CHECKED_TOKENS = 1000
 # Maximum average number of tokens per alphabetic word. English tokenizers split words in English text into 1.0 to 1.4
 # tokens, even if it contains code, and words in German text into 1.9. Names and numbers in code have many tokens in
@@ -49,7 +49,7 @@ WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
 MAX_LOSS_SHARE = 0.5
 # A recording is considered silent if its loudness relative to full scale is less than this value (-60 dB).
 SILENCE_LOUDNESS = 1e-3
-# Share of silent or duplicate examples that triggers a warning.
+# Share of silent recordings that triggers a warning.
 WARN_SHARE = 0.25
 
 
@@ -78,7 +78,7 @@ def check_token_count(stacks: Iterable[str], hidden_size: int, batches: Sequence
 
 
 def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
-    """Warn if many texts are duplicates, or if the texts do not appear to be in the tokenizer's language.
+    """Warn if many tokens are unknown, or if the texts do not appear to be in the tokenizer's language.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -89,19 +89,16 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
         ValueError: if almost all tokens are unknown, in which case any converted model would appear to be good.
     """
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
-    if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
-        message = "Only %d of the %d calibration texts are different. Provide more varied texts."
-        logger.warning(message, distinct_texts, len(joined))
     special, unknown = _get_special_token_ids(tokenizer), getattr(tokenizer, "unk_token_id", None)
     tokens = [token for row in encoded for token in row if token not in special]
-    if len(tokens) < MIN_CHECKED_TOKENS:
-        return
-    share = sum(token == unknown for token in tokens) / len(tokens)
+    share = sum(token == unknown for token in tokens) / max(1, len(tokens))
     message = (
         f"{share:.0%} of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
     )
     if share > MAX_UNKNOWN_SHARE:
         raise ValueError(message)
+    if len(tokens) < MIN_CHECKED_TOKENS:
+        return
     if share > WARN_UNKNOWN_SHARE:
         logger.warning(message)
     _check_language(tokenizer, [word for text in joined for word in text.split()])

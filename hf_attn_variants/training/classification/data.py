@@ -53,6 +53,13 @@ AMOUNT_PATTERN = re.compile(
     r"\(?[-+]?(\d{1,3}([,' ]\d{2,3})+([.,]\d+)?|\d{1,3}(\.\d{3})+(,\d+)?|\d+([.,]\d+)?|[.,]\d+)([eE][-+]?\d+)?\)?"
 )
 UNITS_PATTERN = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
+# A number with a denominator or a unit of measurement, such as "4.5/5" or "12 kg". Class names often contain
+# other units, such as "stars" or "k".
+MEASUREMENT_PATTERN = re.compile(
+    r"[-+]?(\d+([.,]\d+)?|[.,]\d+)\s*(?P<unit>/\s*\d+|kg|mg|km|cm|mm|ml|lbs?|oz|°[CF])", re.IGNORECASE
+)
+# The minimum number of different measurements. Fewer labels may be classes.
+MIN_MEASUREMENTS = 3
 NUMBER_ADVICE = (
     "For regression, write numbers with digits and a decimal point, such as 1234.5, and set --problem_type "
     "regression. If they are class names, set --problem_type single_label_classification."
@@ -167,6 +174,8 @@ def _find_ambiguous_label(words: Sequence[str], numbers: Sequence[str]) -> tuple
     decimal_numbers = [text for text in numbers if not DIGITS_PATTERN.fullmatch(text)]
     if amounts and len(amounts) + len(numbers) + len(commas) > (len(words) + len(numbers)) // 2:
         return amounts[0], f"is a formatted number. {NUMBER_ADVICE}"
+    if words and not numbers and are_measurements(words):
+        return words[0], f"is a number with a denominator or a unit. {NUMBER_ADVICE}"
     if words and numbers:
         return words[0], (
             f"is a word, but the label {numbers[0]!r} is a number. Correct one of them, or set --problem_type "
@@ -179,7 +188,7 @@ def _find_ambiguous_label(words: Sequence[str], numbers: Sequence[str]) -> tuple
         )
     if decimal_numbers and all(float(text).is_integer() for text in numbers):
         return decimal_numbers[0], (
-            "is written with a decimal point, but all labels are whole numbers. Set --problem_type to "
+            "is written with a decimal point or an exponent, but all labels are whole numbers. Set --problem_type to "
             f"{SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers on a scale."
         )
     if words and all(text.startswith("[") and text.endswith("]") for text in words):
@@ -195,6 +204,13 @@ def is_formatted_number(text: str) -> bool:
     normalized_text = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
     plain = "".join(char for char in normalized_text if unicodedata.category(char) != "Sc")
     return AMOUNT_PATTERN.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS_PATTERN.sub("", plain).strip())) is not None
+
+
+def are_measurements(labels: Sequence[str]) -> bool:
+    """Return whether distinct labels are at least `MIN_MEASUREMENTS` numbers with the same denominator or unit."""
+    matches = [MEASUREMENT_PATTERN.fullmatch(label) for label in labels]
+    units = {None if match is None else match["unit"].lower() for match in matches}
+    return len(labels) >= MIN_MEASUREMENTS and len(units) == 1 and None not in units
 
 
 def has_mostly_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:

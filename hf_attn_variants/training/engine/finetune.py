@@ -265,8 +265,8 @@ def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dic
 
     Returns:
         The results, which are also saved at the beginning of `all_results.json`. They include "eval_<metric>",
-        "eval_runtime" (in seconds), the training results from `TrainingLoop.get_results`, "seed" and task-specific
-        results.
+        "eval_runtime" (in seconds), the training results from `TrainingLoop.get_results`, "data_hashes", "seed" and
+        task-specific results.
 
     Raises:
         ValueError, OSError: If a setting, the data or the checkpoint is invalid. Most of these errors are raised
@@ -306,7 +306,9 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     objective = task.make_objective()
     if batches.examples is None:  # because the last batches of a stream may contain padding rows
         objective = replace(objective, examples=lambda batch: int(batch["examples"]))
-    fingerprint = task.get_fingerprint() | (task.get_dev_fingerprint() if settings.keeps_best_weights else {})
+    fingerprint, dev_fingerprint = task.get_fingerprint(), task.get_dev_fingerprint() if has_dev else {}
+    hashes = {name: value for name, value in (fingerprint | dev_fingerprint).items() if name.startswith("hash of")}
+    fingerprint |= dev_fingerprint if settings.keeps_best_weights else {}
     run = settings, total_steps, task.main_metric, fingerprint, task.compute_eval_steps(total_steps)
     callbacks = task.run_evaluation if has_dev else None, batches.start_epoch, batches.seek
     loop = TrainingLoop(accelerator, model, optimizer, scheduler, batches.loader, objective, *run, *callbacks)
@@ -321,7 +323,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
         task.evaluate_final_weights(loop)
         results = {f"eval_{key}": value for key, value in task.metrics.items()}
         results |= {**task.get_dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
-    results |= {**trained, **task.get_results(), "seed": settings.seed}
+    results |= {**trained, **task.get_results(), "data_hashes": hashes, "seed": settings.seed}
     _write_outputs(task, results, task.get_prediction_files() if has_dev else {})
     test_results, files = task.predict()  # the dev scores have already been written in case this fails
     results |= test_results

@@ -30,6 +30,7 @@ ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
 FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
 FINITE_NUMBER: Range = ("a number", math.isfinite)
+SEED: Range = ("from 0 to 4294967295 (2**32 - 1)", lambda value: 0 <= value < 2**32)  # as required by NumPy
 
 # When a resumed run must use the same value as before: always, or only if the run keeps its best weights.
 ALWAYS_COMPARED, WITH_BEST_WEIGHTS = "always", "with best weights"
@@ -475,7 +476,7 @@ class OptimizationSettings(Settings):
     clipping_ratio: float | None = fixed_option(
         "Share of all steps over which a clipped softmax is introduced.", None, range=BETWEEN_0_AND_1
     )
-    seed: int = fixed_option("Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0)
+    seed: int = fixed_option("Random seed for new weights, dropout and the order of examples.", 42, range=SEED)
     mixed_precision: str | None = option(
         "Precision of the forward pass (autocast). On CPUs, bf16 is only faster if the CPU has bfloat16 instructions. "
         "Defaults to the setting of `accelerate launch`, or no.",
