@@ -13,7 +13,6 @@
 
 import copy
 import hashlib
-import inspect
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -71,6 +70,11 @@ def collect_field_texts(kind: str) -> dict[str, str]:
 
 # Fields of the original model that must not be set, because the conversion does not support their features.
 UNCONVERTIBLE = collect_field_texts("unconvertible")
+# The arguments of `convert` that are not fields, for suggestions in errors.
+CONVERT_ARGUMENTS = (
+    *("method", "output_dir", "calibration", "kv_cache_bytes", "keep_matching_layers", "strict", "dtype", "seed"),
+    *("copy", "position_extension", "allow_pickle", "revision", "token"),
+)
 
 
 @dataclass(frozen=True)
@@ -363,11 +367,9 @@ def _check_fields(
 
 def _suggest_argument(name: str, config_class: type[AttnVariantConfigMixin]) -> str:
     """Return advice on an argument of `convert` that is not a field: the most similar field or argument."""
-    from .conversions import convert  # not at the top because `conversions` imports this module
-
     if name in Calibration.__dataclass_fields__:
         return f"Set it in `Calibration(..., {name}=...)`."
-    groups = config_class.get_variant_fields(), tuple(inspect.signature(convert).parameters)
+    groups = config_class.get_variant_fields(), CONVERT_ARGUMENTS
     matches = filter(None, (find_closest_match(name, names) for names in groups))
     return f"Did you mean `{next(matches, config_class.get_kv_heads_fields()[0])}`?"
 

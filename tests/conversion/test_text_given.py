@@ -50,7 +50,7 @@ def test_conversion_without_text_warns_once_about_quality(encoder, tmp_path, war
         assert "BLEU 36.8 to 1.6" in printed and "`calibration`" in printed and "--calibration_file" in printed, i
         assert "\n" not in printed
     mean = {"num_key_value_heads": 4, "method": "mean"}
-    for options in (mean, {"talking_heads": "both"}, {"num_key_value_heads": 12}):
+    for options in (mean, {"talking_heads": "both"}):
         assert warnings_of(convert, model, **options) == []
     assert warnings_of(convert, tmp_path / "out", 12) == []  # expanding loses nothing
 

@@ -64,9 +64,14 @@ def tuned(tiny, tmp_path_factory):
     """A model made like in the README: converted on text of the task, distilled and fine-tuned."""
     home = tmp_path_factory.mktemp("chain")
     verbs = ("playing", "eating", "holding", "seeing", "hearing", "buying", "selling", "dropping")
-    rows = [{"sentence1": f"a man is {verb} a guitar", "sentence2": f"two dogs are {verb} snow"} for verb in verbs]
+    things = ("a guitar", "snow", "a ball", "bread", "a car", "a horse", "water", "an egg")
+    rows = [
+        {"sentence1": f"a man is {verb} {thing}", "sentence2": f"two dogs are {verb} {thing}"}
+        for verb in verbs
+        for thing in things
+    ]
     text = home / "pairs.jsonl"
-    write_lines(text, rows * 8)
+    write_lines(text, rows)
     columns = ["sentence1", "sentence2"]
     run("convert", "--model_name_or_path", tiny, "--num_key_value_heads", "2", "--output_dir", home / "gqa2",
         "--calibration_file", text, "--max_length", "32", "--fit_steps", "2",

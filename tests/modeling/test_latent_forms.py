@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_attn_variants.modeling.attention import latent_attention
 from hf_attn_variants.modeling.attention.latent_attention import attend_to_latent
+from hf_attn_variants.modeling.ops.padded_rows import KEEP_ROWS
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 from hf_attn_variants.reference import heads
@@ -74,6 +75,7 @@ def make_attention(query, key, value, output, implementation=EAGER, **projection
         extensions={},
         kernel=None,
         compression=None,
+        padding_rule=KEEP_ROWS,
     )
     vars(module).update(projections, projection_names=tuple(projections))
     module.config = SimpleNamespace(_output_attentions=False)
