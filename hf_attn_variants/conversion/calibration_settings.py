@@ -165,8 +165,10 @@ class Calibration:
 
     def _drop_repeated_texts(self) -> None:
         """Keep only the first of several equal texts, so that no held-out text is also used for fitting."""
-        count = len(self.texts)
-        rows = sorted({text: i for i, text in reversed(list(enumerate(self.texts)))}.values())
+        count, first_rows = len(self.texts), {}
+        for row, text in enumerate(self.texts):
+            first_rows.setdefault(text, row)
+        rows = list(first_rows.values())
         if len(rows) == count:
             return
         level = logging.WARNING if len(rows) < (1 - WARN_REPEATED_SHARE) * count else logging.INFO
@@ -176,7 +178,7 @@ class Calibration:
         logger.log(level, message, len(rows), count)
         for name in ("texts", "target_texts"):
             if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, [values[i] for i in rows])
+                object.__setattr__(self, name, [values[row] for row in rows])
 
     @property
     def resolved_batch_size(self) -> int:

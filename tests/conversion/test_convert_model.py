@@ -1,5 +1,7 @@
 """Check the conversion of models in memory, and of checkpoints directly into models."""
 
+import inspect
+
 import peft
 import pytest
 import torch
@@ -9,7 +11,9 @@ from architectures import BERT, HEAD_IDS, HEADS
 import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
+from hf_attn_variants.conversion.plan import CONVERT_ARGUMENTS
 from hf_attn_variants.files import REPORT_NAME
+from hf_attn_variants.modeling.fields.field_table import VARIANT_FIELDS
 from hf_attn_variants.training.engine.models import enable_gradient_checkpointing
 
 
@@ -146,6 +150,12 @@ def test_convert_with_an_output_folder_is_convert_checkpoint(tmp_path):
 def test_unknown_argument_error_suggests_an_argument(argument, advice):
     with pytest.raises(ValueError, match=f"`{next(iter(argument))}` is not a field of 'bert' models. {advice}"):
         convert(BERT.make_upstream_model("BertModel"), 1, **argument)
+
+
+def test_suggested_arguments_are_the_arguments_of_convert_that_are_not_fields():
+    arguments = {*inspect.signature(convert).parameters} - {"model_or_path", "fields"}
+    names = {name for row in VARIANT_FIELDS for name in row.names}
+    assert {*CONVERT_ARGUMENTS} == arguments - names - {"per_layer_values", "max_position_embeddings"}
 
 
 def test_conversion_that_changes_nothing_gives_a_warning(caplog):

@@ -53,7 +53,13 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
         ValueError: If the folder contains CSV or TSV files with an unsupported compression, or if a split contains
             data files of different types.
     """
-    builder = _open_folder(settings)
+    return _find_builder_files(settings, _open_folder(settings), suffixes)
+
+
+def _find_builder_files(
+    settings: Any, builder: DatasetBuilder | None, suffixes: Sequence[str] = TABLE_SUFFIXES
+) -> dict[str, tuple[str, ...]] | None:
+    """Find the files of each split (see `find_split_files`) with the builder from `_open_folder`."""
     if builder is None:
         return None
     options, defaults = vars(builder.config), vars(type(builder.config)())
@@ -204,8 +210,8 @@ def read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
 
 def _read_dataset_splits(settings: TableSettings, source: str, names: Sequence[str]) -> dict[str, DatasetSplit]:
     """Read the splits called `names` from the `datasets` source `source`."""
-    files = find_split_files(settings)
     builder = _open_folder(settings)
+    files = _find_builder_files(settings, builder)
     splits: Any = load_dataset_splits(source, settings.dataset_config_name) if files is None else files
     sources = {}
     for name in names:

@@ -42,14 +42,12 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not text, if a line has no tag or an invalid tag, if two lines have different
-            numbers of space-separated columns, or if the first column contains the positions of the words. The message
-            names the file and, for errors in a line, the line.
+        ValueError: If the file is not text, if a line is invalid or lacks a tag, or if the first column numbers the
+            words. The message names the file and, for errors in a line, the line.
     """
     sentences: list[Sentence] = [([], [])]
     first: tuple[int, int] | None = None  # the number and the columns of the first line with space-separated columns
-    has_warned = False
-    untagged = 0  # the number of the first line without a tag
+    has_warned, untagged = False, 0  # `untagged` is the number of the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _split_columns(line)
         words, tags = sentences[-1]
