@@ -165,7 +165,8 @@ class Calibration:
 
     def _drop_repeated_texts(self) -> None:
         """Keep only the first of several equal texts, so that no held-out text is also used for fitting."""
-        count, first_rows = len(self.texts), {}
+        count = len(self.texts)
+        first_rows: dict[Any, int] = {}
         for row, text in enumerate(self.texts):
             first_rows.setdefault(text, row)
         rows = list(first_rows.values())
