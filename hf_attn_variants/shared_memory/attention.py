@@ -255,9 +255,7 @@ class SharedMemoryMixin(_Attention):
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, cached_encoder_outputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values, which are read from the cache or computed from the encoder outputs."""
-        if (
-            cached_encoder_outputs is not None
-        ):  # the cache stores the encoder outputs, and these keys and values are temporary
+        if cached_encoder_outputs is not None:  # the cache stores the encoder outputs instead of these keys and values
             return compute_keys_and_values(cached_encoder_outputs, self.key_value_projections(), self._get_head_dim())
         if layer is not None:
             return layer.keys, layer.values

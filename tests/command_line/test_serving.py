@@ -182,6 +182,13 @@ def test_model_too_small_for_int8_is_timed_without_int8(serve):
     assert "share_memory" in printed
 
 
+def test_peak_memory_of_an_engine_is_measured_in_another_process():
+    if not peak_memory.CLEAR_FILE.exists():
+        pytest.skip("this system does not report peak memory")
+    engine, load = Engine("transformers"), Workload(1, 8, 3, 1)
+    assert 2**24 < peak_memory.measure_peak_bytes(make_config(T5), engine, load, 1, None) < 2**33
+
+
 @pytest.mark.thorough
 def test_failure_of_the_only_engine_raises_an_error():
     if not peak_memory.CLEAR_FILE.exists():

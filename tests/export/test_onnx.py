@@ -275,7 +275,6 @@ def sentence_encoder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.thorough
 @torch.no_grad()
 def test_graph_with_pooling_returns_normalized_mean_embeddings(sentence_encoder):
     model = transformers.AutoModel.from_pretrained(sentence_encoder / "model").eval()
@@ -291,7 +290,6 @@ def test_graph_with_pooling_returns_normalized_mean_embeddings(sentence_encoder)
     torch.testing.assert_close(torch.from_numpy(result), states, atol=1e-4, rtol=0)
 
 
-@pytest.mark.thorough
 def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
     float32, int8 = (sentence_encoder / f"out/onnx/{name}.onnx" for name in ("model", "model_quantized"))
     assert str(ROOT).encode() not in float32.read_bytes()  # stack traces would contain local paths
@@ -303,7 +301,6 @@ def test_int8_graph_is_smaller_and_close_to_the_float32_graph(sentence_encoder):
     assert 0.99 < (embeddings * int8_embeddings).sum(-1).mean() < 0.999999
 
 
-@pytest.mark.thorough
 def test_int8_summary_names_runtime_and_agreement(sentence_encoder):
     encoder = sentence_encoder / "out/onnx/model.onnx"
     batches = make_text_batches(
@@ -370,7 +367,6 @@ def test_converted_encoder_with_rotary_positions_is_quantized(name, tmp_path):
     assert config == type(plain.config).__name__ and 0.98 < cosine < 0.999999
 
 
-@pytest.mark.thorough
 def test_int8_decoders_keep_embeddings_and_sensitive_layers_in_float32(tmp_path):
     make_generating_model("t5", "gqa", num_layers=1).save_pretrained(tmp_path / "model")
     written = export_onnx(tmp_path / "model", tmp_path / "out", quantization="int8")

@@ -261,11 +261,13 @@ def test_layers_whose_weights_a_function_reads_stay_in_float32():
 class ReadsWeights(transformers.BertPreTrainedModel):
     """A BERT whose code reads the weights of layers instead of calling them, in three ways."""
 
+    nested = False
+
     def __init__(self, config):
         super().__init__(config)
         self.bert = transformers.BertModel(config)
         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.top = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.top = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=self.nested)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
         self.down = torch.nn.Linear(16, 16)
         self.called = torch.nn.Linear(16, 16)
@@ -286,15 +288,28 @@ def make_small_bert(cls):
 
 
 @torch.no_grad()
-def test_layers_with_weights_read_in_other_ways_stay_in_float32():
-    model, ids = make_small_bert(ReadsWeights), torch.arange(5, 14)[None]
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [False, True])
+def test_layers_with_weights_read_in_other_ways_stay_in_float32(nested, monkeypatch):
+    monkeypatch.setattr(ReadsWeights, "nested", nested)
+    model, ids = make_small_bert(ReadsWeights), torch.arange(5, 23).view(2, 9)
     mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
     expected = model(ids, mask)
-    quantize(model)
+    quantize(model, example_inputs={"input_ids": ids, "attention_mask": mask})
     assert (model(ids, mask) - expected).norm() < 0.05 * expected.norm()
     assert isinstance(model.called, Int8Linear) and isinstance(model.bert.encoder.layer[0].output.dense, Int8Linear)
     for layer in (*model.layers, model.down, model.top.layers[1].linear1):
         assert type(layer) is torch.nn.Linear
+
+
+def test_processor_without_int8_products_is_reported(monkeypatch):
+    monkeypatch.setattr(int8_weight, "_find_correct_backends", lambda engine, bits: [])
+    model = make_tiny_model("t5")
+    before = get_module_types(model)
+    with pytest.raises(ValueError, match="does not support int8 products"):
+        quantize(model)
+    assert get_module_types(model) == before
 
 
 def test_model_that_fails_with_int8_is_unchanged():

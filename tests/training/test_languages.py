@@ -131,6 +131,18 @@ def test_missing_languages_raise_an_error(run, folders, kind):
         run(seq2seq, folders[kind], "--target_lang", LANGUAGES[kind][1])
 
 
+@EVERY_KIND
+def test_unknown_languages_and_small_models_are_rejected(folders, kind):
+    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
+    config = AutoModelForSeq2SeqLM.from_pretrained(folders[kind]).config
+    source, target = LANGUAGES[kind]
+    with pytest.raises(ValueError, match="--target_lang must be a language of .* got 'Klingon'"):
+        set_languages(tokenizer, config, source, "Klingon")
+    config.vocab_size = 3
+    with pytest.raises(ValueError, match=f"must have an embedding for {target}"):
+        set_languages(tokenizer, config, source, target)
+
+
 def test_generation_starts_with_the_requested_token(run, folders):
     target = LANGUAGES["mbart"][1]
     _, out = run(seq2seq, folders["mbart"], *make_flags("mbart"), "--forced_bos_token", target)
