@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def _refresh(source: Path, output: Path) -> float:
     """Write the repository with the current code, and return the largest relative change in the model's outputs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    from ..conversion.checkpoint.source import read_config
+    from ..conversion.checkpoint.source import copy_auxiliary_files, read_config
     from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..hub.card import refresh_card
     from ..hub.push import list_folder_files
@@ -109,9 +108,7 @@ def _refresh(source: Path, output: Path) -> float:
     names = [name for name in list_folder_files(source)[0] if name not in written and "safetensors.index" not in name]
     check_disk_space(output, model.get_memory_footprint() + sum((source / name).stat().st_size for name in names))
     with staged_folder(output) as stage:
-        for name in names:
-            (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, stage / name)
+        copy_auxiliary_files(source, stage, names)
         model.save_pretrained(stage)
         if (source / CARD_NAME).is_file():
             text = (source / CARD_NAME).read_text(encoding="utf-8")

@@ -134,10 +134,10 @@ def join_heads(heads: torch.Tensor) -> torch.Tensor:
 
 
 def group_heads(projection: torch.Tensor, source_heads: int, target_heads: int) -> torch.Tensor:
-    """Reshape a projection with `source_heads` heads to `target_heads` groups of consecutive heads: [h*d, ...] -> [k,
-    g, d, ...].
+    """Reshape a projection [h*d, ...] to groups of consecutive heads [k, g, d, ...].
 
-    Each group is consecutive because query heads g*i ... g*i + g - 1 share key/value head i in Transformers.
+    h is `source_heads` and k is `target_heads`. Each group is consecutive because query heads g*i ... g*i + g - 1
+    share key/value head i in Transformers.
     """
     heads = split_heads(projection, source_heads)  # [h, d, ...]
     return heads.reshape(target_heads, source_heads // target_heads, *heads.shape[1:])
@@ -288,7 +288,7 @@ def pool_key_value(
         tensors: The original projections.
         heads: The head counts. The function is only applied to keys or values whose number of heads changes.
         pool: Function `pool(projection, source_heads=, target_heads=)` that computes a projection with `target_heads`
-            heads from a projection with `source` heads.
+            heads from a projection with `source_heads` heads.
     """
     changed: dict[str, Any] = {}
     for role, (source, target) in (("key", heads.key), ("value", heads.value)):
@@ -390,10 +390,10 @@ def compute_error_forms_from_weights(tensors: AttentionTensors, heads: HeadCount
         ("value", tensors.output_weight.T.double(), heads.output),
     )
     forms = []
-    for role, other_count, count in pairs:
+    for role, other_weight, count in pairs:
         weight = getattr(tensors, f"{role}_weight").double()
         weight = split_heads(repeat_heads(weight, weight.shape[0] // heads.head_dim, count), count)  # [h, d, D]
-        other_heads = split_heads(other_count, count)
+        other_heads = split_heads(other_weight, count)
         products = torch.einsum("hde,hfe->hdf", other_heads, other_heads)  # [h, d, d]
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
         metric = torch.eye(len(gram)).to(gram)
@@ -517,8 +517,9 @@ class ConversionMethod(Protocol):
     ...     name = "last"
     ...
     ...     def pool(self, tensors, heads, layer):
-    ...         def last(projection, source, target):
-    ...             return join_heads(split_heads(projection, source)[source // target - 1 :: source // target])
+    ...         def last(projection, source_heads, target_heads):
+    ...             group = source_heads // target_heads
+    ...             return join_heads(split_heads(projection, source_heads)[group - 1 :: group])
     ...
     ...         return pool_key_value(tensors, heads, last)
     >>> model = convert("google-t5/t5-small", num_key_value_heads=2, method=LastHead())

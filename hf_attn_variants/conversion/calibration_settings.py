@@ -34,7 +34,7 @@ FIT_TOKENS = 2**18
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One example for fitting, and one that is held out.
 MIN_TEXTS = 2
-# A tenth of the examples is held out, but at least LEAST_HELD_OUT examples, unless that is more than a quarter.
+# A tenth of the examples is held out, but at least MIN_HELD_OUT_EXAMPLES or a quarter, whichever is smaller.
 # With 200 examples, a share of 5 % has a confidence interval of about ±3 percentage points.
 HELD_OUT_SHARE, MIN_HELD_OUT_EXAMPLES = 0.1, 200
 # Share of repeated texts that triggers a warning.

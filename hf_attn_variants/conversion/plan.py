@@ -385,8 +385,8 @@ def _make_new_config(
         raw: The contents of the original config.json.
         changes: The fields to change.
     """
-    # Head counts and per-layer lists that are not in `changes` stay the same, except for head counts that get a
-    # per-layer list.
+    # Head counts and per-layer lists that `changes` does not contain stay the same. A head count is left out if it
+    # gets a per-layer list.
     new_lists, lists = changes.get("per_layer_values") or {}, source_config.per_layer_values or {}
     kv_heads = {
         name: getattr(source_config, name)

@@ -381,7 +381,7 @@ def get_auto_class_name(architecture: str, config: Mapping[str, Any]) -> str:
 def _describe_set_fields(variant: Any, fields: Sequence[str], tag: str) -> list[dict[str, Any]]:
     """Describe the fields of one type that are set in the encoders and decoders to which `fields` belong.
 
-    The type is `fact`, which is "pattern" or "kernel".
+    `tag` is the type of the fields, "pattern" or "kernel".
     """
     prefixes = [prefix for name in PREFIXES_BY_FIELD if name in fields for prefix in PREFIXES_BY_FIELD[name]]
     rows = [row for row in VARIANT_FIELDS if tag in row.tags and FIELD_TEXTS[row.name].card is not None]

@@ -106,7 +106,8 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss_limit: float | Non
     """Place the name of each variant where it overlaps least with points, other names and the limit."""
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
-    width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
+    extent, scale = axes.get_window_extent(), 72 / axes.figure.dpi
+    width, height = extent.width * scale, extent.height * scale
     occupied_boxes = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
     if loss_limit is not None:
         limit = transform.transform((rows[0].size, loss_limit))[1]

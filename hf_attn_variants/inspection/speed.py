@@ -57,7 +57,7 @@ def make_timed_function(
     """Return a function for `time_run` that decodes, or runs a forward pass, on random inputs.
 
     Args:
-        model: The model, which must not stop early when it generates (see `prepare_for_timing`).
+        model: The model, which must not stop early when it generates (see `disable_early_stopping`).
         batch_size: The number of sequences per batch.
         length: The number of tokens or audio positions, or of encoder outputs if an encoder-decoder decodes.
         decoding: The number of tokens to generate and the number of beams. If None, a forward pass is run.

@@ -34,18 +34,11 @@ class NativeConfigMixin(AttnVariantConfigMixin):
 
     _attn_implementation = _PlainProperties._attn_implementation
     output_attentions = _PlainProperties.output_attentions
+    _experts_implementation_internal = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.attn_variants_format = CONFIG_FORMAT
         super().__post_init__(**kwargs)
-
-    @property
-    def _experts_implementation_internal(self) -> str | None:
-        return vars(self).get("_experts_implementation_internal")
-
-    @_experts_implementation_internal.setter
-    def _experts_implementation_internal(self, value: str | None) -> None:
-        self.__dict__["_experts_implementation_internal"] = value
 
     @classmethod
     def get_variant_fields(cls) -> tuple[str, ...]:

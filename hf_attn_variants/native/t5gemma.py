@@ -1,5 +1,6 @@
 """The declaration of T5Gemma."""
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from transformers import T5GemmaConfig
@@ -61,37 +62,15 @@ class NativeT5GemmaConfig(NativeConfigMixin, EncoderDecoderConfigMixin, T5GemmaC
         """Return d, the size of a query or key head, in the encoder or decoder to which a field applies."""
         return (self.encoder if kv_heads_field.startswith("encoder_") else self.decoder).head_dim
 
-    @property
-    def hidden_size(self) -> int:
-        """The width of the decoder."""
-        return self.decoder.hidden_size
-
-    @property
-    def intermediate_size(self) -> int:
-        """The width of the decoder's feed-forward layers."""
-        return self.decoder.intermediate_size
+    # The encoder and the decoder store these values. Those without a prefix are for the decoder.
+    hidden_size = property(attrgetter("decoder.hidden_size"))
+    intermediate_size = property(attrgetter("decoder.intermediate_size"))
+    num_hidden_layers = property(attrgetter("decoder.num_hidden_layers"))
+    num_attention_heads = property(attrgetter("decoder.num_attention_heads"))
+    encoder_layers = property(attrgetter("encoder.num_hidden_layers"))
+    encoder_attention_heads = property(attrgetter("encoder.num_attention_heads"))
 
     @property
     def max_position_embeddings(self) -> int:
         """The maximum number of positions in the encoder and the decoder."""
         return min(self.encoder.max_position_embeddings, self.decoder.max_position_embeddings)
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """The number of decoder layers."""
-        return self.decoder.num_hidden_layers
-
-    @property
-    def encoder_layers(self) -> int:
-        """The number of encoder layers."""
-        return self.encoder.num_hidden_layers
-
-    @property
-    def num_attention_heads(self) -> int:
-        """The number of query heads in the decoder."""
-        return self.decoder.num_attention_heads
-
-    @property
-    def encoder_attention_heads(self) -> int:
-        """The number of query heads in the encoder."""
-        return self.encoder.num_attention_heads

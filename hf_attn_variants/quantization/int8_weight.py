@@ -393,7 +393,7 @@ def round_inputs(states: torch.Tensor, max_magnitude: int) -> tuple[torch.Tensor
         max_magnitude: The largest magnitude of the integers n.
 
     Returns:
-        The integers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
+        The integers u = n + max_magnitude + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
     parts = [_round_block(block, max_magnitude) for block in rows.chunk(_count_rounding_blocks(states))]

@@ -136,7 +136,7 @@ def test_unknown_languages_and_small_models_are_rejected(folders, kind):
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     config = AutoModelForSeq2SeqLM.from_pretrained(folders[kind]).config
     source, target = LANGUAGES[kind]
-    with pytest.raises(ValueError, match="--target_lang must be a language of .* got 'Klingon'"):
+    with pytest.raises(ValueError, match=r"--target_lang must be a language of .* got 'Klingon'"):
         set_languages(tokenizer, config, source, "Klingon")
     config.vocab_size = 3
     with pytest.raises(ValueError, match=f"must have an embedding for {target}"):

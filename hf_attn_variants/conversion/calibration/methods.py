@@ -407,7 +407,7 @@ def iterate_closed_form_projections(
 
 
 def _mix_moments(moment: torch.Tensor, other_moment: torch.Tensor, share: float) -> torch.Tensor:
-    """Return the weighted mean of two moments after dividing each by its trace. `share` is the weight of `other`."""
+    """Return the weighted mean of two moments, each divided by its trace. `share` is the weight of `other_moment`."""
     first, second = (matrix / matrix.trace().clamp_min(1e-300) for matrix in (moment, other_moment))
     return (1 - share) * first + share * second
 
@@ -462,7 +462,7 @@ def refit_rotary_queries(
     inputs: Sequence[AttentionInputs],
     pairs: RotaryPairs,
 ) -> AttentionTensors:
-    """Return `closed` with the queries of `tensors` after fitting them to its keys (`fit_query_factors`)."""
+    """Fit the queries of `tensors` to the keys of `closed_form` (`fit_query_factors`), and return it with them."""
     new_heads = replace(heads, key=(heads.key[1], heads.key[1]))
 
     def iterate_moments() -> Iterator[tuple[torch.Tensor, ...]]:

@@ -56,28 +56,16 @@ def load_checkpoint_tokenizer(source: str | os.PathLike, advice: str, **options:
         options: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError, ValueError: See `convert_loading_errors`, `check_tokenizer_files` and `check_vocabulary_not_empty`.
+        OSError: If the folder contains no file from which a tokenizer can be loaded.
+        OSError, ValueError: See `convert_loading_errors` and `check_vocabulary_not_empty`.
     """
     with convert_loading_errors(source) as folder:
-        check_tokenizer_files(folder, advice)
+        suffixes, path = (*_TOKENIZER_FILE_SUFFIXES, "config.json"), Path(folder)
+        if path.is_dir() and not any(name.endswith(suffixes) for name in _list_file_names(path)):
+            raise FileNotFoundError(f"{folder} has no tokenizer files{advice}")
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_vocabulary_not_empty(tokenizer, source, advice)
     return tokenizer
-
-
-def check_tokenizer_files(source: str, advice: str = "") -> None:
-    """Check that a folder contains tokenizer files.
-
-    Args:
-        source: A folder or a Hub id. Hub ids are not checked.
-        advice: The end of the error message (see `check_vocabulary_not_empty`).
-
-    Raises:
-        OSError: if the folder contains no file from which a tokenizer can be loaded.
-    """
-    folder, suffixes = Path(source), (*_TOKENIZER_FILE_SUFFIXES, "config.json")
-    if folder.is_dir() and not any(name.endswith(suffixes) for name in _list_file_names(folder)):
-        raise FileNotFoundError(f"{source} has no tokenizer files{advice}")
 
 
 def check_vocabulary_not_empty(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:

@@ -16,7 +16,6 @@ with guarded_imports():
         BartModel,
         BartPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.bart.modeling_bart import BartAttention, BartDecoder, BartDecoderWrapper, BartEncoder
 
 __all__ = [
@@ -124,7 +123,3 @@ class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM
     >>> model = AttnVariantBartForCausalLM(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

@@ -19,7 +19,6 @@ with guarded_imports():
         BertModel,
         BertPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.bert.modeling_bert import BertCrossAttention, BertEmbeddings, BertSelfAttention
 
 __all__ = [
@@ -173,8 +172,3 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
     >>> model = AttnVariantBertForQuestionAnswering(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table. The
-# text-generation pipeline also accepts them.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__

@@ -18,7 +18,6 @@ with guarded_imports():
         ElectraModel,
         ElectraPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.electra.modeling_electra import (
         ElectraCrossAttention,
         ElectraEmbeddings,
@@ -162,7 +161,3 @@ class AttnVariantElectraForQuestionAnswering(AttnVariantElectraPreTrainedModel, 
     >>> model = AttnVariantElectraForQuestionAnswering(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantElectraConfig.model_type] = AttnVariantElectraForCausalLM.__name__

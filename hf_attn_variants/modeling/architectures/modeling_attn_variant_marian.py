@@ -14,7 +14,6 @@ with guarded_imports():
         MarianMTModel,
         MarianPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.marian.modeling_marian import (
         MarianAttention,
         MarianDecoder,
@@ -97,7 +96,3 @@ class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCa
     >>> model = AttnVariantMarianForCausalLM(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

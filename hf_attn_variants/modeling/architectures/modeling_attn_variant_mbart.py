@@ -16,7 +16,6 @@ with guarded_imports():
         MBartModel,
         MBartPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.mbart.modeling_mbart import (
         MBartAttention,
         MBartDecoder,
@@ -129,7 +128,3 @@ class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausa
     >>> model = AttnVariantMBartForCausalLM(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

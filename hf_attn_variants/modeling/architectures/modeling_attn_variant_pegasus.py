@@ -14,7 +14,6 @@ with guarded_imports():
         PegasusModel,
         PegasusPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.pegasus.modeling_pegasus import (
         PegasusAttention,
         PegasusDecoder,
@@ -99,7 +98,3 @@ class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusFo
     >>> model = AttnVariantPegasusForCausalLM(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

@@ -17,7 +17,6 @@ with guarded_imports():
         RobertaModel,
         RobertaPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.roberta.modeling_roberta import (
         RobertaCrossAttention,
         RobertaEmbeddings,
@@ -147,7 +146,3 @@ class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, 
     >>> model = AttnVariantRobertaForQuestionAnswering(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantRobertaConfig.model_type] = AttnVariantRobertaForCausalLM.__name__

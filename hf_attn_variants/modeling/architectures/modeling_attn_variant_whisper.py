@@ -22,7 +22,6 @@ with guarded_imports():
         WhisperModel,
         WhisperPreTrainedModel,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.bart.modeling_bart import BartAttention
     from transformers.models.whisper.modeling_whisper import (
         WhisperAttention,
@@ -143,7 +142,3 @@ class AttnVariantWhisperForAudioClassification(AttnVariantWhisperPreTrainedModel
     >>> model = AttnVariantWhisperForAudioClassification(config)
     ```
     """
-
-
-# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantWhisperConfig.model_type] = AttnVariantWhisperForCausalLM.__name__

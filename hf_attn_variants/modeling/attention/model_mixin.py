@@ -35,6 +35,7 @@ from ..transformers_internals import (
     check_single_cache,
     check_submodule_paths,
     get_cache_name,
+    guarded_imports,
 )
 from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA, includes
@@ -47,6 +48,9 @@ from .attention_sites import (
     named_attention_modules,
 )
 from .decoder_caches import limit_cache_to_window
+
+with guarded_imports():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = ["AttnVariantModelMixin"]
 
@@ -90,6 +94,10 @@ class AttnVariantModelMixin(_Model):
         auto_class = next((auto_name for auto_name, name in auto_classes.items() if name in names), None)
         if auto_class is not None:
             cls.register_for_auto_class(auto_class)
+        if auto_class == "AutoModelForCausalLM":
+            # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table. The
+            # text-generation pipeline also accepts them.
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(cls.config_class.model_type, cls.__name__)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

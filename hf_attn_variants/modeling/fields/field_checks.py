@@ -12,7 +12,6 @@ __all__ = [
     "MAX_LABELS",
     "MAX_LAYERS",
     "check_integer_range",
-    "check_rank",
     "check_relative_position_buckets",
     "explain_type_errors",
     "find_closest_match",
@@ -88,16 +87,6 @@ def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
     if heads % count:
         raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
-
-
-def check_rank(field: str, value: int | None, width: int) -> None:
-    """Check that the rank of a latent is None or at most the width of its input.
-
-    Raises:
-        ValueError: if it is not.
-    """
-    if value is not None:
-        check_integer_range(field, value, 1, width)
 
 
 def check_relative_position_buckets(config: Any) -> None:

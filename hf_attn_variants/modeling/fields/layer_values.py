@@ -9,7 +9,7 @@ from typing import Any
 
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
-from .field_checks import check_rank, validate_kv_heads
+from .field_checks import check_integer_range, validate_kv_heads
 from .field_table import VARIANT_FIELDS, check_choice, look_up_field
 from .mechanism_fields import check_pattern_value, validate_talking_heads_value
 
@@ -128,8 +128,8 @@ def _validate_value(config: Any, name: str, value: Any) -> LayerValue:
         return validate_talking_heads_value(config, name, value)
     if name in config.get_kv_heads_fields():
         return validate_kv_heads(name, value, config.get_query_heads(name))
-    if name in config.get_rank_fields():
-        check_rank(name, value, config.hidden_size)
+    if name in config.get_rank_fields() and value is not None:
+        check_integer_range(name, value, 1, config.hidden_size)
     if name in config.get_pattern_fields():
         check_pattern_value(name, value)
     return value

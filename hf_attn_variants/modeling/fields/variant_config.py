@@ -36,7 +36,6 @@ from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
     check_integer_range,
-    check_rank,
     explain_type_errors,
     validate_kv_heads,
 )
@@ -219,7 +218,8 @@ class AttnVariantConfigMixin(CodeSavingConfigMixin, BlockPatternConfigMixin, Ker
         for name in self.get_kv_heads_fields():
             setattr(self, name, validate_kv_heads(name, getattr(self, name), self.get_query_heads(name)))
         for name in self.get_rank_fields():
-            check_rank(name, getattr(self, name), self.hidden_size)
+            if (rank := getattr(self, name)) is not None:
+                check_integer_range(name, rank, 1, self.hidden_size)
         if self.value_head_dim is not None:
             check_integer_range("value_head_dim", self.value_head_dim, 1, MAX_HEADS)
             if {self.get_attention_head_dim(name) for name in self.get_kv_heads_fields()} == {self.value_head_dim}:

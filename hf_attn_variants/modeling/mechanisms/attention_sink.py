@@ -29,15 +29,11 @@ class AttentionSink(AttentionExtension):
     field = "attention_sink"
     paper = ("gpt-oss-120b & gpt-oss-20b model card", "2508.10925")
     stage = WEIGHT_STAGE
+    validate = staticmethod(check_switch)
 
     def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
         super().__init__(value, heads, query_dim, like)
         self.sink = nn.Parameter(torch.empty(heads.softmax, dtype=like.dtype, device=like.device))  # a, [h]
-
-    @classmethod
-    def validate(cls, field: str, value: Any) -> bool:
-        """Check that the value of a field is a boolean. See `check_switch`."""
-        return check_switch(field, value)
 
     def init_variant_parameters(self) -> None:
         """Initialize a with zeros."""

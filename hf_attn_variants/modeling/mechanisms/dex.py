@@ -27,17 +27,13 @@ class DifferentialExtension(AttentionExtension):
     field = "dex"
     paper = ("Understanding Differential Transformer unchains pretrained self-attentions", "2505.16333")
     stage = OUTPUT_STAGE
+    validate = staticmethod(check_switch)
 
     def __init__(self, value: Any, heads: AttentionHeads, query_dim: int, like: Tensor) -> None:
         super().__init__(value, heads, query_dim, like)
         size = heads.value_dim
         self.factors = nn.Parameter(torch.empty(heads.output, dtype=like.dtype, device=like.device))  # lambda, [h_v]
         self.weight = nn.Parameter(torch.empty(size, size, dtype=like.dtype, device=like.device))  # W, [d_v, d_v]
-
-    @classmethod
-    def validate(cls, field: str, value: Any) -> bool:
-        """Check that the value of a field is a boolean. See `check_switch`."""
-        return check_switch(field, value)
 
     def init_variant_parameters(self) -> None:
         """Initialize lambda with zeros and W as the identity."""

@@ -577,9 +577,7 @@ class UnencodedSplit:
         return f"{describe_row_location(file, line, number)}, column {self.label_column!r}"
 
     def split(self, name: str, encoded_labels: list[Any] | None) -> ClassificationSplit:
-        """Create a split from the rows with the encoded labels `encoded_labels`, or without labels if
-        `encoded_labels` is None.
-        """
+        """Create a split from the rows. If `encoded_labels` is None, it has no labels."""
         labels = {} if encoded_labels is None else {"label": encoded_labels}
         return ClassificationSplit(name, make_in_memory_dataset(self.columns | labels))
 
@@ -634,7 +632,12 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     columns = {"text_columns": (), "label_column": ("label_separator",)}
     absent_label_column = find_missing_training_column(settings, first.values, "label_column")
     settings = fill_in_training_columns(settings, first.values, columns, ("threshold",))
-    text_columns, label_column = _resolve_columns(next(iter(sources.items())), settings, absent_label_column)
+    label_column = settings.label_column
+    text_columns = settings.text_columns or find_text_columns(first.values, first.header_location, label_column)
+    is_unlabeled_test = next(iter(sources)) == "test"
+    if label_column is None and not (absent_label_column is not None and is_unlabeled_test):
+        required = not is_unlabeled_test
+        label_column = find_label_column(first.values, first.header_location, text_columns, required=required)
     read = {}
     for name, source in sources.items():
         if settings.text_columns is None and len(text_columns) == 1:
@@ -658,28 +661,6 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
     threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
-
-
-def _resolve_columns(
-    first_split: tuple[str, DatasetSplit],
-    settings: ClassificationSettings,
-    absent_label_column: str | None,
-) -> tuple[tuple[str, ...], str | None]:
-    """Return the text columns and the label column, from the settings or from common column names.
-
-    Args:
-        first_split: The name and the rows of the first split.
-        settings: The settings of the run.
-        absent_label_column: The label column that the model was trained on, if it is missing from the rows. None
-            otherwise.
-    """
-    name, source = first_split
-    record = source.first
-    label = settings.label_column
-    texts = settings.text_columns or find_text_columns(record.values, record.header_location, label)
-    if label is None and (absent_label_column is None or name != "test"):
-        label = find_label_column(record.values, record.header_location, texts, required=name != "test")
-    return texts, label
 
 
 def _check_second_texts(text_column: str, label_column: str | None, records: Iterator[TableRow]) -> Iterator[TableRow]:

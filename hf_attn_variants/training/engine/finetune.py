@@ -78,7 +78,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     Example:
         ```python
         class WeightedFineTuning(ClassificationFineTuning):
-            def objective(self):
+            def make_objective(self):
                 return make_classification_objective(weights=torch.tensor([1.0, 3.0]))
 
 

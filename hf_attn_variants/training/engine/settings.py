@@ -344,7 +344,7 @@ class NewModelSettings(VariantSettings, ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings(Settings):
-    """Settings for the languages of a multilingual encoder-decoder model (see `languages.set_languages`)."""
+    """Settings for the languages of a multilingual encoder-decoder model (see `model_properties.set_languages`)."""
 
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 

@@ -344,14 +344,7 @@ def _count_text_tokens(ids: Tensor, eos_token_id: int | Sequence[int] | None) ->
 
 
 def get_beam_suffix(position: int, num_beams: int) -> str:
-    """Return the suffix that metric names have for a given number of beams.
-
-    The suffix is empty for the first entry in the list of numbers of beams.
-
-    Args:
-        position: The index in the list of numbers of beams.
-        num_beams: The number of beams.
-    """
+    """Return the suffix of metric names for a number of beams, which is empty for the first number in the list."""
     return f"_beam{num_beams}" if position else ""
 
 

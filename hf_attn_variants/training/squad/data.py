@@ -546,18 +546,17 @@ def _find_window_spans(
     return spans
 
 
-def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
+def make_nbest_entries(prediction: Prediction, with_null: bool) -> list[dict[str, Any]]:
     """Create the entries of the n-best file for a question, best first.
 
     Args:
         prediction: The prediction.
         with_null: Whether to include "no answer" as an entry (v2.0).
-        n_best: The maximum number of spans.
 
     Returns:
         A list of dictionaries with the text, the probability and the logits of each entry.
     """
-    spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
+    spans = [*prediction.spans, *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)
     scores = np.array([span.score for span in spans])
     shares = np.exp(scores - scores.max())

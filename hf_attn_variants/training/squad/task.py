@@ -193,12 +193,10 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         Returns:
             A dictionary from file names to contents.
         """
-        threshold, n_best = self.settings.threshold, self.settings.n_best_size
+        threshold = self.settings.threshold
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},
-            f"nbest_{split}": {
-                p.id: squad_data.make_nbest_entries(p, threshold is not None, n_best) for p in predictions
-            },
+            f"nbest_{split}": {p.id: squad_data.make_nbest_entries(p, threshold is not None) for p in predictions},
         }
         if threshold is not None:
             files[f"null_odds_{split}"] = {p.id: p.null_odds for p in predictions}

@@ -506,9 +506,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
 
     def _iterate_first_batches(self, count: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of the first `count` training rows on the accelerator's device, with `batch_size` rows per
-        batch.
-        """
+        """Yield the first `count` training rows in batches of `batch_size` on the accelerator's device."""
         rows = self.data.get_first_examples(count)
         for start in range(0, len(rows), batch_size):
             yield send_to_device(self.collate(rows[start : start + batch_size]), self.accelerator.device)
