@@ -124,6 +124,6 @@ def test_setup_cfg_lists_the_required_packages():
     parser = read_setup_cfg()
     extras = parser["options.extras_require"]
     assert get_package_names(extras["train"]) == {*TRAIN_PACKAGES.values(), "seqeval", "tensorboard"}
-    for name in ("seq2seq", "uptraining", "ner", "demo", "test"):
+    for name in ("seq2seq", "uptraining", "demo", "test"):
         assert "hf_attn_variants" in get_package_names(extras[name])
     assert not get_package_names(extras["train"]) & get_package_names(parser["options"]["install_requires"])

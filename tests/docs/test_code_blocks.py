@@ -11,7 +11,6 @@ import importlib.util
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,11 +76,6 @@ NOT_RUN = {
 GIVEN: dict[str, set[str] | None] = {"README.md": set(), "docs/quickstart.md": set()}
 # The width of a T5 if a document mentions the width of the real model. The default is 32.
 WIDTHS = {("docs/latents.md", "google-t5/t5-small"): 512}
-# Names in Python blocks that the text around the blocks defines.
-INTRODUCED: dict[str, set[str]] = {
-    "docs/conversion.md": {"make_upstream_model"},
-    "docs/talking_heads.md": {"model", "tokenizer"},
-}
 # Values for placeholders that the reader replaces.
 PLACEHOLDERS = {"CHECKPOINT": "minilm", "TASK": "CoLA", "OUT": "out", "EPOCHS": "1"}
 CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", "checkpoint")
@@ -138,21 +132,9 @@ class Reader:
             self.provide_checkpoint(name, block.document)
         for path in find_keyword_texts(tree, "calibration"):
             provide_file(Path(path))
-        names = {"__name__": "__main__"} | self.introduced(block.document)
-        exec(compile(tree, block.document, "exec"), names)
-
-    def introduced(self, document: str) -> dict[str, Any]:
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-        from hf_attn_variants import convert
-
-        bert = self.shelf.checkpoint("bert", None, False)
-        makers: dict[str, Callable[[], Any]] = {
-            "make_upstream_model": lambda: AutoModelForMaskedLM.from_pretrained(bert),
-            "model": lambda: convert(bert, talking_heads="both"),
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(bert),
-        }
-        return {name: makers[name]() for name in INTRODUCED.get(document, ())}
+        for folder in find_keyword_texts(tree, "data_dir"):
+            write_glue_folder(Path(folder), Path(folder).name)
+        exec(compile(tree, block.document, "exec"), {"__name__": "__main__"})
 
     def run_command(self, words: list[str], block: Block) -> None:
         if get_reason_not_to_run(words):
