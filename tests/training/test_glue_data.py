@@ -75,6 +75,7 @@ def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
         ),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: The label must be .* got 'nan'"),
         ("rte", "a\tb\tentailment\n", "line 1.*no column"),
+        ("sst2", "sentence,label\ngood,1\n", "line 1.*separated by tabs.*attn-variants classify"),
     ],
 )
 def test_glue_errors_name_file_and_row(tmp_path, task, text, message):

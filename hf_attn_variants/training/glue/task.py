@@ -134,6 +134,11 @@ def _split_header(
     # A first row that contains some of the column names is an incomplete header instead of an example.
     if len(missing) == len(required) and len(first) in layouts:
         return list(layouts[len(first)]), rows
+    if len(first) == 1 and "," in first[0]:
+        raise ValueError(
+            f"{path}, line 1: The columns of a GLUE file must be separated by tabs, got {first[0][:60]!r}. To train on "
+            "a CSV file, use `attn-variants classify`."
+        )
     expected = " and ".join("|".join(names) for names in missing)
     raise ValueError(
         f"{path}, line 1: There is no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}]. Add the "
