@@ -281,6 +281,13 @@ def starved_conversion() -> Rows:
         yield [label, f"{row['spearman']:.3f}", f"{row['cosine']:.3f}", quality]
 
 
+@register_table("2,000 sentences of", "4 heads", "4 heads, no passages", "1 head", "1 head, no passages")
+def sentence_calibration() -> Rows:
+    rows = load("sentence_calibration")["rows"]
+    for source in dict.fromkeys(row["source"] for row in rows):
+        yield [source, *(f"{row['spearman']:.4f}" for row in rows if row["source"] == source)]
+
+
 @register_table("checkpoint", "read", "peak anonymous memory", "peak file-mapped memory", "time after imports")
 def conversion_memory() -> Rows:
     names = {"large, one file": "one file", "large, 8 shards": "8 shards"}
