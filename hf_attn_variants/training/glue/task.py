@@ -136,8 +136,8 @@ def _split_header(
         return list(layouts[len(first)]), rows
     if len(first) == 1 and "," in first[0]:
         raise ValueError(
-            f"{path}, line 1: The columns of a GLUE file must be separated by tabs, got {first[0][:60]!r}. To train on "
-            "a CSV file, use `attn-variants classify`."
+            f"{path}, line 1: The columns of a GLUE file must be separated by tabs, got {first[0][:60]!r}. To train "
+            "on a CSV file, use `attn-variants classify`."
         )
     expected = " and ".join("|".join(names) for names in missing)
     raise ValueError(
