@@ -25,9 +25,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse `argv`, or the command line if it is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with wikipedia/ and glue/")
-    parser.add_argument(
-        "--work_dir", type=Path, required=True, help="folder of checkpoints; existing ones are used"
-    )
+    parser.add_argument("--work_dir", type=Path, required=True, help="folder of checkpoints; existing ones are used")
     parser.add_argument("--num_key_value_heads", type=int, nargs="+", default=[4, 1])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/sentence_calibration.json")
