@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tmp_path, capsys):
+def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tmp_path):
     """Check that fitted heads and latents have smaller errors than averages, and that the folder is complete."""
     out = tmp_path / "out"
     main([
@@ -44,7 +44,6 @@ def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tm
         "--encoder_num_key_value_heads", "2", "--calibration_audio_dir", str(folder), "--calibration_size", "58",
         "--fit_steps", "40", "--output_dir", str(out),
     ])  # fmt: skip
-    assert "Next:" not in capsys.readouterr().out  # no command trains a Whisper
     report = json.loads((out / "conversion_report.json").read_text())
     assert report["calibration"] | {"count": 58, "kind": "files of audio", "held_out": 14} == report["calibration"]
     details = [layer["details"] for layer in report["layers"]]

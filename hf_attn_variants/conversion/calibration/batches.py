@@ -246,14 +246,14 @@ def set_length_statistics(calibration: Calibration, tokenizer: Any, config: Any)
     limit: Any = get_max_input_length(config) or getattr(tokenizer, "model_max_length", NO_TOKEN_LIMIT)
     untruncated_length = min(max(counts), limit if limit < NO_TOKEN_LIMIT else MAX_DEFAULT_LENGTH)
     length: int = untruncated_length if calibration.max_length is None else calibration.max_length
-    share = sum(count > length for count in counts) / len(counts)
-    if share:
+    truncated = sum(count > length for count in counts)
+    if truncated:
         reason = "--max_length" if length < untruncated_length else "the model's maximum"
         logger.warning(
-            f"{100 * share:.1f} % of the calibration examples are truncated to {length} tokens ({reason}). The "
+            f"{truncated} of {len(counts)} calibration examples are truncated to {length} tokens ({reason}). The "
             f"longest example has {max(counts)} tokens."
         )
-    return replace(calibration, whole_length=untruncated_length, cut_share=share)
+    return replace(calibration, whole_length=untruncated_length, cut_share=truncated / len(counts))
 
 
 def limit_length(config: PreTrainedConfig, calibration: Calibration, length: int) -> int:
