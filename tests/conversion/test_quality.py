@@ -13,6 +13,7 @@ from relatives import RELATIVES
 from transformers import BertConfig, BertModel
 
 from hf_attn_variants.cli import main
+from hf_attn_variants.commands import convert as convert_command
 from hf_attn_variants.conversion import convert, convert_checkpoint
 from hf_attn_variants.conversion.calibration.batches import make_untruncated_batches, set_length_statistics
 from hf_attn_variants.conversion.calibration.source_outputs import SourceOutputs, _compute_difference_terms
@@ -343,16 +344,37 @@ def test_measurement_restores_the_generation_settings():
     assert converted.generation_config.num_beams == 3 and converted.training
 
 
-@pytest.mark.thorough
-def test_convert_command_supports_strict_and_quiet(tmp_path, capsys):
-    """Check status 1 without a folder, or a warning; attention errors appear only on request."""
-    lines = tmp_path / "lines.txt"
+@pytest.fixture
+def bert_and_lines(tmp_path):
+    """The folder of a BERT with a tokenizer, and a file with calibration text."""
+    lines, source = tmp_path / "lines.txt", tmp_path / "source"
     lines.write_text("".join(f"{row}\n" for row in make_texts()))
-    source = tmp_path / "source"
     words = len(make_tokenizer("bert", lines.read_text(), source))
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
     torch.manual_seed(0)
     BertModel(BertConfig(vocab_size=words, initializer_range=0.3, **sizes)).save_pretrained(source)
+    return source, lines
+
+
+def test_quick_conversion_reads_few_examples_and_skips_the_fit(bert_and_lines, tmp_path, monkeypatch, capsys):
+    source, lines = bert_and_lines
+    monkeypatch.setattr(convert_command, "QUICK_SIZE", 32)
+    line = ["convert", str(source), "--num_key_value_heads", "2", "--quick", "--output_dir", str(tmp_path / "out")]
+    assert main(line) == 2
+    assert "--quick requires calibration. Set --calibration_file" in capsys.readouterr().err
+    assert main([*line, "--calibration_file", str(lines)]) == 0
+    report = json.loads((tmp_path / "out/conversion_report.json").read_text())["calibration"]
+    assert (report["count"], report["fit_steps"]) == (32, 0)
+    line[-1] = str(tmp_path / "other")
+    assert main([*line, "--calibration_file", str(lines), "--calibration_size", "40", "--fit_steps", "1"]) == 0
+    report = json.loads((tmp_path / "other/conversion_report.json").read_text())["calibration"]
+    assert (report["count"], report["fit_steps"]) == (40, 1)
+
+
+@pytest.mark.thorough
+def test_convert_command_supports_strict_and_quiet(bert_and_lines, tmp_path, capsys):
+    """Check status 1 without a folder, or a warning; attention errors appear only on request."""
+    source, lines = bert_and_lines
     line = ["convert", str(source), "--kv_lora_rank", "1", "--calibration_file", str(lines), "--fit_steps", "0"]
     assert main([*line, "--strict", "--output_dir", str(tmp_path / "strict")]) == 1
     assert not (tmp_path / "strict").exists() and (tmp_path / "strict.conversion_report.json").is_file()

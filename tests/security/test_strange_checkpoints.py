@@ -281,6 +281,22 @@ def test_out_of_memory_prints_one_line(error, capsys):
     assert len(lines) == 1 and lines[0].startswith("error: There is not enough memory (")
 
 
+def test_error_of_a_data_loader_worker_prints_its_original_message(capsys):
+    """A worker raises an error of the same type whose message is the traceback in the worker."""
+
+    def work():
+        trace = "Traceback (most recent call last):\n  ...\nValueError: rows.csv, line 3: no label"
+        raise ValueError(f"Caught ValueError in DataLoader worker process 0.\nOriginal {trace}")
+
+    assert run_script(work) == 2
+    assert capsys.readouterr().err == "error: rows.csv, line 3: no label\n"
+
+
+def test_deeply_nested_configuration_is_rejected(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "bert", "extra": {500 * "["}{500 * "]"}}}')
+    assert "must not be nested" in read_single_line(capsys, "inspect", tmp_path)
+
+
 # Warnings of Transformers about valid calls.
 
 
