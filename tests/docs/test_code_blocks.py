@@ -55,7 +55,7 @@ SHOWN = {
 }
 # Generated documents, in which blocks other than commands show output.
 GENERATED = {"docs/command_line.md"}
-# Documents whose blocks run by default: the ones to read first, and short ones. The others run with `-m slow`.
+# Documents whose blocks run by default: the ones to read first, and short ones. The others run with `-m thorough`.
 QUICK = {
     *("README.md", "docs/installation.md", "docs/quickstart.md", "docs/troubleshooting.md", "docs/fields.md"),
     *("docs/linear.md", "docs/uptraining.md", "docs/sparse.md", "docs/share_memory.md", "docs/quantization.md"),
@@ -321,7 +321,7 @@ def find_keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name, blocks in BLOCKS.items() if blocks],
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name, blocks in BLOCKS.items() if blocks],
 )
 def test_code_blocks_run(document, reader, capsys):
     for block in BLOCKS[document]:
