@@ -321,7 +321,11 @@ def find_keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name, blocks in BLOCKS.items() if blocks],
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough)
+        for name, blocks in BLOCKS.items()
+        if blocks
+    ],
 )
 def test_code_blocks_run(document, reader, capsys):
     for block in BLOCKS[document]:
