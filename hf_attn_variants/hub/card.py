@@ -68,8 +68,8 @@ PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PATH_PART}+/)*|\.{{0,2}}/(?:{PATH_PART}+/)+){PATH_PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PATH_PART}+[/\\]+)*{PATH_PART}*|(?<![\w\\])\\\\{PATH_PART}+(?:\\+{PATH_PART}+)+"
 )
-# Home folders on any system. They are removed because they contain a user name.
-HOME_FOLDER = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
+# The part of a path between its root and the name of a user: "home" on Linux, and "Users" on macOS and Windows.
+HOME_PARENTS = (("home",), ("Users",))
 # Users and passwords in URLs, Hub tokens, and the signatures at the end of signed URLs.
 SECRET_PATTERNS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
@@ -150,11 +150,12 @@ def _remove_secrets(text: str) -> str:
 
 
 def _get_basename(path: str) -> str:
-    if HOME_FOLDER.fullmatch(path):
-        return "~"  # the name of the user is private
+    path = re.sub("^file:/*", "/", path)
     # A Windows path can contain both types of slashes. On other systems, a name can contain a backslash.
-    windows = re.match(r"[A-Za-z]:|\\\\", path)
-    return (PureWindowsPath(path) if windows else PurePath(path)).name
+    pure_path = PureWindowsPath(path) if re.match(r"[A-Za-z]:|\\\\", path) else PurePath(path)
+    is_home = pure_path.is_absolute() and pure_path.parts[1:-1] in HOME_PARENTS
+    # The name of a home folder is the name of a user, which is private.
+    return "~" if is_home or re.fullmatch("~[^/]*/?", path) else pure_path.name
 
 
 Step = Mapping[str, Any]

@@ -34,7 +34,7 @@ class NativeConfigMixin(AttnVariantConfigMixin):
 
     _attn_implementation = _PlainProperties._attn_implementation
     output_attentions = _PlainProperties.output_attentions
-    _experts_implementation_internal = None
+    _experts_implementation_internal = None  # an ordinary attribute, as in `PreTrainedConfig`
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.attn_variants_format = CONFIG_FORMAT

@@ -132,8 +132,9 @@ class Reader:
             self.provide_checkpoint(name, block.document)
         for path in find_keyword_texts(tree, "calibration"):
             provide_file(Path(path))
-        for folder in find_keyword_texts(tree, "data_dir"):
-            write_glue_folder(Path(folder), Path(folder).name)
+        for folder in map(Path, find_keyword_texts(tree, "data_dir")):
+            if not folder.exists():
+                write_glue_folder(folder, folder.name)
         exec(compile(tree, block.document, "exec"), {"__name__": "__main__"})
 
     def run_command(self, words: list[str], block: Block) -> None:

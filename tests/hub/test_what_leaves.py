@@ -32,6 +32,8 @@ def list_uploaded_files(plan, folder):
         ("of /home/alice and /Users/alice/", "of ~ and ~"),
         ("file:///home/alice/a/b.txt", "b.txt"),
         (r"on C:\Users\alice\x.txt now", "on x.txt now"),
+        (r"of C:\Users\alice now", "of ~ now"),
+        ("of /home/alice/home/data.csv", "of data.csv"),
         (r"on \\server\share\x.txt", "on x.txt"),
         ("https://user:pw@example.org/a/b.csv", "https://example.org/a/b.csv"),
         ("from https://user:p@ss@example.org/a", "from https://example.org/a"),

@@ -462,7 +462,7 @@ def refit_rotary_queries(
     inputs: Sequence[AttentionInputs],
     pairs: RotaryPairs,
 ) -> AttentionTensors:
-    """Fit the queries of `tensors` to the keys of `closed_form` (`fit_query_factors`), and return it with them."""
+    """Return `closed_form` with the queries of `tensors`, fitted to the new keys (see `fit_query_factors`)."""
     new_heads = replace(heads, key=(heads.key[1], heads.key[1]))
 
     def iterate_moments() -> Iterator[tuple[torch.Tensor, ...]]:

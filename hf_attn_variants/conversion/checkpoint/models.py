@@ -56,8 +56,8 @@ def load_checkpoint_tokenizer(source: str | os.PathLike, advice: str, **options:
         options: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError: If the folder contains no file from which a tokenizer can be loaded.
-        OSError, ValueError: See `convert_loading_errors` and `check_vocabulary_not_empty`.
+        OSError, ValueError: If the folder contains no tokenizer files. See also `convert_loading_errors` and
+            `check_vocabulary_not_empty`.
     """
     with convert_loading_errors(source) as folder:
         suffixes, path = (*_TOKENIZER_FILE_SUFFIXES, "config.json"), Path(folder)

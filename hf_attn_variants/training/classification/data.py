@@ -634,10 +634,9 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     settings = fill_in_training_columns(settings, first.values, columns, ("threshold",))
     label_column = settings.label_column
     text_columns = settings.text_columns or find_text_columns(first.values, first.header_location, label_column)
-    is_unlabeled_test = next(iter(sources)) == "test"
-    if label_column is None and not (absent_label_column is not None and is_unlabeled_test):
-        required = not is_unlabeled_test
-        label_column = find_label_column(first.values, first.header_location, text_columns, required=required)
+    only_test = next(iter(sources)) == "test"
+    if label_column is None and not (only_test and absent_label_column is not None):
+        label_column = find_label_column(first.values, first.header_location, text_columns, required=not only_test)
     read = {}
     for name, source in sources.items():
         if settings.text_columns is None and len(text_columns) == 1:
